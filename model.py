@@ -1,0 +1,161 @@
+"""A Llama that can hold any subset of its layers: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+A pipeline stage is `Llama(config, layers=[2, 3], ends=False)`; a stage-0 rank (an origin) also holds the two ends, that is
+the embedding, the final norm, the head and so the loss. Parameters carry the names that Hugging Face's Llama gives them, with
+global layer numbers also inside a stage, so the union of the stages is a checkpoint that transformers loads unchanged.
+
+    x = x + attention(norm(x))                                      rotary positions: arXiv 2104.09864
+    x = x + down(silu(gate(norm(x))) * up(norm(x)))                 SwiGLU: arXiv 2002.05202
+    norm(x) = weight * x / sqrt(mean(x^2) + eps)                    RMSNorm: arXiv 1910.07467
+
+Shapes: B sequences, T tokens, C hidden size, H heads, K key-value heads, D = C / H, V vocabulary.
+"""
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import nn
+
+
+@dataclass
+class Config:
+    """The fields and their names are those of Hugging Face's LlamaConfig."""
+    vocab_size: int = 256
+    hidden_size: int = 128
+    intermediate_size: int = 512
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(f"hidden size {self.hidden_size} must be a multiple of 2 x {self.num_attention_heads} heads")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"{self.num_attention_heads} heads must be a multiple of {self.num_key_value_heads} key-value heads")
+
+
+def rotary(positions, dim, theta):
+    """cos and sin, each (positions, dim): dimension i and i + dim/2 turn together by positions * theta^(-2i/dim)."""
+    rate = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)                   # (D/2)
+    angle = torch.outer(torch.arange(positions, dtype=torch.float64), rate).repeat(1, 2)    # (T, D)
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x, cos, sin):
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin                                                           # (B, heads, T, D)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head = config.hidden_size // config.num_attention_heads
+        self.shared = config.num_attention_heads != config.num_key_value_heads
+        width = self.head * config.num_key_value_heads
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x, cos, sin):
+        q, k, v = (rearrange(project(x), "b t (h d) -> b h t d", d=self.head)
+                   for project in (self.q_proj, self.k_proj, self.v_proj))                  # (B, H or K, T, D)
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shared)
+        return self.o_proj(rearrange(y, "b h t d -> b t (h d)"))                            # (B, T, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(nn.Module):
+    """The layers whose global indices are in `layers` (default: all), run in that order; with `ends`, also embedding, norm and head.
+
+    Weights: normal with deviation 0.02, gains one, drawn from (seed, parameter name) one by one, so that every layout and every
+    device starts from the same model.
+    """
+
+    def __init__(self, config, layers=None, ends=True, seed=0, device=None):
+        super().__init__()
+        layers = range(config.num_hidden_layers) if layers is None else layers
+        if wrong := [i for i in layers if not 0 <= i < config.num_hidden_layers]:
+            raise ValueError(f"layers {wrong} are not among the model's {config.num_hidden_layers}")
+        self.config = config
+        with torch.device("meta"):      # names and shapes only: each tensor is filled once, below
+            self.model = nn.Module()
+            self.model.layers = nn.ModuleDict({str(i): Block(config) for i in layers})
+            if ends:
+                self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+                self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.to_empty(device=device or "cpu")
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.ones_(parameter)
+            else:
+                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+                with torch.no_grad():
+                    parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.02, generator=generator))
+        self.angles = None
+
+    def embed(self, tokens):
+        return self.model.embed_tokens(tokens)                                              # (B, T) -> (B, T, C)
+
+    def blocks(self, x):
+        """This module's layers, (B, T, C) -> (B, T, C): what a stage computes."""
+        if self.angles is None or self.angles[0].shape[0] != x.shape[1] or self.angles[0].device != x.device:
+            head = self.config.hidden_size // self.config.num_attention_heads
+            self.angles = tuple(a.to(x.device) for a in rotary(x.shape[1], head, self.config.rope_theta))
+        for layer in self.model.layers.values():
+            x = layer(x, *self.angles)
+        return x
+
+    def logits(self, x):
+        return self.lm_head(self.model.norm(x))                                             # (B, T, V)
+
+    def loss(self, x, targets):
+        """Cross-entropy in nats, summed over the tokens (B, T); a mean is taken once, where all tokens are known."""
+        return F.cross_entropy(self.logits(x).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+    def forward(self, tokens):
+        """Logits (B, T, V) of tokens (B, T), from a module that holds both ends."""
+        return self.logits(self.blocks(self.embed(tokens)))
+
+
+def count_parameters(config):
+    """(all, without embedding and head) parameters of the whole model."""
+    head = config.hidden_size // config.num_attention_heads
+    attention = 2 * config.hidden_size * (config.hidden_size + head * config.num_key_value_heads)
+    block = attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+    inner = config.num_hidden_layers * block + config.hidden_size
+    return inner + 2 * config.vocab_size * config.hidden_size, inner

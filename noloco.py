@@ -1,0 +1,233 @@
+"""NoLoCo: data parallelism without an all-reduce (arXiv 2506.10911).
+
+N replicas. Replica i keeps slow weights phi_i and trains a copy theta_i for m inner steps with any optimizer. Then a fresh random
+group of n replicas, n = 2 unless told otherwise, does the outer step; sums run over the group:
+
+    Delta_i = theta_i - phi_i                                                                   (Eq. 1, outer gradient)
+    delta_i <- alpha delta_i + (beta/n) sum_j Delta_j - gamma (phi_i - (1/n) sum_j phi_j)       (Eq. 2, modified momentum)
+    phi_i   <- phi_i + delta_i ;  theta_i <- phi_i                                              (Eq. 3)
+
+    0 < gamma < 2 (1 - alpha^2) / (1 - alpha + 2 alpha / n)                                     (when replicas stay together)
+
+When the group is all replicas and phi is equal on all, the gamma term vanishes and the step is DiLoCo's (arXiv 2311.08105).
+
+Where we differ from the paper and from the code released with it:
+* The paper prints -beta in Eq. 2 although Delta = theta - phi, which would climb. Its appendix and the released code use +beta, as here.
+* What it calls Nesterov momentum is, as printed, heavy-ball momentum. We implement what is printed; DiLoCo here does the same.
+* The bound on gamma is ours (second moments of the differences between replicas). The paper's window (its Eq. 74) is neither
+  necessary nor sufficient. gamma is not stated in the paper; the released code uses gamma = beta = 0.7, our default.
+* Weights, phi and delta are fp32: in bf16 small updates round away and large weights stop moving.
+
+What travels. Eq. 2 regroups to
+
+    delta_i <- alpha delta_i + beta mean(theta) - gamma phi_i + (gamma - beta) mean(phi)        (Eq. 2')
+
+so theta is all that must be sent while training waits. phi is known right after the previous outer step: it is sent then and arrives
+during the inner steps. With gamma = beta the last term is zero and phi never travels.
+"""
+import random
+
+import torch
+import torch.distributed as dist
+
+ALIGN = 16          # floats: each tensor of a flat vector starts on a 64-byte boundary
+PIECE = 1 << 15     # floats per piece of the outer update: what it touches at once stays in a core's cache
+
+
+def random_groups(ranks, size, step, seed):
+    """A random partition of `ranks` into max(1, N // size) groups whose sizes differ by at most one.
+
+    Everyone who calls it with the same arguments gets the same list of sorted tuples, so no message is needed to agree. Stages
+    (lists with different first ranks) draw independently of each other.
+    """
+    order = list(ranks)
+    random.Random(f"groups {seed} {step} {order[0]}").shuffle(order)
+    groups = max(1, len(order) // size)
+    return [tuple(sorted(order[g::groups])) for g in range(groups)]
+
+
+def gamma_bound(alpha, n):
+    """The gamma below which replicas in groups of n stay together (n = 2: 2 (1 - alpha^2))."""
+    return 2 * (1 - alpha**2) / (1 - alpha + 2 * alpha / n)
+
+
+def outer_update(phi, delta, mean_Delta, mean_phi, alpha, beta, gamma):
+    """Eqs. 2 and 3 in place on phi and delta; all four are tensors of one shape, the means are over the group."""
+    delta.mul_(alpha)                                   # alpha delta
+    delta.add_(mean_Delta, alpha=beta)                  # + beta/n sum Delta
+    delta.sub_(phi - mean_phi, alpha=gamma)             # - gamma (phi - 1/n sum phi)
+    phi.add_(delta)                                     # Eq. 3
+
+
+def flatten(params):
+    """Make parameters and their gradients views into two contiguous fp32 vectors and return these: (theta, grad).
+
+    One message, one optimizer tensor and one norm then serve the whole model, without packing. Each tensor is padded with zeros to
+    64 bytes. Called again on the same parameters it returns the same vectors. `.to()` and `zero_grad(set_to_none=True)` replace
+    the views: move the model first, and where grad is used zero it in place. Raises ValueError on no parameters, mixed devices or
+    anything but fp32.
+    """
+    params = list(dict.fromkeys(params))                # a tied weight counts once
+    if not params:
+        raise ValueError("no parameters to flatten")
+    for p in params:
+        if p.dtype != torch.float32:
+            raise ValueError(f"parameters must be float32 (bf16 rounds small updates away; use autocast for speed), got {p.dtype}")
+        if p.device != params[0].device:
+            raise ValueError(f"parameters must be on one device, got {params[0].device} and {p.device}")
+    starts, size = [], 0
+    for p in params:
+        starts.append(size)
+        size += -(-p.numel() // ALIGN) * ALIGN
+
+    def vector(tensors):
+        """The vector into which these tensors are views already, or a new one of zeros."""
+        first = tensors[0]
+        if all(t is not None and t.is_contiguous() and t.data_ptr() == first.data_ptr() + 4 * a
+               and t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for t, a in zip(tensors, starts)):
+            if first.untyped_storage().nbytes() >= 4 * (first.storage_offset() + size):
+                return first.detach().as_strided((size,), (1,))
+        return torch.zeros(size, device=params[0].device)
+
+    with torch.no_grad():
+        theta, grad = vector([p.data for p in params]), vector([p.grad for p in params])
+        for p, a in zip(params, starts):
+            own, own_grad = (v[a:a + p.numel()].view(p.shape) for v in (theta, grad))
+            if own.data_ptr() != p.data_ptr():
+                own.copy_(p)
+                p.data = own
+            if p.grad is not None and own_grad.data_ptr() != p.grad.data_ptr():
+                own_grad.copy_(p.grad)
+            p.grad = own_grad
+    return theta, grad
+
+
+class NoLoCo:
+    """Eqs. 1-3 for any torch model and optimizer: call `step()` after every inner optimizer step.
+
+    params: the model's parameters, equal on all replicas at the start; made flat (see `flatten`).
+    ranks: the global ranks of this model's (or this stage's) replicas; default all. Without torch.distributed, this process alone.
+    inner_steps: optimizer steps per outer step (m). group_size: n, from 2 to all. seed: of the random groups.
+    Memory beside the model: phi, delta and one receive buffer per partner, each of the parameters' size; twice the buffers when
+    gamma != beta. With fewer than two replicas an outer step is Eqs. 1-3 with n = 1.
+    """
+
+    def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=0.7, group_size=2, seed=0):
+        joined = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if joined else 0
+        self.ranks = list(ranks) if ranks is not None else list(range(dist.get_world_size() if joined else 1))
+        if self.rank not in self.ranks:
+            raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
+        if inner_steps < 1:
+            raise ValueError(f"inner_steps must be at least 1, got {inner_steps}")
+        if group_size < 2:
+            raise ValueError(f"group_size must be at least 2, got {group_size}")
+        self.params = list(dict.fromkeys(params))
+        self.theta, _ = flatten(self.params)
+        self.addresses = [p.data_ptr() for p in self.params]
+        self.phi, self.delta = self.theta.clone(), torch.zeros_like(self.theta)
+        self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
+        self.alpha, self.beta, self.gamma = alpha, beta, gamma
+        self.steps, self.bytes_sent, self.ahead, self.buffers = 0, 0, None, {}
+        nccl = joined and self.theta.is_cuda and "nccl" in dist.get_backend()
+        self.staged = joined and self.theta.is_cuda and not nccl        # Gloo sends host memory only
+        # NCCL runs what is posted on a group one after the other: phi, long in flight, must not hold up what follows it. (new_group is
+        # called by every rank of the job, as each makes its NoLoCo.)
+        self.ahead_group = dist.new_group() if nccl and gamma != beta else None
+
+    def group(self):
+        """The sorted ranks that do the next outer step together, this one among them."""
+        outer = self.steps // self.inner_steps
+        return next(g for g in random_groups(self.ranks, self.group_size, outer, self.seed) if self.rank in g)
+
+    def step(self):
+        """Count one inner step and, when it is due, do the outer step; returns whether it did one."""
+        if self.gamma != self.beta and self.ahead is None:
+            self.ahead = self.post("phi", self.phi, self.group(), self.ahead_group)
+        if (self.steps + 1) % self.inner_steps == 0:
+            if [p.data_ptr() for p in self.params] != self.addresses:
+                raise RuntimeError("parameters were moved after NoLoCo took them: move the model first (.to, .cuda), then build NoLoCo")
+            self.outer_step(*self.exchange())
+            self.ahead = None       # waited for; the next call sends the new phi
+            self.steps += 1
+            return True
+        self.steps += 1
+        return False
+
+    def post(self, name, vector, group, process_group=None):
+        """Post one message each way with every partner at once, so that no pair waits for another; returns {rank: vector} and works."""
+        partners = [r for r in group if r != self.rank]
+        if self.staged:
+            host = self.buffer(name, "out", vector)
+            vector = host.copy_(vector)
+        vectors = {r: vector if r == self.rank else self.buffer(name, partners.index(r), vector) for r in group}
+        ops = [dist.P2POp(dist.irecv, vectors[r], r, process_group, tag=name == "phi") for r in partners]
+        ops += [dist.P2POp(dist.isend, vector, r, process_group, tag=name == "phi") for r in partners]
+        self.bytes_sent += len(partners) * vector.nbytes
+        return vectors, dist.batch_isend_irecv(ops) if ops else []
+
+    def buffer(self, name, place, like):
+        if (name, place) not in self.buffers:
+            self.buffers[name, place] = (torch.empty(like.shape, pin_memory=True) if self.staged else torch.empty_like(like))
+        return self.buffers[name, place]
+
+    def exchange(self):
+        """The group's theta and phi vectors in the order of its ranks; without phi (None) when Eq. 2' does not need it."""
+        thetas, works = self.post("theta", self.theta, self.group())
+        phis, more = self.ahead or (None, [])
+        for work in works + more:
+            work.wait()             # our own sends too: what they read is about to change
+        return list(thetas.values()), phis and list(phis.values())
+
+    def outer_step(self, thetas, phis=None):
+        """Eqs. 1-3 in pieces that stay in cache: the update is bound by memory, not by arithmetic."""
+        size, n = self.theta.numel(), len(thetas)
+        piece = size if self.theta.is_cuda else PIECE
+        for a in range(0, size, piece):
+            theta, phi, delta = (v[a:a + piece] for v in (self.theta, self.phi, self.delta))
+            mean_theta = mean([v[a:a + piece] for v in thetas], theta.device)
+            # Eq. 2': with gamma = beta mean(phi) cancels, so any value serves; our own phi makes the gamma term zero
+            mean_phi = mean([v[a:a + piece] for v in phis], theta.device) if phis else phi
+            mean_Delta = mean_theta.sub_(mean_phi)                                          # Eq. 1, averaged
+            outer_update(phi, delta, mean_Delta, mean_phi, self.alpha, self.beta, self.gamma)
+            theta.copy_(phi)
+
+    def state_dict(self):
+        """phi, delta and the number of inner steps; theta is in the model. A phi in flight is sent again after loading."""
+        return {"phi": self.phi, "delta": self.delta, "steps": self.steps}
+
+    def load_state_dict(self, state):
+        """Raises ValueError when the state is of another model."""
+        if state["phi"].shape != self.phi.shape:
+            raise ValueError(f"the state holds {state['phi'].numel()} weights, this model {self.phi.numel()}")
+        for work in self.ahead[1] if self.ahead else []:
+            work.wait()             # the partner loads too, so its message is on the way
+        self.ahead = None
+        self.phi.copy_(state["phi"])
+        self.delta.copy_(state["delta"])
+        self.steps = state["steps"]
+
+
+def mean(vectors, device):
+    """Mean of equally long vectors, summed in the given order: a group of everyone gets the same bits on every replica."""
+    total = vectors[0].to(device, copy=True)
+    for v in vectors[1:]:
+        total.add_(v.to(device, non_blocking=True))
+    return total.div_(len(vectors))
+
+
+class DiLoCo(NoLoCo):
+    """The special case of one group with everyone (arXiv 2311.08105), by one flat all-reduce, as the baseline that it is."""
+
+    def __init__(self, params, ranks=None, *, inner_steps=100, alpha=0.3, beta=0.7):
+        super().__init__(params, ranks, inner_steps=inner_steps, alpha=alpha, beta=beta, gamma=beta)
+        if len(self.ranks) > 1:
+            self.all = dist.new_group(self.ranks, use_local_synchronization=True)
+
+    def exchange(self):
+        n = len(self.ranks)
+        if n > 1:                   # in place: theta becomes phi in any case
+            dist.all_reduce(self.theta, group=self.all)
+            self.theta.div_(n)
+            self.bytes_sent += 2 * (n - 1) * self.theta.nbytes // n        # of a ring all-reduce
+        return [self.theta], None
