@@ -325,16 +325,21 @@ class Reader:
                            "more data, fewer origins or a smaller --seq-len")
 
     def next(self, batch):
+        """(batch, T + 1) tokens: inputs and, one further, targets."""
         rows = []
         for _ in range(batch):
             epoch, place = divmod(self.cursor, self.count)
             if epoch != self.epoch:
                 self.epoch = epoch
-                self.order = torch.randperm(self.count, generator=torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63))
+                self.order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
             start = int(self.order[place]) * self.seq_len
             rows.append(self.tokens[start:start + self.seq_len + 1])
             self.cursor += 1
-        return torch.stack(rows).long()                                     # (batch, T + 1)
+        return torch.stack(rows).long()
+
+
+def reader_seed(o, origin):
+    return o.seed * 1_000_003 + origin
 
 
 # ---------------------------------------------------------------- the executor
@@ -544,7 +549,7 @@ def prepare(o, rank, world):
     if corpus:
         part = len(corpus.train) // len(stages[0])
         place = stages[0].index(rank)
-        reader = Reader(corpus.train[place * part:(place + 1) * part], o.seq_len, hash((o.seed, place)))
+        reader = Reader(corpus.train[place * part:(place + 1) * part], o.seq_len, reader_seed(o, place))
     folder = Path(o.resume) if o.resume else Path("runs") / o.name
     if rank == 0 and not o.resume and (folder / "config.json").exists():
         raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")
@@ -593,7 +598,7 @@ def main(argv=None):
         group = dist.new_group(replicas, use_local_synchronization=True)
     dtype = getattr(torch, o.dtype)
     pipeline = Pipeline(model, rank, (o.batch, o.seq_len, o.hidden), dtype, device)
-    step = loss_sum = loss_tokens = sync_bytes = seconds = 0
+    step = loss_sum = loss_tokens = sync_bytes = seconds = norm = 0
     if o.resume:
         state = together(device, load, folder, rank, device, world)
         theta.copy_(state["theta"])
@@ -659,22 +664,24 @@ def main(argv=None):
         progress.update()
 
         last = step == o.steps
-        if step % o.save_every == 0 or last:
-            counters = [step, float(loss_sum), loss_tokens, sync_bytes, pipeline.bytes_sent, seconds + time.perf_counter() - clock]
-            save(folder, step, rank, dict(theta=theta, adam=adam.state_dict(), rng=torch.get_rng_state(), counters=counters,
-                                          outer=outer and outer.state_dict(), cursor=reader and reader.cursor, options=asdict(o)))
-            # When this message is taken, rank 0 has everyone's message of the checkpoint before: that one is whole, older ones can go.
-            collect([step], rank, world, device)
-            forget(folder, rank)
         if step % o.eval_every == 0 or last:
             seconds += time.perf_counter() - clock
-            loss_here = evaluate(pipeline, stages, corpus, o)
+            heldout_here = evaluate(pipeline, stages, corpus, o)
             spread = weight_spread(theta, replicas, rank, pipeline.staged)
             sent = sync_bytes + (outer.bytes_sent if outer else 0)
-            rows = collect([float(loss_sum), loss_tokens, loss_here, spread, theta.numel(), sent, pipeline.bytes_sent, float(norm)], rank, world, device)
+            rows = collect([float(loss_sum), loss_tokens, heldout_here, spread, theta.numel(), sent, pipeline.bytes_sent, float(norm)],
+                           rank, world, device)
             if rank == 0:
                 heldout = report(rows, folder, progress, o, stages, step, step * tokens_per_step, seconds, corpus)
             loss_sum, loss_tokens, clock = 0, 0, time.perf_counter()
+        if step % o.save_every == 0 or last:
+            counters = [step, float(loss_sum), loss_tokens, sync_bytes + (outer.bytes_sent if outer else 0), pipeline.bytes_sent,
+                        seconds + time.perf_counter() - clock]
+            save(folder, step, rank, dict(theta=theta, adam=adam.state_dict(), rng=torch.get_rng_state(), counters=counters,
+                                          outer=outer and outer.state_dict(), cursor=reader and reader.cursor, options=asdict(o)))
+            # When rank 0 takes this message it has everyone's message of the checkpoint before: that one is whole, older ones can go.
+            collect([step], rank, world, device)
+            forget(folder, rank)
     progress.close()
     if rank == 0:
         summary(folder)

@@ -1,0 +1,817 @@
+"""Tests, each named after the oracle that it compares with. `make test` runs them all; those with processes end by themselves.
+
+    python -m pytest -q test_minimal.py
+"""
+import contextlib
+import gzip
+import io
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import noloco
+import train
+from model import Config, Llama, count_parameters
+from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_groups
+from skippipe import Deadlock, Network, chain, full_paths, random_paths, simulate
+
+HERE = Path(__file__).parent
+SMALL = ["--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2", "--eval-sequences", "8", "--device", "cpu"]
+
+# ---------------------------------------------------------------- processes
+
+# The server imports everything once; each test process is a fork of it, ready in milliseconds.
+fork = multiprocessing.get_context("forkserver")
+fork.set_forkserver_preload(["test_minimal"])
+
+
+def _child(pipe, rank, world, port, cwd, function, args):
+    os.chdir(cwd)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, function(rank, world, *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def processes(world, function, *args, cwd=".", limit=120):
+    """function(rank, world, *args) on `world` processes: their results in the order of ranks. All end here, whatever happens."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    pipes, children = [], []
+    try:
+        for rank in range(world):
+            ours, theirs = fork.Pipe()
+            children.append(fork.Process(target=_child, args=(theirs, rank, world, port, str(cwd), function, args)))
+            children[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        results, waiting, end = {}, dict(zip(pipes, range(world))), time.monotonic() + limit
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0, end - time.monotonic()))
+            assert ready, f"ranks {sorted(waiting.values())} did not finish within {limit} s"
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                good, results[rank] = pipe.recv()
+                assert good, f"rank {rank}: {results[rank]}"
+        return [results[r] for r in range(world)]
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def gloo(function):
+    """Decorates a rank's function: the process group is up while it runs."""
+    def wrapped(rank, world, *args):
+        dist.init_process_group("gloo")
+        result = function(rank, world, *args)
+        dist.barrier()
+        return result
+    wrapped.__name__ = wrapped.__qualname__ = function.__name__
+    return wrapped
+
+
+def _main(rank, world, argv):
+    """train.main in this process: (exit status, what it printed)."""
+    out, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            train.main(argv)
+        except SystemExit as stop:
+            code = stop.code
+    return code, out.getvalue()
+
+
+def run(world, *argv, cwd):
+    """Train; fails unless every rank ends well. Returns rank 0's output."""
+    results = processes(world, _main, [str(a) for a in argv], cwd=cwd)
+    assert all(code == 0 for code, _ in results), results
+    return results[0][1]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder of ten small text files."""
+    folder, r = tmp_path_factory.mktemp("data"), random.Random(0)
+    for i in range(10):
+        (folder / f"{i}.txt").write_text(" ".join(r.choice(["phi", "theta", "delta", "gossip", "stage"]) for _ in range(1500)))
+    return folder
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoint(folder, step, rank):
+    return torch.load(folder / "checkpoints" / f"{step:08d}" / f"rank{rank}.pt", weights_only=True)
+
+
+# ---------------------------------------------------------------- noloco.py
+
+
+@pytest.mark.parametrize("count, size", [(1, 2), (2, 2), (3, 2), (7, 2), (8, 3), (9, 4), (5, 9), (64, 2)])
+def test_random_groups_are_a_partition(count, size):
+    ranks = list(range(10, 10 + count))
+    for step in range(20):
+        groups = random_groups(ranks, size, step, seed=1)
+        assert sorted(r for g in groups for r in g) == ranks
+        assert len(groups) == max(1, count // size)
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+        assert groups == random_groups(tuple(ranks), size, step, seed=1)
+
+
+def test_random_groups_are_uniform():
+    draws = 6000
+    pairs = Counter(g for step in range(draws) for g in random_groups(range(6), 2, step, seed=0))
+    expected = draws * 3 / 15           # each of the 15 pairs is in a fifth of the partitions
+    chi2 = sum((pairs[a, b] - expected) ** 2 / expected for b in range(6) for a in range(b))
+    assert chi2 < 36.1                  # 14 degrees of freedom, p = 0.001
+    other = [random_groups(range(6, 12), 2, s, 0) == [tuple(r + 6 for r in g) for g in random_groups(range(6), 2, s, 0)] for s in range(300)]
+    assert sum(other) < 60              # another stage draws independently: equal by chance in 1 of 15
+
+
+def brute_force(thetas, phis, deltas, alpha, beta, gamma):
+    """Eqs. 1-3 for one group in float64, literally."""
+    n = len(phis)
+    mean_Delta = sum(t - p for t, p in zip(thetas, phis)) / n
+    mean_phi = sum(phis) / n
+    deltas = [alpha * d + beta * mean_Delta - gamma * (p - mean_phi) for d, p in zip(deltas, phis)]
+    return [p + d for p, d in zip(phis, deltas)], deltas
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("gamma", [0.7, 0.0, 1.1])
+def test_outer_step_equals_float64_brute_force(n, gamma):
+    torch.manual_seed(n)
+    size = 3 * noloco.PIECE + 5         # several pieces, the last one odd
+    phis, thetas, deltas = ([torch.randn(size, dtype=torch.float64).float() for _ in range(n)] for _ in range(3))
+    want_phi, want_delta = brute_force(*([v.double() for v in vs] for vs in (thetas, phis, deltas)), 0.5, 0.7, gamma)
+    padded = size + -size % 16
+    for i in range(n):
+        parameter = torch.nn.Parameter(thetas[i].clone())
+        outer = NoLoCo([parameter], gamma=gamma)
+        outer.phi[:size], outer.delta[:size] = phis[i], deltas[i]
+        pad = lambda vs: [torch.nn.functional.pad(v, (0, padded - size)) for v in vs]
+        outer.outer_step(pad(thetas), pad(phis) if gamma != 0.7 else None)      # with gamma = beta phi is not needed
+        for got, want in ((outer.phi[:size], want_phi[i]), (outer.delta[:size], want_delta[i]), (parameter, want_phi[i])):
+            assert torch.allclose(got.double(), want, rtol=0, atol=4e-6)
+
+
+def test_outer_update_is_in_place():
+    phi, delta = torch.ones(4), torch.full((4,), 2.0)
+    outer_update(phi, delta, torch.full((4,), 3.0), torch.full((4,), 5.0), 0.5, 0.1, 0.25)
+    assert torch.allclose(delta, torch.full((4,), 0.5 * 2 + 0.1 * 3 - 0.25 * (1 - 5))) and torch.allclose(phi, 1 + delta)
+
+
+def no_collectives():
+    """From here on a collective in this process is an error."""
+    def refuse(*_, **__):
+        raise AssertionError("a collective in NoLoCo's training path")
+    for name in ("all_reduce", "all_gather", "broadcast", "reduce", "barrier", "all_gather_object", "broadcast_object_list"):
+        setattr(noloco.dist, name, refuse)
+
+
+def quadratic(rank, seed=0):
+    """A small model with odd sizes and this replica's own data."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    generator = torch.Generator().manual_seed(100 + rank)
+    return model, torch.randn(64, 8, 3, generator=generator), torch.randn(64, 8, 2, generator=generator)
+
+
+def inner(model, optimizer, x, y):
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+
+
+@gloo
+def _noloco(rank, world, kwargs, steps):
+    model, xs, ys = quadratic(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    outer = NoLoCo(model.parameters(), **kwargs)
+    barrier = dist.barrier
+    no_collectives()
+    for step in range(steps):
+        inner(model, optimizer, xs[step], ys[step])
+        outer.step()
+    dist.barrier = barrier
+    return [p.detach().numpy() for p in model.parameters()], outer.bytes_sent
+
+
+@pytest.mark.parametrize("kwargs", [dict(), dict(gamma=1.0), dict(group_size=3, gamma=0.4), dict(group_size=4)], ids=str)
+def test_four_processes_equal_float64_simulation(kwargs):
+    world, steps, m = (5 if kwargs.get("group_size") == 3 else 4), 12, 3
+    got = processes(world, _noloco, dict(kwargs, inner_steps=m), steps)
+    models = [quadratic(r) for r in range(world)]
+    replicas = [m_.double() for m_, *_ in models]
+    optimizers = [torch.optim.SGD(r.parameters(), lr=0.05) for r in replicas]
+    read = lambda r: torch.cat([p.detach().flatten() for p in replicas[r].parameters()])
+    phis, deltas = [read(r) for r in range(world)], [torch.zeros_like(read(0)) for _ in range(world)]
+    for step in range(steps):
+        for r in range(world):
+            inner(replicas[r], optimizers[r], models[r][1][step].double(), models[r][2][step].double())
+        if (step + 1) % m == 0:
+            for group in random_groups(range(world), kwargs.get("group_size", 2), step // m, 0):
+                news = brute_force([read(r) for r in group], [phis[r] for r in group], [deltas[r] for r in group], 0.5, 0.7, kwargs.get("gamma", 0.7))
+                for r, phi, delta in zip(group, *news):
+                    phis[r], deltas[r] = phi, delta
+                    torch.nn.utils.vector_to_parameters(phi.clone(), replicas[r].parameters())
+    for r in range(world):
+        flat = torch.cat([torch.from_numpy(p).flatten() for p in got[r][0]]).double()
+        assert torch.allclose(flat, read(r), rtol=0, atol=2e-6)
+    if not kwargs:      # theta only: one message of the padded vector each outer step
+        padded = sum(-(-p.numel() // 16) * 16 for p in replicas[0].parameters())
+        assert [sent for _, sent in got] == [4 * padded * steps // m] * world
+
+
+@gloo
+def _everyone(rank, world, method, kwargs):
+    model, xs, ys = quadratic(rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    outer = method(model.parameters(), inner_steps=2, alpha=0.3, **kwargs)
+    for step in range(8):
+        inner(model, optimizer, xs[step], ys[step])
+        outer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def test_a_group_of_everyone_equals_diloco():
+    gossip, allreduce = processes(3, _everyone, NoLoCo, dict(group_size=3, gamma=1.2)), processes(3, _everyone, DiLoCo, {})
+    assert gossip[0] == gossip[1] == gossip[2] and allreduce[0] == allreduce[1] == allreduce[2]     # to the bit
+    assert torch.allclose(torch.tensor(gossip[0]), torch.tensor(allreduce[0]), rtol=0, atol=1e-6)
+
+
+@gloo
+def _state_dict(rank, world):
+    """Interrupt after 5 of 12 steps, rebuild everything from the state dicts, go on: as if nothing had happened."""
+    results = []
+    for stop in (None, 5):
+        model, xs, ys = quadratic(rank)
+        optimizer, outer = torch.optim.SGD(model.parameters(), lr=0.05), NoLoCo(model.parameters(), inner_steps=3, gamma=1.0)
+        for step in range(12):
+            if step == stop:
+                kept = io.BytesIO()
+                torch.save([model.state_dict(), outer.state_dict()], kept)
+                for work in outer.ahead[1]:
+                    work.wait()
+                kept.seek(0)
+                weights, state = torch.load(kept, weights_only=True)
+                model, *_ = quadratic(rank, seed=9)
+                optimizer, outer = torch.optim.SGD(model.parameters(), lr=0.05), NoLoCo(model.parameters(), inner_steps=3, gamma=1.0)
+                model.load_state_dict(weights)
+                outer.load_state_dict(state)
+            inner(model, optimizer, xs[step], ys[step])
+            outer.step()
+        results.append(outer.theta.tolist())
+        for work in outer.ahead[1] if outer.ahead else []:
+            work.wait()
+    return results
+
+
+def test_state_dict_round_trips_to_the_bit():
+    for whole, resumed in processes(4, _state_dict):
+        assert whole == resumed
+
+
+def test_flatten_keeps_values_pads_and_refuses():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    model[0](torch.ones(1, 3)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    theta, grad = flatten(model.parameters())
+    assert theta.numel() == grad.numel() == 16 * 4 and theta.count_nonzero() == 15 + 5 + 10 + 2
+    for p, old in zip(model.parameters(), before):
+        assert torch.equal(p, old) and p.data_ptr() % 64 == theta.data_ptr() % 64
+    assert torch.equal(model[0].bias.grad, torch.ones(5)) and grad.sum() == model[0].weight.grad.sum() + 5
+    again = flatten(model.parameters())
+    assert again[0].data_ptr() == theta.data_ptr() and again[1].data_ptr() == grad.data_ptr()
+    theta.zero_()
+    assert not any(p.any() for p in model.parameters())
+    tied = torch.nn.Linear(4, 4)
+    assert flatten([tied.weight, tied.weight])[0].numel() == 16
+    for bad in ([], [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))],
+                [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, device="meta"))]):
+        with pytest.raises(ValueError):
+            flatten(bad)
+
+
+def test_noloco_notices_moved_parameters():
+    model = torch.nn.Linear(4, 4)
+    outer = NoLoCo(model.parameters(), inner_steps=1)
+    model.weight.data = model.weight.data.clone()       # what .to() does
+    with pytest.raises(RuntimeError, match="moved"):
+        outer.step()
+
+
+def test_readme_optimizer_example_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
+    block = next(b for b in blocks if "outer = NoLoCo(" in b)
+    scope = dict(model=torch.nn.Linear(4, 1), batches=[torch.randn(8, 4) for _ in range(4)], loss_of=lambda model, x: model(x).square().mean())
+    scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters(), lr=0.1)
+    first = scope["loss_of"](scope["model"], scope["batches"][0]).item()
+    exec(block, scope)
+    assert scope["outer"].steps == 4 and scope["loss_of"](scope["model"], scope["batches"][0]).item() != first
+
+
+# ---------------------------------------------------------------- theory, on the quadratic loss
+
+
+def quadratic_run(replicas, dims, m, omega, alpha, beta, gamma, steps, n=2, noise=1.0, start=0.0, seed=0, rate=1.0):
+    """NoLoCo on L = 1/2 rate |theta - c|^2, c ~ N(0, noise^2), SGD with constant rate omega; phi (replicas, dims), a history of its moments."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(replicas, dims, generator=generator, dtype=torch.float64)
+    phi = start + (1.0 if noise == 0 else 0.0) * draw()
+    delta, history = torch.zeros_like(phi), []
+    for step in range(steps):
+        theta = phi.clone()
+        for _ in range(m):
+            theta -= omega * rate * (theta - (noise * draw() if noise else 0.0))
+        for group in random_groups(range(replicas), n, step, seed):
+            g = list(group)
+            p, d = phi[g], delta[g]
+            outer_update(p, d, (theta[g] - p).mean(0), p.mean(0), alpha, beta, gamma)
+            phi[g], delta[g] = p, d
+        history.append((phi.mean().item(), (phi - phi.mean(0)).square().mean().item()))
+    return phi, history
+
+
+def test_theorem_1_mean_goes_to_zero():
+    _, history = quadratic_run(64, 64, m=5, omega=0.05, alpha=0.5, beta=0.7, gamma=0.7, steps=120, start=3.0)
+    late = [mean for mean, _ in history[-40:]]
+    assert abs(sum(late) / 40) < 0.02 and abs(history[0][0]) > 2
+
+
+def test_theorem_1_spread_grows_as_omega_squared():
+    omegas, spreads = [1e-4, 2e-4, 4e-4, 8e-4], []        # m omega Lambda << 1
+    for omega in omegas:
+        _, history = quadratic_run(64, 64, m=5, omega=omega, alpha=0.5, beta=0.7, gamma=0.7, steps=200)
+        spreads.append(sum(v for _, v in history[40:]) / 160)
+    x, y = torch.tensor(omegas).double().log(), torch.tensor(spreads).double().log()
+    slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+    assert abs(slope - 2) < 0.1
+
+
+@pytest.mark.parametrize("alpha, n", [(0.5, 2), (0.3, 2), (0.8, 2), (0.5, 4)])
+def test_gamma_bound_separates_decay_from_growth(alpha, n):
+    for factor, grows in ((0.9, False), (1.1, True)):
+        # beta tiny: Delta's pull, which widens the bound a little, is left out; noise-free
+        _, history = quadratic_run(256, 32, m=1, omega=1e-9, alpha=alpha, beta=1e-9, gamma=factor * gamma_bound(alpha, n), steps=160, n=n, noise=0)
+        assert (history[-1][1] > 10 * history[20][1]) if grows else (history[-1][1] < 0.1 * history[20][1])
+    assert gamma_bound(alpha, 2) == pytest.approx(2 * (1 - alpha**2))
+
+
+# ---------------------------------------------------------------- model.py
+
+
+def reference_logits(tokens, w, config):
+    """A Llama in float64, position by position, written apart from model.py."""
+    norm = lambda x, g: x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * g
+    heads, shared = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads
+    d = config.hidden_size // heads
+    x = w["model.embed_tokens.weight"][tokens]
+
+    def turn(vector, position):     # pairs (i, i + d/2) as complex numbers
+        z = torch.complex(vector[: d // 2], vector[d // 2:])
+        z = z * torch.exp(1j * position * config.rope_theta ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d))
+        return torch.cat((z.real, z.imag))
+    for i in range(config.num_hidden_layers):
+        part = lambda name: w[f"model.layers.{i}.{name}.weight"]
+        h, rows = norm(x, part("input_layernorm")), []
+        q, k, v = (h @ part(f"self_attn.{s}_proj").T for s in "qkv")
+        for t in range(len(tokens)):
+            row = []
+            for j in range(heads):
+                kv = slice(j // shared * d, j // shared * d + d)
+                scores = torch.stack([turn(q[t, j * d:j * d + d], t) @ turn(k[s, kv], s) for s in range(t + 1)]) / d**0.5
+                row.append(scores.softmax(0) @ v[:t + 1, kv])
+            rows.append(torch.cat(row))
+        x = x + torch.stack(rows) @ part("self_attn.o_proj").T
+        h = norm(x, part("post_attention_layernorm"))
+        gate = h @ part("mlp.gate_proj").T
+        x = x + (gate / (1 + (-gate).exp()) * (h @ part("mlp.up_proj").T)) @ part("mlp.down_proj").T
+    return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_logits_equal_independent_float64_llama(kv_heads):
+    config = Config(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=kv_heads)
+    model = Llama(config, seed=3)
+    with torch.no_grad():
+        for p in model.parameters():    # gains and weights far from their start, so that each matters
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.2)
+    tokens = torch.randint(50, (1, 9), generator=torch.Generator().manual_seed(0))
+    want = reference_logits(tokens[0], {k: v.double() for k, v in model.state_dict().items()}, config)
+    assert torch.allclose(model(tokens)[0].double(), want, rtol=1e-4, atol=1e-4)
+    targets = torch.randint(50, (1, 9), generator=torch.Generator().manual_seed(1))
+    loss = model.loss(model.blocks(model.embed(tokens)), targets)
+    assert loss.item() == pytest.approx(-want.log_softmax(-1)[range(9), targets[0]].sum().item(), rel=1e-5)
+    assert count_parameters(config)[0] == sum(p.numel() for p in model.parameters())
+
+
+def test_causality():
+    model, tokens = Llama(Config()), torch.randint(256, (1, 20))
+    changed = tokens.clone()
+    changed[0, 12:] += 1
+    a, b = model(tokens), model(changed % 256)
+    assert torch.equal(a[:, :12], b[:, :12]) and not torch.allclose(a[:, 12:], b[:, 12:])
+
+
+def test_stages_hold_the_whole_models_weights_and_loss():
+    config = Config(num_hidden_layers=5)
+    whole, tokens = Llama(config, seed=7), torch.randint(256, (2, 17))
+    stages = [Llama(config, [0], seed=7), Llama(config, [1, 2], ends=False, seed=7), Llama(config, [3, 4], ends=False, seed=7)]
+    union = {k: v for s in stages for k, v in s.state_dict().items()}
+    assert union.keys() == whole.state_dict().keys() and all(torch.equal(v, whole.state_dict()[k]) for k, v in union.items())
+    x = stages[0].embed(tokens[:, :-1])
+    for s in stages:
+        x = s.blocks(x)
+    want = whole.loss(whole.blocks(whole.embed(tokens[:, :-1])), tokens[:, 1:])
+    assert torch.equal(stages[0].loss(x, tokens[:, 1:]), want)
+    swapped = Llama(config, [3, 4, 1], ends=False, seed=7)
+    assert list(swapped.model.layers) == ["3", "4", "1"]
+
+
+# ---------------------------------------------------------------- paths and the executor
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 4), (3, 2, 2), (1, 5), (2, 3, 1, 4)])
+def test_paths_visit_every_stage_as_evenly_as_possible(sizes):
+    ranks = iter(range(sum(sizes)))
+    stages = [[next(ranks) for _ in range(s)] for s in sizes]
+    for paths in (full_paths(stages, 3), *(random_paths(stages, 3, step, seed=0) for step in range(30))):
+        assert len(paths) == 3 * sizes[0]
+        for s, stage in enumerate(stages):
+            visits = Counter(path[s] for path in paths)
+            assert set(visits) <= set(stage) and max(visits[r] for r in stage) - min(visits[r] for r in stage) <= 1
+    if len(set(sizes)) == 1:
+        assert all(path == tuple(s[stages[0].index(path[0])] for s in stages) for path in full_paths(stages, 3))
+    assert random_paths(stages, 3, 5, 0) == random_paths(stages, 3, 5, 0)
+
+
+def any_paths(stages, count, r):
+    """Paths that skip and swap: each origin's go through any of the other stages, in any order."""
+    return [(origin, *(r.choice(s) for s in r.sample(stages[1:], r.randint(0, len(stages) - 1)))) for _ in range(count) for origin in stages[0]]
+
+
+def test_message_lists_replayed_as_blocking_fifo_channels_finish():
+    r = random.Random(0)
+    for trial in range(400):
+        sizes = [r.randint(1, 4) for _ in range(r.randint(1, 5))]
+        ranks = iter(range(sum(sizes)))
+        stages = [[next(ranks) for _ in range(s)] for s in sizes]
+        paths = any_paths(stages, r.randint(1, 5), r) if trial % 2 else random_paths(stages, r.randint(1, 5), trial, 0)
+        programs = {rank: deque() for stage in stages for rank in stage}
+        for rank, program in programs.items():
+            for u, hop in train.tasks(paths, rank):
+                ranks = chain(paths[u])
+                if hop and ranks[hop - 1] != rank:
+                    program.append(("receive", ranks[hop - 1], (u, hop)))
+                if hop + 1 < len(ranks) and ranks[hop + 1] != rank:
+                    program.append(("send", ranks[hop + 1], (u, hop + 1)))
+        channels, moved = {}, True
+        while moved:
+            moved = False
+            for rank, program in programs.items():
+                while program:
+                    what, peer, message = program[0]
+                    if what == "send":
+                        channels.setdefault((rank, peer), deque()).append(message)
+                    elif channels.get((peer, rank)):
+                        assert channels[peer, rank].popleft() == message        # the pair agrees on the order, without tags
+                    else:
+                        break
+                    program.popleft()
+                    moved = True
+        assert not any(programs.values()), f"deadlock: {paths}"
+
+
+def stage_layers(stages):
+    """Layers of unequal depth: stage s holds s % 2 + 1."""
+    marks = [0]
+    for s in range(len(stages)):
+        marks.append(marks[-1] + s % 2 + 1)
+    return [list(range(a, b)) for a, b in zip(marks, marks[1:])]
+
+
+@gloo
+def _gradients(rank, world, stages, all_paths, shape, dtype):
+    """The largest relative error of this rank's gradients over all the path sets, against the whole model in one process."""
+    layers = stage_layers(stages)
+    config = Config(hidden_size=shape[2], num_attention_heads=2, num_key_value_heads=1, intermediate_size=48, num_hidden_layers=layers[-1][-1] + 1)
+    stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
+    model, whole = Llama(config, layers[stage], ends=stage == 0), Llama(config).double()
+    theta, grad = flatten(model.parameters())
+    pipeline = train.Pipeline(model, rank, shape, dtype, torch.device("cpu"))
+    worst = 0.0
+    for t, paths in enumerate(all_paths):
+        tokens = torch.randint(256, (len(paths), shape[0], shape[1] + 1), generator=torch.Generator().manual_seed(t))
+        grad.zero_()
+        loss, count = pipeline.run(paths, {u: tokens[u] for u, p in enumerate(paths) if p[0] == rank})
+        assert count == shape[0] * shape[1] * sum(rank in p for p in paths)
+        whole.zero_grad()
+        want_loss = 0.0
+        for u, path in enumerate(paths):
+            if rank in path:
+                x = whole.embed(tokens[u][:, :-1])
+                for visited in path:
+                    for i in layers[next(s for s, ranks in enumerate(stages) if visited in ranks)]:
+                        whole.blocks(x)     # sets the angles
+                        x = whole.model.layers[str(i)](x, *whole.angles)
+                one = whole.loss(x, tokens[u][:, 1:])
+                one.backward()
+                want_loss += one.item() * (path[0] == rank)
+        assert abs(loss.item() - want_loss) <= (1e-5 if dtype == torch.float32 else 1e-2) * max(1, abs(want_loss))
+        named = dict(whole.named_parameters())
+        for name, p in model.named_parameters():
+            want = named[name].grad
+            if want is None or not want.any():
+                assert not p.grad.any()
+            else:
+                worst = max(worst, ((p.grad.double() - want).norm() / want.norm()).item())
+        if any(rank in p for p in paths) and stage == 0:
+            assert all(p.grad.any() for p in model.parameters())      # embedding, gains and head included
+    return worst
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 1, 1, 1), (3,), (1, 3)])
+def test_pipeline_gradients_equal_one_process(sizes):
+    r, ranks = random.Random(0), iter(range(sum(sizes)))
+    stages = [[next(ranks) for _ in range(s)] for s in sizes]
+    sets = [full_paths(stages, 3)] + [random_paths(stages, 3, step, 0) for step in range(12)] + [any_paths(stages, r.randint(1, 4), r) for _ in range(12)]
+    assert max(processes(sum(sizes), _gradients, stages, sets, (2, 8, 16), torch.float32)) < 1e-5
+
+
+def test_bfloat16_messages_give_nearly_the_same_gradients():
+    stages = [[0, 1], [2, 3]]
+    assert max(processes(4, _gradients, stages, [full_paths(stages, 2)], (2, 16, 32), torch.bfloat16)) < 0.05
+
+
+# ---------------------------------------------------------------- skippipe.py: the simulator
+
+
+def test_simulator_equals_hand_computation():
+    # one origin, one node: forward 1 + delay 2 + forward 2 + back 2 + loss 0.25 + out 2 + backward 3 + back 2 + backward 1.5
+    network = Network([[0, 2], [2, 0]], [1, 2], [[0], [1]], memory=1, overhead=0.1)
+    one = simulate(network, [(0, 1)])
+    assert one.makespan == pytest.approx(15.75)
+    assert [(rank, kind) for rank, _, kind, *_ in one.timeline] == [(0, "forward"), (1, "forward"), (0, "loss"), (1, "backward"), (0, "backward")]
+    # memory 1: the second microbatch starts when the first one's backward has freed the origin, 0.1 s after its end
+    assert simulate(network, [(0, 1), (0, 1)]).makespan == pytest.approx(2 * 15.75 + 0.1)
+    assert simulate(network, [(0, 1)], rounds=2).makespan == pytest.approx(2 * 15.75 + 0.1)
+    assert simulate(network, [(0, 1)], release=[5]).makespan == pytest.approx(20.75)
+    order = {0: [(0, 0), (0, 2), (0, 4)], 1: [(0, 1), (0, 3)]}
+    assert simulate(network, [(0, 1)], order=order).makespan == pytest.approx(15.75)
+    with pytest.raises(Deadlock):
+        simulate(network, [(0, 1)], order={0: [(0, 2), (0, 0), (0, 4)], 1: [(0, 1), (0, 3)]})
+    for bad in (dict(delay=[[0]]), dict(stages=[[0], [0]]), dict(stages=[[0], []]), dict(memory=[1])):
+        with pytest.raises(ValueError):
+            Network(**{**dict(delay=[[0, 2], [2, 0]], compute=[1, 2], stages=[[0], [1]]), **bad})
+
+
+# ---------------------------------------------------------------- train.py
+
+
+@pytest.mark.parametrize("method", list(train.METHODS))
+def test_every_method_trains_on_unequal_stages(method, corpus, tmp_path):
+    out = run(3, "--method", method, "--stages", "2,1", "--layers-per-stage", "1,3", "--steps", 12, "--eval-every", 6, "--data", corpus, "--name", "x",
+              "--warmup", 2, *(["--inner-steps", 5] if method in ("noloco", "diloco") else []), *SMALL, cwd=tmp_path)
+    lines = metrics(tmp_path / "runs/x")
+    assert [line["step"] for line in lines] == [6, 12] and lines[-1]["heldout_loss"] < 5.2 < math.log(256)
+    assert lines[-1]["perplexity"] == pytest.approx(math.exp(lines[-1]["heldout_loss"])) and "perplexity" in out
+    theta = checkpoint(tmp_path / "runs/x", 12, 0)["theta"].numel()
+    want = dict(local=0, ddp=12 * 4 * theta, noloco=2 * 4 * theta, diloco=2 * 4 * theta)[method]      # per rank of the pair: a ring of two sends 2 (n-1)/n = 1
+    assert lines[-1]["sync_bytes"] == 2 * want
+    assert lines[-1]["pipeline_bytes"] == 12 * 2 * 2 * 4 * (2 * 32 * 32 * 4) + 2 * (2 * 4 * 2) * (2 * 32 * 32 * 4)      # 4 messages each to train, 2 to evaluate
+    if method == "ddp":
+        assert lines[-1]["weight_spread"] == 0 and torch.equal(checkpoint(tmp_path / "runs/x", 12, 0)["theta"], checkpoint(tmp_path / "runs/x", 12, 1)["theta"])
+    else:
+        assert lines[-1]["weight_spread"] > 0
+    for rank in range(3):       # every parameter has moved
+        config = Config(256, 32, 64, 4, 2, 2)
+        model = Llama(config, [0] if rank < 2 else [1, 2, 3], ends=rank < 2)
+        start, _ = flatten(model.parameters())
+        end = checkpoint(tmp_path / "runs/x", 12, rank)["theta"]
+        starts = [p.data_ptr() - start.data_ptr() for p in model.parameters()]
+        for p, a in zip(model.parameters(), starts):
+            assert not torch.equal(p.flatten(), end[a // 4:a // 4 + p.numel()])
+
+
+def test_weight_spread_equals_its_formula(corpus, tmp_path):
+    run(5, "--stages", "3,2", "--method", "local", "--steps", 4, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    squares = weights = 0.0
+    for ranks in ([0, 1, 2], [3, 4]):
+        thetas = torch.stack([checkpoint(tmp_path / "runs/x", 4, r)["theta"] for r in ranks]).double()
+        squares += (thetas - thetas.mean(0)).square().sum().item()
+        weights += thetas.numel()
+    assert metrics(tmp_path / "runs/x")[-1]["weight_spread"] == pytest.approx(math.sqrt(squares / weights), rel=1e-5)
+
+
+def test_ddp_on_two_processes_equals_one_process(corpus, tmp_path):
+    """The gradient is the mean over all tokens: one process that reads both parts takes the same steps."""
+    run(2, "--method", "ddp", "--steps", 3, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    got = checkpoint(tmp_path / "runs/x", 3, 0)["theta"]
+    o = train.parse(["--steps", "3", "--data", str(corpus), *SMALL])
+    data = train.load_corpus(o)
+    part = len(data.train) // 2
+    readers = [train.Reader(data.train[i * part:(i + 1) * part], o.seq_len, train.reader_seed(o, i)) for i in range(2)]
+    model = Llama(Config(256, 32, 64, 4, 2, 2))
+    theta, _ = flatten(model.parameters())
+    adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
+    for step in range(3):
+        for p in model.parameters():
+            p.grad.zero_()
+        batch = torch.cat([r.next(o.batch) for _ in range(2) for r in readers])
+        (model.loss(model.blocks(model.embed(batch[:, :-1])), batch[:, 1:]) / batch[:, 1:].numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.param_groups[0]["lr"] = train.schedule(step, o)
+        adam.step()
+    assert torch.allclose(got, theta, rtol=0, atol=2e-5)
+
+
+def test_resume_is_bit_exact(corpus, tmp_path):
+    argv = ["--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--gamma", 1.0, "--eval-every", 3, "--save-every", 6, "--data", corpus, "--name", "x", *SMALL]
+    run(4, *argv, cwd=tmp_path)
+    whole = tmp_path / "runs/x"
+    again = shutil.copytree(whole, tmp_path / "runs/y")
+    shutil.rmtree(again / "checkpoints/00000012")       # as if killed at step 11
+    (again / "checkpoints/00000012").mkdir()
+    (again / "checkpoints/00000012/rank0.pt").write_bytes(b"written by one rank only")
+    run(4, "--resume", again, cwd=tmp_path)
+    same = lambda line: {k: v for k, v in line.items() if "second" not in k and k != "sync_bytes"}       # phi in flight is sent again
+    assert list(map(same, metrics(again))) == list(map(same, metrics(whole)))
+    for rank in range(4):
+        a, b = checkpoint(whole, 12, rank), checkpoint(again, 12, rank)
+        assert torch.equal(a["theta"], b["theta"]) and torch.equal(a["outer"]["phi"], b["outer"]["phi"]) and a["cursor"] == b["cursor"]
+        assert torch.equal(a["adam"]["state"][0]["exp_avg_sq"], b["adam"]["state"][0]["exp_avg_sq"])
+    # the last two are kept; a damaged or foreign one is refused in one line
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["00000006", "00000012"]
+    broken = whole / "checkpoints/00000012/rank2.pt"
+    broken.write_bytes(broken.read_bytes()[:1000])
+    for extra, message in ((["--resume", whole, "--steps", "20"], "damaged"), (["--resume", whole, "--stages", "4"], "differs")):
+        results = processes(4, _main, [str(a) for a in extra], cwd=tmp_path)
+        assert [code for code, _ in results] == [2] * 4
+        assert len(results[0][1].splitlines()) == 1 and message in results[0][1] and not any(text for _, text in results[1:])
+
+
+def bad(*argv, error):
+    return pytest.param([str(a) for a in argv], error, id=error.replace(" ", "-")[:30])
+
+
+@pytest.mark.parametrize("argv, error", [
+    bad("--stages", "4,4", error="needs 8 processes but 1"),
+    bad("--stages", "x", error="numbers with commas"),
+    bad("--method", "fedavg", error="invalid choice"),
+    bad("--data", "nowhere.txt", error="no such file"),
+    bad("--data", "empty", error="no such file, or a folder without files"),
+    bad("--data", "empty.txt", error="fewer than one sequence"),
+    bad("--data", "short.txt", "--seq-len", 512, error="data has"),
+    bad("--data", "mixed", error="mixes"),
+    bad("--data", "tokens.bin", error="give --vocab 60001 or more"),
+    bad("--data", "broken.json.gz", error="broken.json.gz"),
+    bad("--vocab", 100, "--data", "short.txt", error="vocabulary of 256"),
+    bad("--tokenizer", "nowhere.json", "--data", "short.txt", error="nowhere.json"),
+    bad("--layers-per-stage", "1,1", error="stages must share"),
+    bad("--hidden", 30, "--heads", 4, error="must be a multiple"),
+    bad("--resume", "nowhere", error="no readable config.json"),
+    bad("--steps", 0, error="at least 1"),
+    bad("--group-size", 1, error="at least 2"),
+    bad("--steps", "many", error="invalid int"),
+    bad("--unknown", error="unrecognized"),
+])
+def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("mixed").mkdir()
+    for name in ("empty.txt", "mixed/a.txt", "mixed/b.bin"):
+        Path(name).touch()
+    Path("short.txt").write_text("too short " * 60)
+    Path("tokens.bin").write_bytes(torch.tensor([1, 60000] * 2000, dtype=torch.uint16).numpy().tobytes())
+    Path("broken.json.gz").write_bytes(b"not gzip")
+    with pytest.raises(SystemExit) as stop:
+        train.main(argv)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and not printed.out
+    assert len(printed.err.splitlines()) == 1 and error in printed.err
+
+
+def test_bad_input_under_several_processes_is_printed_by_rank_0_alone(tmp_path):
+    for argv in (["--stages", "2,2"], ["--method", "x"], ["--data", "nowhere"]):
+        results = processes(3, _main, argv, cwd=tmp_path)
+        assert [code for code, _ in results] == [2, 2, 2]
+        assert len(results[0][1].splitlines()) == 1 and not results[1][1] + results[2][1]
+
+
+def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
+    out = run(2, "--gamma", 1.6, "--steps", 1, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    assert "warning: gamma 1.6 is outside 0 < gamma < 1.500" in out
+
+
+def options(*argv):
+    return train.parse([str(a) for a in argv])
+
+
+def test_training_and_heldout_text_are_disjoint(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * 300)
+    data = train.load_corpus(options("--data", tmp_path))
+    assert set(data.train.tolist()) & set(data.heldout.tolist()) == {0} and len(data.train) == 19 * 301 and len(data.heldout) == 301
+    one = tmp_path / "one"
+    one.write_bytes(bytes(range(1, 201)) * 100)
+    data = train.load_corpus(options("--data", one))
+    assert bytes(data.train.tolist() + data.heldout.tolist()) == one.read_bytes() + b"\0" and len(data.heldout) == 1000
+
+
+def test_default_corpus_is_the_standard_library():
+    data = train.load_corpus(options())
+    assert len(data.train) + len(data.heldout) > 5e6 and data.bytes_per_token == 1
+    root, files = train.standard_library()
+    assert (root / "random.py") in files and not any("site-packages" in p.parts for p in files)
+    assert data.digest == train.load_corpus(options()).digest
+
+
+def test_c4_shards_and_nanogpt_tokens(tmp_path):
+    for name in ("c4-train.00000-of-00002", "c4-train.00001-of-00002", "c4-validation.00000-of-00001"):
+        with gzip.open(tmp_path / f"{name}.json.gz", "wt") as file:
+            for i in range(50):
+                file.write(json.dumps(dict(text=f"{name} document {i}", url="")) + "\n")
+    data = train.load_corpus(options("--data", tmp_path, "--seq-len", 64))
+    assert b"c4-train.00000-of-00002 document 49\0c4-train.00001" in bytes(data.train.tolist()) and b"train" not in bytes(data.heldout.tolist())
+    tokens = torch.arange(5000) % 3000
+    other = tmp_path / "bin"
+    other.mkdir()
+    for name, part in (("train.bin", tokens[:4000]), ("val.bin", tokens[4000:])):
+        (other / name).write_bytes(part.to(torch.uint16).numpy().tobytes())
+    data = train.load_corpus(options("--data", other, "--vocab", 3000))
+    assert torch.equal(data.train.long(), tokens[:4000]) and torch.equal(data.heldout.long(), tokens[4000:]) and data.bytes_per_token is None
+    reader = train.Reader(data.train, 128, 0)
+    assert reader.next(2).shape == (2, 129)
+
+
+def test_tokenizer_file(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "<|endoftext|>": 1, **{f"w{i}": i + 2 for i in range(50)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").mkdir()
+    for i in range(2):
+        (tmp_path / f"text/{i}.txt").write_text(" ".join(f"w{j % 50}" for j in range(400)))
+    argv = ["--data", tmp_path / "text", "--tokenizer", tmp_path / "tokenizer.json"]
+    data = train.load_corpus(options(*argv))
+    assert data.train.tolist() == [j % 50 + 2 for j in range(400)] + [1]
+    assert data.bytes_per_token == pytest.approx((tmp_path / "text/0.txt").stat().st_size / 400, rel=0.01)
+    with pytest.raises(train.BadInput, match="give --vocab 52"):
+        train.load_corpus(options(*argv, "--vocab", 40))
+
+
+def test_reader_gives_each_sequence_once_per_epoch_and_resumes():
+    tokens = torch.arange(1000)
+    reader = train.Reader(tokens, 10, 5)
+    epochs = [sorted(int(reader.next(1)[0, 0]) for _ in range(reader.count)) for _ in range(2)]
+    assert epochs[0] == epochs[1] == list(range(0, 990, 10))
+    other = train.Reader(tokens, 10, 5)
+    other.cursor = reader.cursor
+    assert torch.equal(other.next(7), reader.next(7))
+
+
+def test_schedule_warms_up_and_ends_at_a_tenth():
+    o = options("--steps", 100, "--warmup", 10, "--lr", 1.0)
+    rates = [train.schedule(s, o) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == max(rates) == 1.0 and rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert rates[55] == pytest.approx(0.55, abs=0.01) and rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_model_sizes_are_the_papers():
+    for name, (millions, inner) in dict(tiny=(1.1, 1.0), small=(310, 113), medium=(2135, 1611), large=(9639, 8590)).items():
+        o = options("--model", name)
+        all_, without = count_parameters(Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.kv_heads))
+        assert all_ / 1e6 == pytest.approx(millions, rel=0.02) and without / 1e6 == pytest.approx(inner, rel=0.05)
+
+
+def test_torchrun_launch_line(corpus, tmp_path):
+    """The README's command, through torchrun itself, with compute in bfloat16."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone", str(HERE / "train.py"), "--stages", "2,2", "--steps", "4",
+               "--dtype", "bfloat16", "--data", str(corpus), "--name", "x", *SMALL]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "weight spread" in done.stdout, done.stderr
+    assert json.loads((tmp_path / "runs/x/config.json").read_text())["stages"] == "2,2"
