@@ -81,24 +81,20 @@ def flatten(params):
         size += -(-p.numel() // ALIGN) * ALIGN
 
     def vector(tensors):
-        """The vector into which these tensors are views already, or a new one of zeros."""
+        """The vector that these tensors are views into already, else a new one with their values."""
         first = tensors[0]
-        if all(t is not None and t.is_contiguous() and t.data_ptr() == first.data_ptr() + 4 * a
-               and t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for t, a in zip(tensors, starts)):
-            if first.untyped_storage().nbytes() >= 4 * (first.storage_offset() + size):
-                return first.detach().as_strided((size,), (1,))
-        return torch.zeros(size, device=params[0].device)
+        if all(t is not None and t.is_contiguous() and t.data_ptr() == first.data_ptr() + 4 * a for t, a in zip(tensors, starts)) \
+                and first.untyped_storage().nbytes() >= 4 * (first.storage_offset() + size):
+            return first.as_strided((size,), (1,))
+        flat = torch.zeros(size, device=params[0].device)
+        for t, a in zip(tensors, starts):
+            if t is not None:
+                flat[a:a + t.numel()].view(t.shape).copy_(t)
+        return flat
 
-    with torch.no_grad():
-        theta, grad = vector([p.data for p in params]), vector([p.grad for p in params])
-        for p, a in zip(params, starts):
-            own, own_grad = (v[a:a + p.numel()].view(p.shape) for v in (theta, grad))
-            if own.data_ptr() != p.data_ptr():
-                own.copy_(p)
-                p.data = own
-            if p.grad is not None and own_grad.data_ptr() != p.grad.data_ptr():
-                own_grad.copy_(p.grad)
-            p.grad = own_grad
+    theta, grad = vector([p.data for p in params]), vector([p.grad for p in params])
+    for p, a in zip(params, starts):
+        p.data, p.grad = (v[a:a + p.numel()].view(p.shape) for v in (theta, grad))
     return theta, grad
 
 
