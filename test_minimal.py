@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 from collections import Counter, deque
 from pathlib import Path
 
@@ -482,7 +483,7 @@ def test_message_lists_replayed_as_blocking_fifo_channels_finish():
         paths = any_paths(stages, r.randint(1, 5), r) if trial % 2 else random_paths(stages, r.randint(1, 5), trial, 0)
         programs = {rank: deque() for stage in stages for rank in stage}
         for rank, program in programs.items():
-            for u, hop in train.tasks(paths, rank):
+            for u, hop in train.tasks([chain(p) for p in paths], rank):
                 ranks = chain(paths[u])
                 if hop and ranks[hop - 1] != rank:
                     program.append(("receive", ranks[hop - 1], (u, hop)))
@@ -521,7 +522,8 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
     stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
     model, whole = Llama(config, layers[stage], ends=stage == 0), Llama(config).double()
     theta, grad = flatten(model.parameters())
-    pipeline = train.Pipeline(model, rank, shape, dtype, torch.device("cpu"))
+    job = types.SimpleNamespace(rank=rank, device=torch.device("cpu"), nccl=False)
+    pipeline = train.Pipeline(model, job, stages, shape, dtype)
     worst = 0.0
     for t, paths in enumerate(all_paths):
         tokens = torch.randint(256, (len(paths), shape[0], shape[1] + 1), generator=torch.Generator().manual_seed(t))
@@ -632,8 +634,7 @@ def test_ddp_on_two_processes_equals_one_process(corpus, tmp_path):
     got = checkpoint(tmp_path / "runs/x", 3, 0)["theta"]
     o = train.parse(["--steps", "3", "--data", str(corpus), *SMALL])
     data = train.load_corpus(o)
-    part = len(data.train) // 2
-    readers = [train.Reader(data.train[i * part:(i + 1) * part], o.seq_len, train.reader_seed(o, i)) for i in range(2)]
+    readers = [train.Reader.of(o, data, i, 2) for i in range(2)]
     model = Llama(Config(256, 32, 64, 4, 2, 2))
     theta, _ = flatten(model.parameters())
     adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
@@ -646,6 +647,86 @@ def test_ddp_on_two_processes_equals_one_process(corpus, tmp_path):
         adam.param_groups[0]["lr"] = train.schedule(step, o)
         adam.step()
     assert torch.allclose(got, theta, rtol=0, atol=2e-5)
+
+
+def test_heldout_loss_equals_one_process_on_the_heldout_text(corpus, tmp_path):
+    """Each origin's fixed pipeline over the same held-out sequences: the mean, the best and the worst."""
+    run(4, "--stages", "2,2", "--layers-per-stage", "1,3", "--method", "local", "--steps", 3, "--lr", 0.01, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    o = options("--data", corpus, *SMALL)
+    heldout, losses = train.load_corpus(o).heldout, []
+    last = len(heldout) - o.seq_len - 1
+    rows = torch.stack([heldout[round(i * last / 7):][:o.seq_len + 1] for i in range(8)]).long()
+    for replica in range(2):
+        first, second = Llama(Config(256, 32, 64, 4, 2, 2), [0]), Llama(Config(256, 32, 64, 4, 2, 2), [1, 2, 3], ends=False)
+        for model, rank in ((first, replica), (second, 2 + replica)):
+            flatten(model.parameters())[0].copy_(checkpoint(tmp_path / "runs/x", 3, rank)["theta"])
+        losses.append(first.loss(second.blocks(first.blocks(first.embed(rows[:, :-1]))), rows[:, 1:]).item() / rows[:, 1:].numel())
+    line = metrics(tmp_path / "runs/x")[-1]
+    assert [line["heldout_min"], line["heldout_loss"], line["heldout_max"]] == pytest.approx([min(losses), sum(losses) / 2, max(losses)], rel=1e-5)
+
+
+def test_random_routing_in_training_is_random_paths(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACE", "1")
+    results = processes(4, _traced, [str(a) for a in ["--stages", "2,2", "--steps", 3, "--seed", 5, "--data", corpus, "--name", "x", *SMALL]], cwd=tmp_path)
+    sent = Counter(line for text in results for line in re.findall(r"(rank \d -> \d: microbatch \d+, hop \d+),", text))
+    want = Counter()
+    for step in range(3):
+        for u, path in enumerate(random_paths([[0, 1], [2, 3]], 2, step, 5)):
+            ranks = chain(path)
+            want.update(f"rank {a} -> {b}: microbatch {u}, hop {hop}" for hop, (a, b) in enumerate(zip(ranks, ranks[1:]), 1) if a != b)
+    for u, path in enumerate(full_paths([[0, 1], [2, 3]], 1) * 4):      # the evaluation
+        want.update([f"rank {path[0]} -> {path[1]}: microbatch {u}, hop 1", f"rank {path[1]} -> {path[0]}: microbatch {u}, hop 2"])
+    assert sent == want
+
+
+def _traced(rank, world, argv):
+    os.environ["TRACE"] = "1"
+    return _main(rank, world, argv)[1]
+
+
+@pytest.mark.parametrize("method", ["noloco", "ddp"])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(method, corpus, tmp_path):
+    results = processes(2, _poisoned, ["--method", method, "--steps", "6", *(["--inner-steps", "2"] if method == "noloco" else []),
+                                       "--data", str(corpus), "--name", "x", *SMALL], cwd=tmp_path)
+    assert all(code == 0 for code, _ in results)
+    line = metrics(tmp_path / "runs/x")[-1]
+    assert line["skipped_steps"] == (1 if method == "noloco" else 2) and math.isfinite(line["heldout_loss"])
+    assert all(checkpoint(tmp_path / "runs/x", 6, r)["theta"].isfinite().all() for r in range(2))
+
+
+def _poisoned(rank, world, argv):
+    """An Inf in rank 0's gradient at its third step."""
+    real, calls = train.Pipeline.run, Counter()
+
+    def run(self, *args, **kwargs):
+        result = real(self, *args, **kwargs)
+        calls["run"] += kwargs.get("train", True)
+        if rank == 0 and calls["run"] == 3 and kwargs.get("train", True):
+            next(self.model.parameters()).grad.view(-1)[0] = math.inf
+        return result
+    train.Pipeline.run = run
+    return _main(rank, world, argv)
+
+
+def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [str(a) for a in ["--steps", 6, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]]
+    real = torch.save
+
+    def crash(state, file):
+        if state["step"] == 4:
+            file.write(b"half of it")
+            raise KeyboardInterrupt
+        real(state, file)
+    monkeypatch.setattr(torch, "save", crash)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(argv)
+    (tmp_path / "runs/x/metrics.jsonl").write_text('{"step": 2}\n{"step": 4, "hel')      # and a line cut short
+    monkeypatch.setattr(torch, "save", real)
+    train.main(["--resume", "runs/x"])
+    train.main([*argv[:-1 - len(SMALL) - 1], "--name", "y", *SMALL])
+    assert torch.equal(checkpoint(tmp_path / "runs/x", 6, 0)["theta"], checkpoint(tmp_path / "runs/y", 6, 0)["theta"])
+    assert [line["step"] for line in metrics(tmp_path / "runs/x")] == [6]
 
 
 def test_resume_is_bit_exact(corpus, tmp_path):
@@ -680,6 +761,9 @@ def bad(*argv, error):
 @pytest.mark.parametrize("argv, error", [
     bad("--stages", "4,4", error="needs 8 processes but 1"),
     bad("--stages", "x", error="numbers with commas"),
+    bad("--stages", "1,0", error="needs 1 processes"),
+    bad("--method", "ddp", "--alpha", 0.5, error="ddp has no --alpha"),
+    bad("--dead", 7, error="need --resume"),
     bad("--method", "fedavg", error="invalid choice"),
     bad("--data", "nowhere.txt", error="no such file"),
     bad("--data", "empty", error="no such file, or a folder without files"),
@@ -688,6 +772,9 @@ def bad(*argv, error):
     bad("--data", "mixed", error="mixes"),
     bad("--data", "tokens.bin", error="give --vocab 60001 or more"),
     bad("--data", "broken.json.gz", error="broken.json.gz"),
+    bad("--data", "nulls.json.gz", error="line 2: no JSON object with a text"),
+    bad("--resume", "torn", error="no readable config.json there (Unterminated"),
+    bad("--resume", "foreign", error="no readable config.json there"),
     bad("--vocab", 100, "--data", "short.txt", error="vocabulary of 256"),
     bad("--tokenizer", "nowhere.json", "--data", "short.txt", error="nowhere.json"),
     bad("--layers-per-stage", "1,1", error="stages must share"),
@@ -697,6 +784,13 @@ def bad(*argv, error):
     bad("--group-size", 1, error="at least 2"),
     bad("--steps", "many", error="invalid int"),
     bad("--unknown", error="unrecognized"),
+    bad("--skip", 0.5, error="at least 3 stages"),
+    bad("--skip", 1.5, error="from 0 to below 1"),
+    bad("--skip", 0.5, "--routing", "random", error="planned routing"),
+    bad("--emulate", error="needs --links"),
+    bad("--links", "nowhere.json", error="nowhere.json"),
+    bad("--links", "short.txt", error="short.txt"),
+    bad("--eval-stages", 1, error="need --resume"),
 ])
 def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -707,6 +801,10 @@ def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, 
     Path("short.txt").write_text("too short " * 60)
     Path("tokens.bin").write_bytes(torch.tensor([1, 60000] * 2000, dtype=torch.uint16).numpy().tobytes())
     Path("broken.json.gz").write_bytes(b"not gzip")
+    Path("nulls.json.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n{"text": null}\n'))
+    for name, text in (("torn", '{"method": "nol'), ("foreign", '{"unknown": 1}')):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(text)
     with pytest.raises(SystemExit) as stop:
         train.main(argv)
     printed = capsys.readouterr()
@@ -719,6 +817,30 @@ def test_bad_input_under_several_processes_is_printed_by_rank_0_alone(tmp_path):
         results = processes(3, _main, argv, cwd=tmp_path)
         assert [code for code, _ in results] == [2, 2, 2]
         assert len(results[0][1].splitlines()) == 1 and not results[1][1] + results[2][1]
+
+
+def _main_in_own_folder(rank, world, argv):
+    """Each rank on a machine of its own, as far as files go."""
+    Path(f"machine{rank}").mkdir(exist_ok=True)
+    os.chdir(f"machine{rank}")
+    return _main(rank, world, argv)
+
+
+def test_machines_without_a_shared_folder_resume_and_one_without_its_part_refuses(corpus, tmp_path):
+    argv = ["--steps", "4", "--save-every", "2", "--data", str(corpus), "--name", "x", *SMALL]
+    assert all(code == 0 for code, _ in processes(2, _main_in_own_folder, argv, cwd=tmp_path))
+    assert not (tmp_path / "machine1/runs/x/config.json").exists()
+    results = processes(2, _main_in_own_folder, ["--resume", "runs/x", "--steps", "6"], cwd=tmp_path)
+    assert all(code == 0 for code, _ in results) and "from step 4" in results[0][1]
+    shutil.rmtree(tmp_path / "machine1")        # the BadInput is rank 1's alone
+    results = processes(2, _main_in_own_folder, ["--resume", "runs/x"], cwd=tmp_path)
+    assert [code for code, _ in results] == [2, 2] and "no checkpoint that all 2 ranks hold" in results[0][1] and not results[1][1]
+
+
+def test_resume_with_another_number_of_processes_is_refused(corpus, tmp_path):
+    run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    (code, text), = processes(1, _main, ["--resume", "runs/x"], cwd=tmp_path)
+    assert code == 2 and "needs 2 processes but 1" in text
 
 
 def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
@@ -814,4 +936,83 @@ def test_torchrun_launch_line(corpus, tmp_path):
                "--dtype", "bfloat16", "--data", str(corpus), "--name", "x", *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "weight spread" in done.stdout, done.stderr
-    assert json.loads((tmp_path / "runs/x/config.json").read_text())["stages"] == "2,2"
+    assert json.loads((tmp_path / "runs/x/config.json").read_text())["stages"] == [2, 2]
+
+
+# ---------------------------------------------------------------- planned paths in training, partial inference
+
+
+@pytest.fixture(scope="module")
+def skip_run(corpus, tmp_path_factory):
+    """Five ranks in three stages, two of which each microbatch visits, on a network from a file."""
+    folder = tmp_path_factory.mktemp("skip")
+    delay = [[0.0 if i == j else 0.002 * (1 + (i + j) % 3) for j in range(5)] for i in range(5)]
+    (folder / "links.json").write_text(json.dumps(dict(delay=delay, compute=0.01, overhead=0.001)))
+    out = run(5, "--stages", "2,1,2", "--skip", 0.33, "--method", "local", "--links", "links.json", "--emulate", "--time-scale", 2, "--microbatches", 4,
+              "--steps", 3, "--warmup", 2, "--data", corpus, "--name", "x", *SMALL, cwd=folder)
+    assert "planning skippipe paths" in out
+    return folder
+
+
+def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corpus):
+    stages, layers = [[0, 1], [2], [3, 4]], [[0], [1], [2, 3]]
+    states = [checkpoint(skip_run / "runs/x", 3, r) for r in range(5)]
+    paths = states[0]["plan"]["paths"]
+    assert all(state["plan"] == states[0]["plan"] for state in states) and len(paths) == 8 and all(len(p) == 2 for p in paths)
+    o = options("--data", corpus, "--steps", 3, "--warmup", 2, *SMALL)
+    readers = [train.Reader.of(o, train.load_corpus(o), i, 2) for i in range(2)]
+    models = [Llama(Config(256, 32, 64, 4, 2, 2), layers[s], ends=s == 0) for s, ranks in enumerate(stages) for _ in ranks]
+    flats = [flatten(m.parameters()) for m in models]
+    adams = [torch.optim.Adam(m.parameters(), betas=(0.9, 0.95)) for m in models]
+    for step in range(3):
+        for _, grad in flats:
+            grad.zero_()
+        for path in paths:
+            batch = readers[path[0]].next(o.batch)
+            x = models[path[0]].embed(batch[:, :-1])
+            for rank in path:
+                x = models[rank].blocks(x)
+            models[path[0]].loss(x, batch[:, 1:]).backward()
+        for rank, (_, grad) in enumerate(flats):
+            visits = sum(rank in p for p in paths)
+            if visits:
+                grad /= visits * o.batch * o.seq_len
+                grad *= min(1.0, 1.0 / grad.norm().item())
+                adams[rank].param_groups[0]["lr"] = train.schedule(step, o)
+                adams[rank].step()
+    for (theta, _), state in zip(flats, states):
+        assert torch.allclose(theta, state["theta"], rtol=0, atol=1e-5)
+
+
+def test_an_emulated_iteration_is_never_shorter_than_simulated(skip_run):
+    line, plan = metrics(skip_run / "runs/x")[-1], checkpoint(skip_run / "runs/x", 3, 0)["plan"]
+    assert line["iteration_seconds"] >= line["simulated_seconds"] * 0.999 and line["simulated_seconds"] == plan["makespan"] > 0.05
+
+
+def test_partial_inference_equals_the_layers_in_one_process(skip_run, corpus):
+    folder = skip_run / "runs/x"
+    run(5, "--resume", folder, "--eval-stages", "1,0.67,0.34", cwd=skip_run)
+    rows = json.loads((folder / "partial.json").read_text())
+    assert [row["stages"] for row in sorted(rows, key=lambda row: row["stages"])] == [[0], [0, 1], [0, 1, 2], [0, 2]]
+    assert rows[0]["heldout_loss"] == pytest.approx(metrics(folder)[-1]["heldout_loss"], abs=1e-6)
+    run(5, "--resume", folder, "--eval-stages", "1", "--dead", "1,2,4", cwd=skip_run)
+    dead = json.loads((folder / "partial.json").read_text())
+    assert len(dead) == 1 and dead[0]["stages"] == [0, 2]        # stage 1 is gone; origin 0 and rank 3 are left
+    o = options("--data", corpus, *SMALL)
+    heldout = train.load_corpus(o).heldout
+    models = [Llama(Config(256, 32, 64, 4, 2, 2), layers, ends=not layers[0]) for layers in ([0], [2, 3])]
+    for model, rank in zip(models, (0, 3)):
+        flatten(model.parameters())[0].copy_(checkpoint(folder, 3, rank)["theta"])
+    last, total = len(heldout) - o.seq_len - 1, 0.0
+    for i in range(8):
+        row = heldout[round(i * last / 7):][:o.seq_len + 1].long()[None]
+        total += models[0].loss(models[1].blocks(models[0].blocks(models[0].embed(row[:, :-1]))), row[:, 1:]).item()
+    assert dead[0]["heldout_loss"] == pytest.approx(total / (8 * o.seq_len), abs=1e-5)
+
+
+def test_measured_delays_make_a_plan_and_resume_keeps_it(corpus, tmp_path):
+    run(4, "--stages", "2,1,1", "--skip", 0.33, "--steps", 2, "--save-every", 1, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    plan = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]
+    shutil.rmtree(tmp_path / "runs/x/checkpoints/00000002")
+    run(4, "--resume", "runs/x", cwd=tmp_path)
+    assert checkpoint(tmp_path / "runs/x", 2, 3)["plan"] == plan and 0 < plan["makespan"] < 60
