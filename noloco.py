@@ -179,14 +179,12 @@ class NoLoCo:
     def outer_step(self, thetas, phis=None, n=None):
         """Eqs. 1-3 in pieces that stay in cache: the update is bound by memory, not by arithmetic. n: how many replicas' theta the
         vectors add up to, when it is not the number of vectors."""
-        size, n = self.theta.numel(), n or len(thetas)
-        piece = size if self.theta.is_cuda else PIECE
-        for a in range(0, size, piece):
-            theta, phi, delta = (v[a:a + piece] for v in (self.theta, self.phi, self.delta))
-            mean_theta = mean([v[a:a + piece] for v in thetas], n, theta.device)
+        n, own = n or len(thetas), (self.theta, self.phi, self.delta)
+        pieces = [zip(*(v.split(v.numel() if self.theta.is_cuda else PIECE) for v in vectors)) for vectors in (own, thetas, phis or [self.phi])]
+        for (theta, phi, delta), some_thetas, some_phis in zip(*pieces):
             # Eq. 2': with gamma = beta mean(phi) cancels, so any value serves; our own phi makes the gamma term zero
-            mean_phi = mean([v[a:a + piece] for v in phis], n, theta.device) if phis else phi
-            mean_Delta = mean_theta.sub_(mean_phi)                                          # Eq. 1, averaged
+            mean_phi = mean(some_phis, n, theta.device) if phis else phi
+            mean_Delta = mean(some_thetas, n, theta.device).sub_(mean_phi)                  # Eq. 1, averaged
             outer_update(phi, delta, mean_Delta, mean_phi, self.alpha, self.beta, self.gamma)
             theta.copy_(phi)
 
