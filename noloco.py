@@ -165,7 +165,7 @@ class NoLoCo:
 
     def buffer(self, name, place, like):
         if (name, place) not in self.buffers:
-            self.buffers[name, place] = (torch.empty(like.shape, pin_memory=True) if self.staged else torch.empty_like(like))
+            self.buffers[name, place] = (torch.empty(like.shape, dtype=like.dtype, pin_memory=True) if self.staged else torch.empty_like(like))
         return self.buffers[name, place]
 
     def exchange(self):
