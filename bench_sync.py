@@ -598,9 +598,9 @@ def draw_measured(plt, found):
         b.plot(n, [statistics.mean(r["simulated"][kind]) for r in links], "-", color=COLOURS[k], label=f"{kind}, simulated from the same draws")
         b.errorbar(n, mean, [2 * x for x in spread], fmt="os"[k], color=COLOURS[k], capsize=3, label=f"{kind}, real messages")
     a.set(xlabel="seconds, median and quartiles over trials, slowest rank", title="Measured: floors, then whole steps")
-    b.set(xscale="log", xlabel="processes", ylabel="seconds per synchronisation", ylim=(0, None), title="Emulated links")
+    b.set(xscale="log", xlabel="processes", ylabel="seconds per synchronisation, mean and 2 standard errors", ylim=(0, None), title="Emulated links")
     if links:
-        b.set_title(f"Emulated links: {1000 * links[0]['latency_seconds']:g} ms, std(t)/t_c {links[0]['spread']:g}; bars 2 std. errors")
+        b.set_title(f"Emulated links: {1000 * links[0]['latency_seconds']:g} ms, std(t)/t_c {links[0]['spread']:g}")
         b.set_xticks(n, [str(x) for x in n])
         b.minorticks_off()
     for axis in (a, b):
