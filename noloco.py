@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 ALIGN = 16          # floats: each tensor of a flat vector starts on a 64-byte boundary
-PIECE = 1 << 15     # floats per piece of the outer update: what it touches at once stays in a core's cache
+PIECE = 1 << 17     # floats per piece of the outer update: small enough to stay in cache, large enough to hide what starting an operation costs
 
 
 def random_groups(ranks, size, step, seed):
@@ -55,7 +55,8 @@ def outer_update(phi, delta, mean_Delta, mean_phi, alpha, beta, gamma):
     """Eqs. 2 and 3 in place on phi and delta; all four are tensors of one shape, the means are over the group."""
     delta.mul_(alpha)                                   # alpha delta
     delta.add_(mean_Delta, alpha=beta)                  # + beta/n sum Delta
-    delta.sub_(phi - mean_phi, alpha=gamma)             # - gamma (phi - 1/n sum phi)
+    if mean_phi is not phi:                             # (else the term is zero: no need to run through memory for it)
+        delta.sub_(phi - mean_phi, alpha=gamma)         # - gamma (phi - 1/n sum phi)
     phi.add_(delta)                                     # Eq. 3
 
 
@@ -164,7 +165,7 @@ class NoLoCo:
 
     def buffer(self, name, place, like):
         if (name, place) not in self.buffers:
-            self.buffers[name, place] = (torch.empty(like.shape, pin_memory=True) if self.staged else torch.empty_like(like))
+            self.buffers[name, place] = (torch.empty(like.shape, dtype=like.dtype, pin_memory=True) if self.staged else torch.empty_like(like))
         return self.buffers[name, place]
 
     def exchange(self):
@@ -175,16 +176,15 @@ class NoLoCo:
             work.wait()             # our own sends too: what they read is about to change
         return list(thetas.values()), phis and list(phis.values())
 
-    def outer_step(self, thetas, phis=None):
-        """Eqs. 1-3 in pieces that stay in cache: the update is bound by memory, not by arithmetic."""
-        size, n = self.theta.numel(), len(thetas)
-        piece = size if self.theta.is_cuda else PIECE
-        for a in range(0, size, piece):
-            theta, phi, delta = (v[a:a + piece] for v in (self.theta, self.phi, self.delta))
-            mean_theta = mean([v[a:a + piece] for v in thetas], theta.device)
+    def outer_step(self, thetas, phis=None, n=None):
+        """Eqs. 1-3 in pieces that stay in cache: the update is bound by memory, not by arithmetic. n: how many replicas' theta the
+        vectors add up to, when it is not the number of vectors."""
+        n, own = n or len(thetas), (self.theta, self.phi, self.delta)
+        pieces = [zip(*(v.split(v.numel() if self.theta.is_cuda else PIECE) for v in vectors)) for vectors in (own, thetas, phis or [self.phi])]
+        for (theta, phi, delta), some_thetas, some_phis in zip(*pieces):
             # Eq. 2': with gamma = beta mean(phi) cancels, so any value serves; our own phi makes the gamma term zero
-            mean_phi = mean([v[a:a + piece] for v in phis], theta.device) if phis else phi
-            mean_Delta = mean_theta.sub_(mean_phi)                                          # Eq. 1, averaged
+            mean_phi = mean(some_phis, n, theta.device) if phis else phi
+            mean_Delta = mean(some_thetas, n, theta.device).sub_(mean_phi)                  # Eq. 1, averaged
             outer_update(phi, delta, mean_Delta, mean_phi, self.alpha, self.beta, self.gamma)
             theta.copy_(phi)
 
@@ -204,12 +204,15 @@ class NoLoCo:
         self.steps = state["steps"]
 
 
-def mean(vectors, device):
-    """Mean of equally long vectors, summed in the given order: a group of everyone gets the same bits on every replica."""
-    total = vectors[0].to(device, copy=True)
-    for v in vectors[1:]:
-        total.add_(v.to(device, non_blocking=True))
-    return total.div_(len(vectors))
+def mean(vectors, n, device):
+    """1/n of the vectors' sum, taken in the given order: a group of everyone gets the same bits on every replica."""
+    first, *others = (v.to(device, non_blocking=True) for v in vectors)
+    if not others:
+        return first / n
+    total = first + others[0]
+    for v in others[1:]:
+        total.add_(v)
+    return total.div_(n)
 
 
 class DiLoCo(NoLoCo):
@@ -224,6 +227,5 @@ class DiLoCo(NoLoCo):
         n = len(self.ranks)
         if n > 1:                   # in place: theta becomes phi in any case
             dist.all_reduce(self.theta, group=self.all)
-            self.theta.div_(n)
             self.bytes_sent += 2 * (n - 1) * self.theta.nbytes // n        # of a ring all-reduce
-        return [self.theta], None
+        return [self.theta], None, n

@@ -1,0 +1,645 @@
+"""How long synchronisation takes: simulated to thousands of replicas, measured on real processes, and on paper.
+
+    python bench_sync.py --simulate                                                     Figs. 5A and 5B of arXiv 2506.10911 and beyond
+    python bench_sync.py --simulate --params 57e6 --mbit 100 --latency-ms 20            ... with your own model and link
+    torchrun --nproc-per-node 8 bench_sync.py                                           the outer step as it is: Gloo or NCCL
+    torchrun --nproc-per-node 64 bench_sync.py --latency-ms 50 --latency-std 1          real messages over emulated links
+    python bench_sync.py --model large --replicas 1024 --mbit 100 --latency-ms 50       bytes, seconds and memory on paper
+    python bench_sync.py --plot                                                         draw figures/ again from results/
+
+n replicas. A message takes t ~ LogNormal(mu, sigma^2), independently of all others:
+
+    t_c = E t = exp(mu + sigma^2 / 2),    std(t) / t_c = sqrt(exp(sigma^2) - 1)                             (1)
+    tree all-reduce: up and down a binary tree whose leaves are the replicas; at sigma = 0    2 t_c log2 n  (2)
+    pair averaging: the same with two leaves,    2 E max(t1, t2) = 2 (1 + erf(sigma / 2)) t_c               (3)
+
+Inner steps take LogNormal(mu = 1, sigma^2 = 0.5), S_i is the sum of replica i's m. Its clock after an outer step, exchanges left out:
+
+    DiLoCo: T <- T + max_i S_i    NoLoCo, with its partner j: T_i, T_j <- max(T_i + S_i, T_j + S_j)         (4)
+
+Beyond the paper: a message of b bytes takes b / rate longer; links do not contend. For B bytes of parameters and at sigma = 0
+
+    all-reduce by halving and doubling: 2 log2 n t_c + 2 (n - 1) / n B / rate    NoLoCo: t_c + B / rate     (5)
+
+The paper counts two exchanges for a pair. Our NoLoCo needs one, of theta: phi is not needed or came ahead (Eq. 2' in noloco.py).
+"""
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from noloco import PIECE, DiLoCo, NoLoCo, flatten, mean, outer_update, random_groups
+from train import BadInput, connect, together
+
+PAPER = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}       # parameters, as the paper states them
+COUNTS = (4, 16, 64, 256, 1024, 4096)
+SPREADS = (0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5)
+INNER_STEPS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 120)
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7")        # Okabe and Ito's, safe for the colour-blind
+
+
+def parse(argv):
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise BadInput(f"{message} (see --help)")
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--simulate", action="store_true", help="the simulations and their picture")
+    p.add_argument("--plot", action="store_true", help="draw the pictures again from what --out holds")
+    p.add_argument("--model", nargs="+", choices=list(PAPER), help="the table on paper for these models")
+    p.add_argument("--params", type=float, help="parameters (default: measured 57e6, emulated 25e3, simulated 125e6)")
+    p.add_argument("--replicas", nargs="+", type=int, help="replica counts of the table on paper (default: 64 1024)")
+    p.add_argument("--mbit", nargs="+", type=float, help="link rate in Mbit/s; the table takes several (simulated and table default: 1000)")
+    p.add_argument("--latency-ms", type=float, help="mean time of a message beside its bytes, t_c (simulated and table default: 50)")
+    p.add_argument("--latency-std", type=float, help="std(t) / t_c (emulated default: 0, simulated default: 1)")
+    p.add_argument("--step-seconds", type=float, default=1.0, help="time of an inner step in the table on paper (default: 1)")
+    p.add_argument("--trials", type=int, default=11, help="measurements of each kind, interleaved (default: 11)")
+    p.add_argument("--seed", type=int, default=0, help="of all drawn times and groups")
+    p.add_argument("--out", default=".", help="folder of results/ and figures/ (default: here)")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl"])
+    o = p.parse_args(argv)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    for name, least in dict(params=1, latency_ms=0, latency_std=0, trials=1).items():
+        value = getattr(o, name)
+        if value is not None and not least <= value < math.inf:
+            raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {value:g}")
+    if min(o.mbit or [1]) <= 0 or o.step_seconds <= 0:
+        raise BadInput("--mbit and --step-seconds must be positive")
+    if min(o.replicas or [2]) < 2:
+        raise BadInput(f"--replicas must be at least 2, got {min(o.replicas)}")
+    o.emulate = world > 1 and not (o.latency_ms is None and o.latency_std is None and o.mbit is None)
+    if world > 1 and (o.simulate or o.plot or o.model):
+        raise BadInput("--simulate, --plot and --model need no torchrun: python bench_sync.py ...")
+    if world == 1 and not (o.simulate or o.plot or o.model):
+        raise BadInput("nothing to do: give --simulate, --model or --plot, or start at least 2 processes: torchrun --nproc-per-node 2 bench_sync.py")
+    if o.emulate:
+        if world % 2 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
+            raise BadInput(f"emulated links need an even number of processes, all on one machine (one clock); got {world}")
+        if o.mbit and len(o.mbit) > 1:
+            raise BadInput("emulated links have one rate: give --mbit one number")
+        if o.backend == "nccl":
+            raise BadInput("emulated links are for Gloo on the CPU: leave --backend nccl out")
+        o.device, o.backend = "cpu", "gloo"
+    return o
+
+
+# ---------------------------------------------------------------- the model of a network; the last dimension is that of the trials
+
+
+def messages(shape, spread, generator):
+    """Times of messages (1) with t_c = 1 and std(t) / t_c = spread."""
+    variance = math.log(1 + spread**2)
+    return torch.randn(shape, generator=generator).mul_(variance**0.5).sub_(variance / 2).exp_()
+
+
+def pair_closed_form(spread):
+    """(3) with t_c = 1."""
+    return 2 * (1 + math.erf(math.log(1 + spread**2) ** 0.5 / 2))
+
+
+def tree_all_reduce(up, down):
+    """(2) for any n: up[j] and down[j], (2n, trials), are the times between heap node j and its parent j // 2; nodes n ... 2n-1 are the replicas."""
+    last = len(up)                                              # 2n
+    ready = torch.zeros_like(up)
+    levels = [(a, min(2 * a, last)) for a in (2**k for k in range(1, last.bit_length())) if a < last]
+    for a, b in reversed(levels):                               # a parent waits for the later of its two children
+        ready[a // 2:b // 2] = (ready[a:b] + up[a:b]).unflatten(0, (-1, 2)).amax(1)
+    for a, b in levels:
+        ready[a:b] = ready[a // 2:b // 2].repeat_interleave(2, 0) + down[a:b]
+    return ready[last // 2:].amax(0)                            # (trials)
+
+
+def pair_average(t):
+    """(3) from t (exchanges, 2, trials): an exchange is over when both messages have arrived."""
+    return t.amax(1).sum(0)
+
+
+def ring_all_reduce(steps):
+    """Each of the 2 (n - 1) steps is (n, trials): rank i passes a piece on to i + 1 once it has that of the step before."""
+    clock = 0
+    for t in steps:
+        clock = torch.maximum(clock + torch.zeros_like(t), (clock + t).roll(1, 0))
+    return clock.amax(0)
+
+
+def butterfly_all_reduce(rounds):
+    """Each round is (distance, times (n, trials)): rank i exchanges with rank i xor distance."""
+    clock = 0
+    for distance, t in rounds:
+        sent = clock + t
+        clock = torch.maximum(clock + torch.zeros_like(t), sent[torch.arange(len(t)) ^ distance])
+    return clock.amax(0)
+
+
+def estimate(sample, relative=0.004):
+    """(mean, standard error) of sample() -> (trials); draws again until the error is below `relative` of the mean."""
+    values = sample()
+    while float(values.std()) > relative * float(values.mean()) * len(values) ** 0.5:
+        values = torch.cat([values] + [sample() for _ in range(max(1, len(values) // 1024))])
+    return float(values.double().mean()), float(values.double().std()) / len(values) ** 0.5
+
+
+# ---------------------------------------------------------------- simulated
+
+
+def reductions(n, spread, latency, seconds, generator):
+    """{name: sample() -> (trials)} of synchronising n replicas once; `seconds` is what the whole vector's bytes take on a link."""
+    def draw(*shape, part=1.0, trials=max(4, (1 << 20) // n)):
+        return messages((*shape, trials), spread, generator).mul_(latency).add_(part * seconds)
+    few, halves = max(4, (1 << 15) // n), [(n >> r, 0.5**r) for r in range(1, n.bit_length())]
+    return {
+        "tree": lambda: tree_all_reduce(draw(2 * n), draw(2 * n)),
+        "ring": lambda: ring_all_reduce(draw(n, part=1 / n, trials=few) for _ in range(2 * (n - 1))),
+        "butterfly": lambda: butterfly_all_reduce((d, draw(n)) for d, _ in halves),
+        "halving and doubling": lambda: butterfly_all_reduce((d, draw(n, part=p)) for d, p in halves + halves[::-1]),
+        "pair, two exchanges (paper)": lambda: pair_average(draw(2, 2)),
+        "NoLoCo here, one exchange": lambda: pair_average(draw(1, 2)),
+    }
+
+
+def training(n, inner_steps, outer_steps, trials, generator):
+    """Total times (4) after each of outer_steps, for each of inner_steps: {name: (outer steps, inner steps, trials)}.
+
+    "alone" forgets who was late at every outer step: a pair then costs E max(S_1, S_2), as in the paper's analysis of an exchange.
+    """
+    everyone, clock = torch.zeros(len(inner_steps), trials), torch.zeros(len(inner_steps), n, trials)
+    alone, totals = torch.zeros_like(everyone), {"DiLoCo": [], "NoLoCo": [], "alone": []}
+    for k in range(1, max(outer_steps) + 1):
+        gaps = [b - a for a, b in zip((0,) + inner_steps, inner_steps)]
+        S = torch.stack([torch.randn((gap, n, trials), generator=generator).mul_(0.5**0.5).add_(1).exp_().sum(0) for gap in gaps]).cumsum(0)
+        everyone += S.amax(1)
+        alone += S.unflatten(1, (-1, 2)).amax(2).mean(1)
+        clock = (clock + S)[:, torch.randperm(n, generator=generator)].unflatten(1, (-1, 2)).amax(2).repeat_interleave(2, 1)
+        if k in outer_steps:
+            for name, total in (("DiLoCo", everyone), ("NoLoCo", clock.amax(1)), ("alone", alone)):
+                totals[name].append(total.clone())
+    return {name: torch.stack(total).double() for name, total in totals.items()}
+
+
+def late_replica(generator, n=1024, inner_steps=50, outer_steps=24, start=4, trials=8):
+    """Mean time that replicas have lost to one late replica, in mean outer steps without it: {case: {method: [(mean, error), ...]}}."""
+    unit = inner_steps * math.exp(1.25)
+    S = [torch.randn((inner_steps, n, trials), generator=generator).mul_(0.5**0.5).add_(1).exp_().sum(0) for _ in range(outer_steps)]
+    order = [torch.randperm(n, generator=generator) for _ in S]
+    cases = {"none": lambda k, s: s, "stops once, for 1 outer step": lambda k, s: s + unit * (k == start),
+             "for 4 (or is dead, given up after 4)": lambda k, s: s + 4 * unit * (k == start),
+             "half speed from then on": lambda k, s: s * (2 if k >= start else 1)}
+    clocks = {}
+    for case, late in cases.items():
+        everyone, clock, history = torch.zeros(trials), torch.zeros(n, trials), {"DiLoCo": [], "NoLoCo": []}
+        for k, (s, permutation) in enumerate(zip(S, order)):
+            s = torch.cat([late(k, s[:1]), s[1:]])
+            everyone = everyone + s.amax(0)
+            pairs = (clock + s)[permutation].unflatten(0, (-1, 2)).amax(1).repeat_interleave(2, 0)
+            clock = torch.empty_like(pairs).index_copy_(0, permutation, pairs)      # the late one keeps its place
+            history["DiLoCo"].append(everyone)
+            history["NoLoCo"].append(clock.mean(0))
+        clocks[case] = {method: torch.stack(h) for method, h in history.items()}
+    lost = {case: {method: (clocks[case][method] - clocks["none"][method]) / unit for method in clocks[case]} for case in list(cases)[1:]}
+    return {case: {method: [(float(x.mean()), float(x.std()) / trials**0.5) for x in h] for method, h in by.items()} for case, by in lost.items()}
+
+
+def simulate(o):
+    """Everything simulated, its checks, results/sync_simulated.json and figures/sync_simulated.png."""
+    began, generator = time.perf_counter(), torch.Generator().manual_seed(o.seed)
+    params, mbit = o.params or PAPER["small"], (o.mbit or [1000.0])[0]
+    latency, spread = (50.0 if o.latency_ms is None else o.latency_ms) / 1000, 1.0 if o.latency_std is None else o.latency_std
+    result = dict(params=params, mbit=mbit, latency_seconds=latency, spread=spread, counts=COUNTS, spreads=SPREADS, inner_steps=INNER_STEPS,
+                  outer_steps=(250, 500), ratio={}, pair=[], training={}, seconds={})
+    progress = tqdm(total=len(SPREADS) + 3 * len(COUNTS) + 1, desc="simulating", dynamic_ncols=True)
+    for s in SPREADS:                                                       # (A)
+        pair = estimate(reductions(1 << 12, s, 1.0, 0.0, generator)["pair, two exchanges (paper)"], 0.001)
+        result["pair"].append((*pair, pair_closed_form(s)))
+        progress.update()
+    for n in COUNTS:
+        trees = [estimate(reductions(n, s, 1.0, 0.0, generator)["tree"]) for s in SPREADS]
+        result["ratio"][n] = [(a / b, a / b * math.hypot(da / a, db / b)) for (a, da), (b, db, _) in zip(trees, result["pair"])]
+        progress.update()
+    for n in COUNTS:                                                        # (B)
+        for steps, trials in ((INNER_STEPS[:3], max(40, 4096 // n)), (INNER_STEPS[3:], max(4, 1024 // n))):      # few steps vary most
+            total = training(n, steps, result["outer_steps"], trials, generator)
+            for name in ("NoLoCo", "alone"):
+                r, rows = total["DiLoCo"] / total[name], result["training"].setdefault(name, {}).setdefault(n, [[], []])
+                for row, mean_, error in zip(rows, r.mean(2).tolist(), (r.std(2) / trials**0.5).tolist()):
+                    row += zip(mean_, error)
+        progress.update()
+    for n in COUNTS:                                                        # (C)
+        for name, sample in reductions(n, spread, latency, 32 * params / (mbit * 1e6), generator).items():
+            result["seconds"].setdefault(name, {})[n] = estimate(sample)
+        progress.update()
+    result["late"] = late_replica(generator)
+    progress.update()
+    progress.close()
+    for s, (a, da, closed) in zip(SPREADS, result["pair"]):
+        print(f"std(t)/t_c {s:4}: 2 E[max] simulated {a:.4f} +- {da:.4f}, closed form {closed:.4f}")
+    for n in COUNTS:
+        zero, wide = result["ratio"][n][0][0], result["ratio"][n][-1]
+        print(f"{n:4} replicas: tree / pair {zero:g} at zero spread (log2 n = {math.log2(n):g}), {wide[0]:.1f} +- {wide[1]:.1f} at {SPREADS[-1]}")
+    at = INNER_STEPS.index(100)
+    for i, outer in enumerate(result["outer_steps"]):
+        now, alone = result["training"]["NoLoCo"][1024][i][at], result["training"]["alone"][1024][i][at]
+        print(f"1024 replicas, 100 inner steps, {outer} outer steps: DiLoCo takes {100 * (now[0] - 1):.1f}% +- {100 * now[1]:.1f} longer than NoLoCo "
+              f"({100 * (alone[0] - 1):.1f}% if a pair's delay were forgotten at once; the paper says ~20%)")
+    errors = [e / x for rows in result["ratio"].values() for x, e in rows] + [e / x for by in result["training"].values() for rows in by.values()
+                                                                              for row in rows for x, e in row]
+    errors += [e / x for by in result["seconds"].values() for x, e in by.values()]
+    result["wall_seconds"] = time.perf_counter() - began
+    print(f"largest standard error {100 * max(errors):.2f}% of its value; {result['wall_seconds']:.0f} s")
+    save(o, "sync_simulated", result)
+
+
+# ---------------------------------------------------------------- measured
+
+
+class HalfWire(NoLoCo):
+    """NoLoCo that blocks on half the bytes: Delta in bf16, with phi ahead in fp32 (1.5 times the bytes in all). Here only to learn its speed."""
+
+    def exchange(self):
+        if "own" not in self.buffers:
+            self.buffers["own"] = torch.empty_like(self.theta, dtype=torch.bfloat16)
+        Deltas, works = self.post("Delta", torch.sub(self.theta, self.phi, out=self.buffers["own"]), self.group())
+        phis, more = self.ahead
+        for work in works + more:
+            work.wait()
+        return list(Deltas.values()), list(phis.values())
+
+    def outer_step(self, Deltas, phis):
+        for theta, phi, delta, *others in zip(*(v.split(v.numel() if v.is_cuda else PIECE) for v in (self.theta, self.phi, self.delta, *Deltas, *phis))):
+            half = [v.to(theta.device, torch.float32) for v in others]
+            mean_Delta, mean_phi = (mean(v, len(Deltas), theta.device) for v in (half[:len(Deltas)], half[len(Deltas):]))
+            outer_update(phi, delta, mean_Delta, mean_phi, self.alpha, self.beta, self.gamma)
+            theta.copy_(phi)
+
+
+def measure(o, rank, world, device):
+    """The whole outer step of each method beside the floors below it, interleaved; a time is that of the slowest rank."""
+    size, tensors = int(o.params or 57e6), 32
+    cuts = [size * (i + 1) // tensors - size * i // tensors for i in range(tensors)]
+    params = [torch.nn.Parameter(torch.randn(cut, device=device).mul_(0.02)) for cut in cuts if cut]
+    theta, grad = flatten(params)
+    dist.broadcast(theta, 0)        # NoLoCo expects equal weights at the start
+    diloco, noloco, late = DiLoCo(params, inner_steps=1), NoLoCo(params, inner_steps=1, seed=o.seed), NoLoCo(params, inner_steps=1, gamma=0.9, seed=o.seed)
+    early, half = (kind(params, inner_steps=2, gamma=0.9, seed=o.seed) for kind in (NoLoCo, HalfWire))
+    for other in (diloco, late, early, half):       # one set of vectors: what is in them does not change the time
+        other.phi, other.delta, other.buffers = noloco.phi, noloco.delta, noloco.buffers
+    bf16, ring = torch.empty_like(theta, dtype=torch.bfloat16), 2 * (world - 1) * theta.nbytes // world
+
+    def all_reduce(divide):
+        dist.all_reduce(grad)
+        if divide:
+            grad.div_(world)
+
+    def bare(*vectors):
+        for work in [w for name, vector in zip(("theta", "phi"), vectors) for w in noloco.post(name if vector is not bf16 else "Delta", vector,
+                                                                                              noloco.group())[1]]:
+            work.wait()
+
+    def send_phi(outer):
+        """The inner step that sends phi, and its arrival: inner steps hide both, so neither is timed."""
+        outer.step()
+        vectors, works = outer.ahead
+        for work in works:
+            work.wait()
+        outer.ahead = vectors, []
+
+    rows = {    # name: (what is timed, what comes before it, who counts the bytes or their number, the floor)
+        "memcpy of theta": (lambda: grad.copy_(theta), None, 0, None),
+        "exchange of theta": (lambda: bare(theta), None, noloco, None),
+        "exchange of theta and phi": (lambda: bare(theta, noloco.phi), None, noloco, None),
+        "exchange of Delta in bf16": (lambda: bare(bf16), None, noloco, None),
+        "all-reduce of theta": (lambda: all_reduce(False), lambda: grad.copy_(theta), ring, None),
+        "DDP: gradient": (lambda: all_reduce(True), None, ring, "all-reduce of theta"),
+        "DiLoCo": (diloco.step, None, diloco, "all-reduce of theta"),
+        "NoLoCo": (noloco.step, None, noloco, "exchange of theta"),
+        "NoLoCo, gamma != beta, phi ahead": (early.step, lambda: send_phi(early), early, "exchange of theta"),
+        "NoLoCo, gamma != beta, phi not ahead": (late.step, None, late, "exchange of theta and phi"),
+        "NoLoCo, Delta in bf16, phi ahead": (half.step, lambda: send_phi(half), half, "exchange of Delta in bf16"),
+    }
+    count = lambda source: source if isinstance(source, int) else source.bytes_sent
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times, sent = torch.zeros(len(rows), o.trials + 1, dtype=torch.float64), torch.zeros(len(rows), 2, dtype=torch.float64)
+    load = os.getloadavg()[0]
+    for trial in tqdm(range(o.trials + 1), desc="measuring", disable=rank != 0, dynamic_ncols=True):    # the first warms up and is not counted
+        for i, (run, before, source, _) in enumerate(rows.values()):
+            theta.mul_(1.001)       # so that Delta is not zero
+            start = count(source)
+            if before:
+                before()
+            ready = count(source)
+            wait()
+            dist.barrier()
+            clock = time.perf_counter()
+            run()
+            wait()
+            times[i, trial] = time.perf_counter() - clock
+            sent[i] = torch.tensor([source if isinstance(source, int) else count(source) - ready, ready - start])
+    slowest = torch.cat([times[:, 1:], sent], 1).to(device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    if rank:
+        return
+    result = dict(replicas=world, params=size, bytes_of_theta=theta.nbytes, trials=o.trials, load_before=load, **machine(device), rows={})
+    for (name, (*_, floor)), row in zip(rows.items(), slowest.tolist()):
+        result["rows"][name] = dict(seconds=row[:-2], bytes=int(row[-2]), bytes_ahead=int(row[-1]), floor=floor)
+    table = result["rows"]
+    ratio = lambda a, b: statistics.median(x / y for x, y in zip(table[a]["seconds"], table[b]["seconds"]))
+    print(f"{world} processes, {size / 1e6:g}M parameters, {result['backend']}, {result['device']}, torch {result['torch']}, {o.trials} trials, slowest rank, "
+          "median [quartiles]; ratios are medians of the trials'")
+    print(f"{'':38}{'seconds':>8} {'[quartiles]':>16}{'MB sent':>9}{'MB ahead':>9}{'MB/s':>7}{'DiLoCo / it':>13}{'it / floor':>11}")
+    for name, row in table.items():
+        low, middle, high = quartiles(row["seconds"])
+        row.update(median=middle, quartiles=[low, high], diloco_over_it=ratio("DiLoCo", name), over_floor=row["floor"] and ratio(name, row["floor"]))
+        print(f"{name:38}{middle:8.4f} {f'[{low:.4f} {high:.4f}]':>16}{row['bytes'] / 1e6:9.1f}{row['bytes_ahead'] / 1e6:9.1f}{row['bytes'] / middle / 1e6:7.0f}"
+              f"{row['diloco_over_it']:13.2f}" + (f"{row['over_floor']:11.2f}" if row["floor"] else ""))
+    result["all_reduce_over_exchange"] = ratio("all-reduce of theta", "exchange of theta")
+    print(f"the exchange is {result['all_reduce_over_exchange']:.2f}x faster than the all-reduce (bytes alone: {ring / table['exchange of theta']['bytes']:.2f}x)")
+    save(o, f"sync_measured_{world}", result)
+
+
+def quartiles(x):
+    return statistics.quantiles(x, n=4, method="inclusive") if len(x) > 1 else x * 3
+
+
+def machine(device):
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores {platform.machine()}"
+    return dict(device=name, backend=dist.get_backend(), torch=torch.__version__, python=platform.python_version())
+
+
+# ---------------------------------------------------------------- emulated links
+
+
+class Wire:
+    """Messages between processes of one machine that take a drawn time: each carries when it was sent, and its receiver waits until it is due."""
+
+    def __init__(self, rank):
+        self.rank, self.inbox, self.sent = rank, {}, []
+
+    def expect(self, source, tag, like):
+        """Post the receive ahead: a Gloo send ends only once it is there."""
+        if source != self.rank:
+            message = like.new_empty(len(like) + 1)
+            self.inbox[tag] = message, dist.irecv(message, source, tag=tag)
+
+    def send(self, vector, to, tag):
+        """Returns when it was sent. A message to itself (a leaf whose parent is on the same process) only takes its time."""
+        message = torch.cat([vector.new_tensor([time.perf_counter()]), vector])
+        if to == self.rank:
+            self.inbox[tag] = message, None
+        else:
+            self.sent.append((dist.isend(message, to, tag=tag), message))
+        return float(message[0])
+
+    def receive(self, tag, takes):
+        message, work = self.inbox.pop(tag)
+        if work:
+            work.wait()
+        sleep_until(float(message[0]) + takes)
+        return message[1:]
+
+    def finish(self):
+        for work, _ in self.sent:
+            work.wait()
+        self.sent.clear()
+
+
+def sleep_until(moment):
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+def real_tree(wire, n, up, down, vector):
+    """tree_all_reduce with messages: process r is leaf n + r and, from r = 1 on, inner node r of the heap; tags are heap indices."""
+    rank, leaf = wire.rank, n + wire.rank
+    host = lambda node: node % n if node >= n else node
+    children = (2 * rank, 2 * rank + 1) if rank else ()
+    for node in children:
+        wire.expect(host(node), node, vector)
+    for node in ([rank] if rank > 1 else []) + [leaf]:
+        wire.expect(host(node // 2), 2 * n + node, vector)
+    wire.send(vector, host(leaf // 2), leaf)
+    if rank:
+        total = sum(wire.receive(node, up[node]) for node in children)
+        if rank > 1:
+            wire.send(total, host(rank // 2), rank)
+            total = wire.receive(2 * n + rank, down[rank])
+        for node in children:
+            wire.send(total, host(node), 2 * n + node)
+    return wire.receive(2 * n + leaf, down[leaf]) / n
+
+
+def real_pair(wire, partner, t, vector):
+    """pair_average with messages: two exchanges, each over when both messages have arrived."""
+    for k in range(len(t)):
+        wire.expect(partner, k, vector)
+    for k, takes in enumerate(t):
+        sent = wire.send(vector, partner, k)
+        other = wire.receive(k, takes[partner])
+        sleep_until(sent + takes[wire.rank])
+    return (vector + other) / 2
+
+
+def emulate(o, rank, n):
+    """Tree and pair as real messages that take drawn times, beside the simulation of the same draws."""
+    generator, size = torch.Generator().manual_seed(o.seed), int(o.params or 25e3)
+    latency, spread, trials = (50.0 if o.latency_ms is None else o.latency_ms) / 1000, o.latency_std or 0.0, o.trials
+    extra = 32 * size / (o.mbit[0] * 1e6) if o.mbit else 0.0
+    up, down = (messages((2 * n, trials), spread, generator).mul_(latency).add_(extra).double() for _ in range(2))
+    t = messages((2, n, trials), spread, generator).mul_(latency).add_(extra).double()
+    groups = [random_groups(range(n), 2, trial, o.seed) for trial in range(trials)]
+    pairs = torch.stack([pair_average(t[:, torch.tensor(groups[k]), k].transpose(1, 2)) for k in range(trials)], 1)     # (pairs, trials)
+    simulated = dict(tree=tree_all_reduce(up, down).tolist(), pair=pairs.mean(0).tolist())
+    wire, vector = Wire(rank), torch.full((max(1, size // 2),), float(rank), dtype=torch.float64)       # the bytes of `size` fp32 numbers
+    times = torch.zeros(2, trials, dtype=torch.float64)
+    for k in tqdm(range(trials), desc="emulating", disable=rank != 0, dynamic_ncols=True):
+        partner = sum(next(g for g in groups[k] if rank in g)) - rank
+        for i in range(2):
+            dist.barrier()
+            start = torch.tensor(time.perf_counter() + 0.05 + 0.002 * n, dtype=torch.float64)       # all begin at once, when all know when
+            dist.broadcast(start, 0)
+            sleep_until(float(start))
+            if i == 0:
+                average, right = real_tree(wire, n, up[:, k].tolist(), down[:, k].tolist(), vector), (n - 1) / 2
+            else:
+                average, right = real_pair(wire, partner, t[:, :, k].tolist(), vector), (rank + partner) / 2
+            times[i, k] = time.perf_counter() - float(start)
+            wire.finish()
+            if not torch.all(average == right):
+                raise RuntimeError(f"the average is {average[0]}, not {right}")
+    tree, pair = times[0].contiguous(), times[1].contiguous()
+    dist.all_reduce(tree, op=dist.ReduceOp.MAX)     # the last replica ends it; of pairs the mean
+    dist.all_reduce(pair)
+    if rank:
+        return
+    measured = dict(tree=tree.tolist(), pair=(pair / n).tolist())
+    result = dict(replicas=n, latency_seconds=latency, spread=spread, mbit=o.mbit and o.mbit[0], bytes=4 * size, trials=trials,
+                  load_after=os.getloadavg()[0], **machine(torch.device("cpu")), measured=measured, simulated=simulated)
+    print(f"{n} processes, {1000 * latency:g} ms, std(t)/t_c {spread:g}, {4 * size} bytes" + (f" at {o.mbit[0]:g} Mbit/s" if o.mbit else "") + f", {trials} trials")
+    for kind in ("tree", "pair"):
+        a, b = statistics.mean(measured[kind]), statistics.mean(simulated[kind])
+        worst = max(abs(x / y - 1) for x, y in zip(measured[kind], simulated[kind]) if y)
+        result[f"{kind}_measured_over_simulated"], result[f"{kind}_worst_trial"] = a / b, worst
+        print(f"{kind}: measured {a:.4f} s, simulated from the same draws {b:.4f} s: {100 * (a / b - 1):+.1f}%, worst trial {100 * worst:.1f}% off")
+    print(f"tree / pair: measured {statistics.mean(tree.tolist()) / statistics.mean(measured['pair']):.2f}, "
+          f"simulated {statistics.mean(simulated['tree']) / statistics.mean(simulated['pair']):.2f}, log2 n = {math.log2(n):.2f}")
+    save(o, f"sync_emulated_{n}", result)
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def on_paper(params, n, mbit, latency, step_seconds):
+    """{method: bytes sent per rank, seconds of a synchronisation, its share of training time, bytes of memory per rank}: (5) with constant t."""
+    B, rate = 4 * params, mbit * 1e6 / 8
+    reduce = 2 * (n - 1) / n * B, 2 * math.ceil(math.log2(n)) * latency + 2 * (n - 1) / n * B / rate
+    # theta, gradient and Adam's two moments take 16 bytes a parameter; phi and delta 8 more; NoLoCo's receive buffer 4
+    rows = {"DDP": (1, *reduce, 16), "DiLoCo": (100, *reduce, 24), "NoLoCo": (50, B, latency + B / rate, 28)}
+    return {name: dict(bytes=b, seconds=s, share=s / (s + m * step_seconds), memory=each * params) for name, (m, b, s, each) in rows.items()}
+
+
+def paper_table(o):
+    latency = (50.0 if o.latency_ms is None else o.latency_ms) / 1000
+    print(f"fp32, {1000 * latency:g} ms, inner steps of {o.step_seconds:g} s; every step (DDP), 100 (DiLoCo), 50 (NoLoCo, theta only)\n")
+    print("| model | replicas | link | method | GB sent per rank | seconds | share of time | GB of memory per rank |\n|---|---|---|---|---|---|---|---|")
+    for model in o.model:
+        params = o.params or PAPER[model]
+        for n in o.replicas or (64, 1024):
+            for mbit in o.mbit or (1000.0,):
+                for name, row in on_paper(params, n, mbit, latency, o.step_seconds).items():
+                    print(f"| {model}, {params / 1e6:g}M | {n} | {mbit:g} Mbit/s | {name} | {row['bytes'] / 1e9:.2f} | {row['seconds']:.3g} | "
+                          f"{100 * row['share']:.1f}% | {row['memory'] / 1e9:.1f} |")
+
+
+# ---------------------------------------------------------------- results and pictures
+
+
+def save(o, name, result):
+    path = Path(o.out, "results", name + ".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(path)
+    try:
+        draw(o, "simulated" if name == "sync_simulated" else "measured")
+    except BadInput as error:       # the numbers are safe
+        print(error)
+
+
+def draw(o, kind):
+    """figures/sync_simulated.png or figures/sync_measured.png from results/*.json."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise BadInput("no picture without matplotlib: pip install '.[plot]'")
+    found = {p.stem: json.loads(p.read_text()) for p in sorted(Path(o.out, "results").glob("sync_*.json"))}
+    path = Path(o.out, "figures", f"sync_{kind}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": 7.5, "lines.markersize": 4})
+    figure = (draw_simulated if kind == "simulated" else draw_measured)(plt, found)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(path)
+
+
+def draw_simulated(plt, found):
+    if "sync_simulated" not in found:
+        raise BadInput("no results/sync_simulated.json: run --simulate first")
+    r, marks = found["sync_simulated"], "osD^vX"
+    figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(10, 7.6), layout="constrained")
+    def line(axis, x, points, i, label, **style):
+        axis.errorbar(x, [p[0] for p in points], [2 * p[1] for p in points], color=COLOURS[i], marker=marks[i], capsize=2, lw=1.2, label=label, **style)
+    for i, (n, points) in enumerate(r["ratio"].items()):
+        line(a, r["spreads"], points, i, f"{n} replicas")
+    for i, (n, points) in enumerate(r["training"]["NoLoCo"].items()):
+        line(b, r["inner_steps"], points[1], i, f"{n} replicas")
+    at = r["inner_steps"].index(100)
+    b.plot(100, r["training"]["alone"]["1024"][1][at][0], "k*", ms=9, label="1024, delays forgotten at once", zorder=5)
+    for i, (name, by) in enumerate(r["seconds"].items()):
+        line(c, [int(n) for n in by], list(by.values()), i, name)
+    for i, (case, by) in enumerate(r["late"].items()):
+        for method, dashes in (("DiLoCo", "--"), ("NoLoCo", "-")):
+            line(d, range(len(by[method])), by[method], i, f"{method}: {case}", ls=dashes)
+    a.set(xlabel="std(t) / t_c of a message", ylabel="time of tree all-reduce / pair averaging", title="A  one synchronisation", ylim=(0, None))
+    b.set(xlabel="inner steps per outer step", ylabel="training time DiLoCo / NoLoCo", title="B  500 outer steps, exchange time left out")
+    c.set(xscale="log", yscale="log", xlabel="replicas", ylabel="seconds per synchronisation",
+          title=f"C  {r['params'] / 1e6:g}M fp32 at {r['mbit']:g} Mbit/s, {1000 * r['latency_seconds']:g} ms, std(t)/t_c {r['spread']:g}")
+    c.set_xticks(r["counts"], [str(n) for n in r["counts"]])
+    c.minorticks_off()
+    d.set(xlabel="outer step", ylabel="mean time lost by a replica / outer step", title="D  one of 1024 replicas is late from outer step 4 (m = 50)")
+    for axis in (a, b, c, d):
+        axis.legend()
+    figure.suptitle("Simulated. Bars: two standard errors")
+    return figure
+
+
+def draw_measured(plt, found):
+    whole = sorted((r for name, r in found.items() if name.startswith("sync_measured_")), key=lambda r: r["replicas"])
+    links = sorted((r for name, r in found.items() if name.startswith("sync_emulated_")), key=lambda r: r["replicas"])
+    if not whole and not links:
+        raise BadInput("no results/sync_measured_*.json or sync_emulated_*.json: run under torchrun first")
+    figure, (a, b) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", width_ratios=[1.35, 1])
+    for k, r in enumerate(whole):
+        rows = list(r["rows"].items())[::-1]
+        height = 0.8 / len(whole)
+        error = [[row["median"] - row["quartiles"][0] for _, row in rows], [row["quartiles"][1] - row["median"] for _, row in rows]]
+        a.barh([i - height * (k - (len(whole) - 1) / 2) for i in range(len(rows))], [row["median"] for _, row in rows], height, xerr=error, capsize=2,
+               color=COLOURS[k], label=f"{r['replicas']} processes, {r['params'] / 1e6:g}M fp32, {r['backend']}, {r['device']}")
+        a.set_yticks(range(len(rows)), [name for name, _ in rows])
+    for k, kind in enumerate(("tree", "pair")):
+        n = [r["replicas"] for r in links]
+        mean, spread = ([f(r["measured"][kind]) for r in links] for f in (statistics.mean, lambda x: statistics.pstdev(x) / max(1, len(x) - 1) ** 0.5))
+        b.plot(n, [statistics.mean(r["simulated"][kind]) for r in links], "-", color=COLOURS[k], label=f"{kind}, simulated from the same draws")
+        b.errorbar(n, mean, [2 * x for x in spread], fmt="os"[k], color=COLOURS[k], capsize=3, label=f"{kind}, real messages")
+    a.set(xlabel="seconds, median and quartiles over trials, slowest rank", title="Measured: floors, then whole steps")
+    b.set(xscale="log", xlabel="processes", ylabel="seconds per synchronisation, mean and 2 standard errors", ylim=(0, None), title="Emulated links")
+    if links:
+        b.set_title(f"Emulated links: {1000 * links[0]['latency_seconds']:g} ms, std(t)/t_c {links[0]['spread']:g}")
+        b.set_xticks(n, [str(x) for x in n])
+        b.minorticks_off()
+    for axis in (a, b):
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend()
+    return figure
+
+
+def main(argv=None):
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    o, problem, device = None, None, torch.device("cpu")
+    try:
+        o = parse(argv)
+        if world > 1:
+            device = connect(o, world, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    except BadInput as error:
+        problem = error
+        if world > 1:
+            dist.init_process_group("gloo")
+
+    def refuse():
+        if problem:
+            raise problem
+        if world == 1 and o.plot:
+            draw(o, "simulated")
+            draw(o, "measured")
+    together(device, refuse)
+    if world > 1:
+        if o.emulate:
+            emulate(o, rank, world)
+        else:
+            measure(o, rank, world, device)
+        dist.barrier()
+        dist.destroy_process_group()
+    elif o.simulate:
+        simulate(o)
+    elif o.model:
+        paper_table(o)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
