@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 ALIGN = 16          # floats: each tensor of a flat vector starts on a 64-byte boundary
 PIECE = 1 << 17     # floats per piece of the outer update: small enough to stay in cache, large enough to hide what starting an operation costs
+IN_FLIGHT = {}      # what a NoLoCo sends ahead when training ends: Gloo never delivers a message whose handle is dropped, and hangs
 
 
 def random_groups(ranks, size, step, seed):
@@ -126,30 +127,36 @@ class NoLoCo:
         self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
         self.alpha, self.beta, self.gamma = alpha, beta, gamma
         self.steps, self.bytes_sent, self.ahead, self.buffers = 0, 0, None, {}
-        nccl = joined and self.theta.is_cuda and "nccl" in dist.get_backend()
+        nccl = joined and self.theta.is_cuda and "nccl" in str(dist.get_backend_config())
         self.staged = joined and self.theta.is_cuda and not nccl        # Gloo sends host memory only
-        # NCCL runs what is posted on a group one after the other: phi, long in flight, must not hold up what follows it. (new_group is
-        # called by every rank of the job, as each makes its NoLoCo.)
-        self.ahead_group = dist.new_group() if nccl and gamma != beta else None
+        self.ahead_group = None
+        if nccl:        # the first use of a group must have everyone in it; every rank of the job makes its NoLoCo, so everyone is here
+            dist.barrier()
+            if gamma != beta:       # NCCL runs what is posted on a group in turn: phi, long in flight, must not hold up what follows it
+                self.ahead_group = dist.new_group()
+                dist.barrier(self.ahead_group)
 
-    def group(self):
-        """The sorted ranks that do the next outer step together, this one among them."""
-        outer = self.steps // self.inner_steps
+    def group(self, outer):
+        """The sorted ranks that do outer step number `outer` together, this one among them."""
         return next(g for g in random_groups(self.ranks, self.group_size, outer, self.seed) if self.rank in g)
 
     def step(self):
         """Count one inner step and, when it is due, do the outer step; returns whether it did one."""
-        if self.gamma != self.beta and self.ahead is None:
-            self.ahead = self.post("phi", self.phi, self.group(), self.ahead_group)
-        if (self.steps + 1) % self.inner_steps == 0:
-            if [p.data_ptr() for p in self.params] != self.addresses:
-                raise RuntimeError("parameters were moved after NoLoCo took them: move the model first (.to, .cuda), then build NoLoCo")
-            self.outer_step(*self.exchange())
-            self.ahead = None       # waited for; the next call sends the new phi
-            self.steps += 1
-            return True
+        if self.ahead is None:          # the first call, or the first after loading
+            self.send_ahead()
         self.steps += 1
-        return False
+        if self.steps % self.inner_steps:
+            return False
+        if [p.data_ptr() for p in self.params] != self.addresses:
+            raise RuntimeError("parameters were moved after NoLoCo took them: move the model first (.to, .cuda), then build NoLoCo")
+        self.outer_step(*self.exchange())
+        self.send_ahead()
+        return True
+
+    def send_ahead(self):
+        """phi to the next partners, if Eq. 2' needs it: it arrives during the inner steps."""
+        if self.gamma != self.beta:
+            self.ahead = IN_FLIGHT[id(self)] = self.post("phi", self.phi, self.group(self.steps // self.inner_steps), self.ahead_group)
 
     def post(self, name, vector, group, process_group=None):
         """Post one message each way with every partner at once, so that no pair waits for another; returns {rank: vector} and works."""
@@ -170,7 +177,7 @@ class NoLoCo:
 
     def exchange(self):
         """The group's theta and phi vectors in the order of its ranks; without phi (None) when Eq. 2' does not need it."""
-        thetas, works = self.post("theta", self.theta, self.group())
+        thetas, works = self.post("theta", self.theta, self.group(self.steps // self.inner_steps - 1))
         phis, more = self.ahead or (None, [])
         for work in works + more:
             work.wait()             # our own sends too: what they read is about to change
@@ -180,7 +187,7 @@ class NoLoCo:
         """Eqs. 1-3 in pieces that stay in cache: the update is bound by memory, not by arithmetic. n: how many replicas' theta the
         vectors add up to, when it is not the number of vectors."""
         n, own = n or len(thetas), (self.theta, self.phi, self.delta)
-        pieces = [zip(*(v.split(v.numel() if self.theta.is_cuda else PIECE) for v in vectors)) for vectors in (own, thetas, phis or [self.phi])]
+        pieces = [zip(*(v.split(1 << 24 if self.theta.is_cuda else PIECE) for v in vectors)) for vectors in (own, thetas, phis or [self.phi])]
         for (theta, phi, delta), some_thetas, some_phis in zip(*pieces):
             # Eq. 2': with gamma = beta mean(phi) cancels, so any value serves; our own phi makes the gamma term zero
             mean_phi = mean(some_phis, n, theta.device) if phis else phi
@@ -193,7 +200,7 @@ class NoLoCo:
         return {"phi": self.phi, "delta": self.delta, "steps": self.steps}
 
     def load_state_dict(self, state):
-        """Raises ValueError when the state is of another model."""
+        """All replicas load together. Raises ValueError when the state is of another model."""
         if state["phi"].shape != self.phi.shape:
             raise ValueError(f"the state holds {state['phi'].numel()} weights, this model {self.phi.numel()}")
         for work in self.ahead[1] if self.ahead else []:

@@ -274,7 +274,7 @@ def _state_dict(rank, world):
             if step == stop:
                 kept = io.BytesIO()
                 torch.save([model.state_dict(), outer.state_dict()], kept)
-                for work in outer.ahead[1]:
+                for work in outer.ahead[1]:         # phi is on its way to the partners of the next outer step
                     work.wait()
                 kept.seek(0)
                 weights, state = torch.load(kept, weights_only=True)
