@@ -1,5 +1,9 @@
 """SkipPipe: pipelines whose microbatches take their own paths (arXiv 2502.19913).
 
+    python skippipe.py                                                # the published 20 nodes in 12 cities: table and figures/skippipe.png
+    python skippipe.py --nodes 42 --sizes 7,5,5,5,5,5,5,5 --kept 6    # a larger network from the same city table
+    python skippipe.py --instance mine.json                           # your own: {"delay": [[...]], "compute": [...], "stages": [[...]]}
+
 A path is the tuple of ranks that a microbatch visits, (origin, r1, ..., rm). The origin is a rank of stage 0: it holds the embedding,
 its own layers, the final norm, the head and the loss. So every path ends by going home, and backward retraces it. A microbatch is a
 chain of 2m + 3 tasks, numbered by hop:
@@ -12,10 +16,20 @@ chain of 2m + 3 tasks, numbered by hop:
 Between two tasks the message takes delay[i][j]; links do not contend and sending does not occupy the node. A node runs one task at a
 time and holds at most `memory` microbatches: a forward takes a slot, the backward of the same microbatch frees it. After a task the
 node cannot be used for `overhead` seconds (`origin_overhead` after an origin's first forward); the message leaves at once.
+
+From top to bottom: the network and simple paths, the simulator, the constraints (CC1, CC2, CC3, TC1, TC2), the planner, the bound, the
+baselines, the assignment of nodes to stages, and the command line.
 """
+import argparse
+import csv
 import heapq
+import json
 import random
+import sys
+import time
 from dataclasses import dataclass, field
+from itertools import chain as joined
+from pathlib import Path
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
 
@@ -26,7 +40,7 @@ class Network:
 
     delay[i][j]: seconds from the end of a task on i to the arrival of its message on j. compute[i]: seconds of one forward on i (w).
     stages: the ranks of each stage, stages[0] the origins. memory: microbatches held at once, one number or one per node.
-    overhead, origin_overhead: seconds (see the module). Raises ValueError when these do not fit together.
+    overhead, origin_overhead: seconds (see the module). Raises ValueError when these do not fit together. Sets stage_of: rank -> stage.
     """
     delay: list
     compute: list
@@ -43,9 +57,13 @@ class Network:
             self.origin_overhead = self.overhead
         if len(self.delay) != nodes or any(len(row) != nodes for row in self.delay) or len(self.memory) != nodes:
             raise ValueError(f"delay must be {nodes} x {nodes} and memory one number or {nodes}, as there are {nodes} compute times")
+        numbers = [self.overhead, self.origin_overhead, *self.compute, *self.memory, *joined(*self.delay)]
+        if not all(isinstance(x, (int, float)) and 0 <= x < float("inf") for x in numbers):
+            raise ValueError("delays, compute times, memory and overheads must be numbers from 0, and finite (name a missing node as dead)")
         ranks = [r for stage in self.stages for r in stage]
         if not ranks or not all(self.stages) or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(nodes)):
             raise ValueError(f"stages must be non-empty lists of different ranks below {nodes}, got {self.stages}")
+        self.stage_of = {r: s for s, stage in enumerate(self.stages) for r in stage}
 
 
 def full_paths(stages, microbatches):
@@ -89,6 +107,9 @@ def kind(path, hop):
     return FORWARD if hop < len(path) else LOSS if hop == len(path) else BACKWARD
 
 
+# ---- the simulator
+
+
 class Deadlock(RuntimeError):
     """No task can start although some are left: the order or the memory is impossible."""
 
@@ -96,10 +117,19 @@ class Deadlock(RuntimeError):
 @dataclass
 class Result:
     """makespan: seconds until the last microbatch is back home. timeline: (rank, microbatch, kind, start, end) in order of start,
-    seconds. waiting[rank]: seconds that tasks spent at the rank before they started (collisions, TC2, and memory)."""
+    seconds. waiting[rank]: seconds that tasks spent at the rank before they started (collisions, TC2, and memory). hops: for each entry
+    of the timeline (hop, seconds at which the task arrived)."""
     makespan: float
     timeline: list = field(repr=False)
     waiting: list = field(repr=False)
+    hops: list = field(repr=False)
+
+    def order(self):
+        """For each rank the (microbatch, hop) that it ran, in order: what `simulate` takes as its planned order."""
+        order = [[] for _ in self.waiting]
+        for (rank, u, *_), (hop, _) in zip(self.timeline, self.hops):
+            order[rank].append((u, hop))
+        return order
 
 
 def simulate(network, paths, release=None, rounds=1, order=None):
@@ -118,7 +148,7 @@ def simulate(network, paths, release=None, rounds=1, order=None):
     free_slots, idle = list(network.memory), [True] * nodes
     forwards, others = [[] for _ in range(nodes)], [[] for _ in range(nodes)]   # present tasks: (injected, arrival, microbatch, hop)
     arrived, position = {}, [0] * nodes                                         # the same under a planned order
-    events, timeline, waiting, makespan, left = [], [], [0.0] * nodes, 0.0, rounds * sum(map(len, chains))
+    events, timeline, hops, waiting, makespan, left = [], [], [], [0.0] * nodes, 0.0, rounds * sum(map(len, chains))
     for u in range(count):      # an event: (time, 0 = the node becomes usable or 1 = a task arrives, microbatch, hop, node)
         events.append((release[u] if release else 0.0, 1, u, 0, paths[u][0]))
     heapq.heapify(events)
@@ -162,6 +192,7 @@ def simulate(network, paths, release=None, rounds=1, order=None):
         idle[node] = False
         waiting[node] += now - came
         timeline.append((node, u, kind(path, hop), now, end))
+        hops.append((hop, came))
         left -= 1
         usable = round(end + (network.overhead if hop else network.origin_overhead), 9)
         heapq.heappush(events, (usable, 0, u, hop, node))
@@ -175,4 +206,496 @@ def simulate(network, paths, release=None, rounds=1, order=None):
     if left:
         raise Deadlock(f"{left} of {rounds * sum(map(len, chains))} tasks can never start: "
                        + ("the planned order contradicts itself or the memory" if order else "every node that could run one is out of memory"))
-    return Result(makespan, timeline, waiting)
+    return Result(makespan, timeline, waiting, hops)
+
+
+# ---- the constraints: each function yields Violations
+
+
+class Infeasible(ValueError):
+    """No valid plan exists; the message names the constraint that cannot be met."""
+
+
+@dataclass
+class Violation:
+    """text: what is wrong. bans: (microbatch, nodes) pairs; in any valid plan at least one of these microbatches keeps off its nodes.
+    excess: by how many visits the constraint is exceeded."""
+    text: str
+    bans: list = field(default_factory=list, repr=False)
+    excess: int = 1
+
+
+def cc1(network, paths):
+    """CC1: the first stage is never skipped. A path starts at a node of stage 0 and does not come back there before its loss."""
+    for u, path in enumerate(paths):
+        if network.stage_of[path[0]]:
+            yield Violation(f"CC1: microbatch {u} starts at node {path[0]} of stage {network.stage_of[path[0]]}, not in stage 0")
+        for r in path[1:]:
+            if not network.stage_of[r]:
+                yield Violation(f"CC1: microbatch {u} visits node {r} of stage 0 in the middle of its path")
+
+
+def cc2(network, paths, swaps=2):
+    """CC2: at most two consecutive stages are swapped: stage s+1 may come right before stage s, at most `swaps` times in a path, and each
+    stage takes part in one swap. The rest is in order and no stage comes twice. (The released search lets a path hop back twice in a
+    row, as in 3, 2, 1, which moves a stage by two places; it also forbids jumps of more than four stages, which the paper does not ask for.)
+    """
+    for u, path in enumerate(paths):
+        stages, swapped = [network.stage_of[r] for r in path], 0
+        for i in range(1, len(path)):
+            a, b, swap = stages[i - 1], stages[i], stages[i] == stages[i - 1] - 1
+            swapped += swap
+            if (b < a and not swap) or b in stages[:i] or swapped > swaps and swap or (i > 1 and b < stages[i - 2]):
+                yield Violation(f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to stage {b} (node {path[i]}) after stages "
+                                f"{stages[:i - 1]}: not in order, even with {swaps} swaps of neighbours")
+
+
+def cc3(network, paths, dead=()):
+    """CC3: stages are skipped equally often, as far as the numbers allow: visits to any two stages differ by at most one. Stages without a
+    living node do not count."""
+    visitors = {s: [] for s, nodes in enumerate(network.stages) if s and not set(nodes) <= set(dead)}
+    for u, path in enumerate(paths):
+        for r in path[1:]:
+            visitors.setdefault(network.stage_of[r], []).append(u)
+    low, extra = divmod(sum(map(len, visitors.values())), max(1, len(visitors)))
+    high = low + (extra > 0)
+    for s, users in visitors.items():
+        if len(users) > high:
+            yield Violation(f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} microbatches, {users}; {high} at most are "
+                            "due", [(u, network.stages[s]) for u in users], len(users) - high)
+    for s, users in visitors.items():
+        if len(users) < low:
+            yield Violation(f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} microbatches, {users}; {low} are due",
+                            [(u, network.stages[a]) for a, us in visitors.items() if len(us) > low for u in us], low - len(users))
+
+
+def tc1(network, paths, caps):
+    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here it means that at most caps[r] paths run through
+    node r (see `node_caps`). Origins are left out: they carry their own microbatches, however many."""
+    visitors = {}
+    for u, path in enumerate(paths):
+        for r in path[1:]:
+            visitors.setdefault(r, []).append(u)
+    for r, users in sorted(visitors.items()):
+        if len(users) > caps[r]:
+            yield Violation(f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} microbatches, {users}; {caps[r]} at most fit",
+                            [(u, [r]) for u in users], len(users) - caps[r])
+
+
+def tc2(network, paths, result):
+    """TC2: two microbatches do not want the same node at the same time. A wish, not a rule, so `check` leaves it out: yields a Violation for
+    every task that had to wait at a node, the longest wait first (excess: seconds). Nobody can be sent away from an origin: no bans."""
+    before, found = {}, []
+    for (rank, u, _, start, _), (_, came) in zip(result.timeline, result.hops):
+        if start - came > 1e-9 and rank in before:
+            found.append((came - start, rank, u, before[rank]))
+        before[rank] = u
+    for wait, rank, u, v in sorted(found):
+        users = {u % len(paths), v % len(paths)} if network.stage_of[rank] else ()
+        yield Violation(f"TC2: microbatch {u} waits {-wait:.2f} s at node {rank} for {v}", [(x, [rank]) for x in sorted(users)], -wait)
+
+
+def node_caps(network, share, dead=(), quota=None):
+    """For each node the most paths that may run through it, when each stage is visited by `share` paths. quota: your own, one or per node.
+
+    A path has one microbatch under way at a time, so a node with at most `memory` paths never waits for memory: that is the published
+    search's rule and the default. Where a stage has too few living nodes for its share, the caps grow in proportion to memory; where its nodes
+    differ in speed there is none, so that the slow one can be spared. What is held at once is the simulator's business then.
+    """
+    caps = [0] * len(network.compute)
+    for stage in network.stages[1:]:
+        alive = [r for r in stage if r not in dead]
+        slots, uneven = sum(network.memory[r] for r in alive), len({network.compute[r] for r in alive}) > 1
+        for r in alive:
+            caps[r] = max(network.memory[r], share if uneven else -(-share * network.memory[r] // max(1, slots)))
+    if quota is not None:
+        caps = list(quota) if hasattr(quota, "__len__") else [quota] * len(caps)
+        if len(caps) != len(network.compute):
+            raise ValueError(f"quota must be one number or {len(network.compute)}, one per node, got {len(caps)}")
+    return [c if network.memory[r] and r not in dead else 0 for r, c in enumerate(caps)]
+
+
+def check(network, paths, stages_kept=None, swaps=2, dead=(), quota=None):
+    """Every violation of CC1, CC2, CC3 and TC1 as a list of sentences that name microbatch, stage and node; empty for valid paths.
+
+    Paths of another length than stages_kept (default: the first path's) and nodes that are dead or of no stage are listed too.
+    """
+    kept = stages_kept or len(paths[0])
+    found = [f"microbatch {u} visits {len(path)} stages, not {kept}: {path}" for u, path in enumerate(paths) if len(path) != kept]
+    found += [f"microbatch {u} visits node {r} of stage {network.stage_of.get(r)}, which is not there" for u, path in enumerate(paths)
+              for r in path if r in dead or r not in network.stage_of]
+    known = [[r for r in path if r in network.stage_of] for path in paths]
+    living = [s for s in network.stages[1:] if not set(s) <= set(dead)]
+    caps = node_caps(network, -(-len(paths) * (kept - 1) // max(1, len(living))), dead, quota)
+    return found + [v.text for v in joined(cc1(network, known), cc2(network, known, swaps), cc3(network, known, dead),
+                                           tc1(network, known, caps))]
+
+
+# ---- the planner
+
+
+def shortest_path(hop, stages, origin, kept, swaps, must=(), price=None):
+    """The cheapest path of one microbatch through `kept` stages under CC1 and CC2, as (seconds, path), or None where there is none.
+
+    hop[i][j]: seconds from i to j and of the work on j; j = origin: of the way home. stages: the nodes of each stage that may be used. must: the
+    stages that may not be skipped. price[n]: seconds added for using node n. A dynamic programme over the stages in order: skip stage s, visit
+    it, or visit s+1 and then s. layers[s][visits, swaps][last node] = (seconds, path), everything below stage s being decided.
+    """
+    def visit(ends, nodes, to):
+        for n in nodes:
+            seconds, path = min((seconds + hop[e][n], path) for e, (seconds, path) in ends.items())
+            label = (seconds + (price[n] if price else 0.0), path + (n,))
+            if n not in to or label < to[n]:
+                to[n] = label
+        return to
+
+    count = len(stages)
+    layers = [{} for _ in range(count + 2)]
+    layers[1][0, 0] = {origin: (0.0, (origin,))}
+    for s in range(1, count):
+        for (visits, swapped), ends in layers[s].items():
+            if visits + count - s >= kept and s not in must:            # enough stages are left to skip this one
+                to = layers[s + 1].setdefault((visits, swapped), {})
+                for n, label in ends.items():
+                    to[n] = min(label, to.get(n, label))
+            if visits + 1 < kept and stages[s]:
+                visit(ends, stages[s], layers[s + 1].setdefault((visits + 1, swapped), {}))
+            if visits + 2 < kept and swapped < swaps and s + 1 < count and stages[s] and stages[s + 1]:
+                visit(visit(ends, stages[s + 1], {}), stages[s], layers[s + 2].setdefault((visits + 2, swapped + 1), {}))
+    return min(((seconds + hop[n][origin], path) for (visits, _), ends in layers[count].items() if visits == kept - 1
+                for n, (seconds, path) in ends.items()), default=None)
+
+
+def hop_costs(network, forward=1.0, backward=1.5):
+    """hop[i][j] for `shortest_path`: both ways of the link and the work on j; the weights leave out a direction (0). Work on origins is none
+    of the path's choice, so it is left out."""
+    def cost(i, j):
+        link = 0.0 if i == j else (forward > 0) * network.delay[i][j] + (backward > 0) * network.delay[j][i]
+        return link + ((forward + backward) * network.compute[j] if network.stage_of.get(j) else 0.0)
+    return [[cost(i, j) for j in range(len(network.compute))] for i in range(len(network.compute))]
+
+
+@dataclass
+class Plan:
+    """paths: one tuple of ranks per microbatch and round, the origins in turn. order: for each rank its (microbatch, hop) in order of dispatch;
+    simulate(network, paths, rounds=rounds, order=order) takes `makespan` seconds. bound: no plan is faster, seconds. seconds, work: what planning took.
+    history: (work, seconds, makespan) at each improvement. result: the simulation. Unpacks as paths, order = plan(...)."""
+    paths: list
+    order: list = field(repr=False)
+    makespan: float
+    bound: float
+    seconds: float
+    work: int
+    history: list = field(repr=False)
+    result: Result = field(repr=False)
+
+    def __iter__(self):
+        return iter((self.paths, self.order))
+
+
+def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *, iterations=None, dead=(), quota=None,
+         collisions=True, progress=None):
+    """Paths and dispatch order of one iteration that is as short as the search can make it. Returns a `Plan`.
+
+    stages_kept: how many stages a path visits, the origin's included. Each living origin gets microbatches_per_origin paths, each planned on its
+    own (the released search ties three together), and sends `rounds` microbatches down each. dead: nodes that are not there. quota: see `node_caps`.
+    seconds: limit of the search; iterations: limit in candidates tried (the clock only decides where the one sequence of steps ends, so with
+    seconds=None the plan depends on seed and iterations alone). collisions=False stops before TC2. progress(work, seconds, makespan, bound)
+    is called now and then. Raises Infeasible where no valid plan exists; a valid one is found wherever there is one.
+    """
+    search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead, quota, seed, seconds, iterations)
+    if not collisions:
+        search.conflict_based_search(limit=10**6, collisions=False)
+        return search.plan()
+    bound = lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
+    walk = search.farthest_first()
+    search.conflict_based_search(limit=500)
+    while not search.over(bound):
+        if progress:
+            progress(search.work, time.perf_counter() - search.start, search.best.makespan, bound)
+        for candidate in (search.paths, walk):
+            search.reorder(candidate, 100, bound)
+        walk = search.large_neighbourhood_search(walk, 100, bound)
+    return search.plan(bound)
+
+
+class Search:
+    """What the steps of the search share: the problem, its random numbers, the work done and the best plan so far."""
+
+    def __init__(self, network, stages_kept, microbatches_per_origin, rounds, swaps, dead, quota, seed, seconds, iterations):
+        self.network, self.kept, self.rounds, self.swaps, self.dead = network, stages_kept, rounds, swaps, frozenset(dead)
+        if min(stages_kept, microbatches_per_origin, rounds) < 1 or stages_kept > len(network.stages) or swaps < 0:
+            raise ValueError(f"stages_kept must be 1 to {len(network.stages)}, microbatches_per_origin and rounds at least 1, swaps at least 0; "
+                             f"got {stages_kept}, {microbatches_per_origin}, {rounds} and {swaps}")
+        self.random, self.work, self.iterations = random.Random(f"plan {seed}"), 0, float("inf") if iterations is None else iterations
+        self.start, self.seconds = time.perf_counter(), float("inf") if seconds is None else seconds
+        self.stages = [[r for r in stage if r not in self.dead] for stage in network.stages]
+        self.origins = self.stages[0] * microbatches_per_origin
+        self.hop, self.best, self.paths, self.history = hop_costs(network), None, None, []
+        self.visits = self.fair_visits(quota)
+
+    def fair_visits(self, quota):
+        """CC3 as numbers: {stage: visits}. Sets the caps of TC1. A valid plan exists exactly if these visits fit the nodes: deal the stages out
+        in turn, and let every path visit its share in ascending order."""
+        living = [s for s in range(1, len(self.stages)) if self.stages[s]]
+        if not self.stages[0] or not all(self.network.memory[o] for o in self.stages[0]):
+            raise Infeasible("CC1 cannot be met: no node of stage 0 is alive, or one has no memory")
+        if len(living) < self.kept - 1:
+            raise Infeasible(f"CC3 cannot be met: a path must visit {self.kept - 1} stages after its origin, and only {living} have living nodes")
+        low, extra = divmod(len(self.origins) * (self.kept - 1), max(1, len(living)))
+        self.caps = node_caps(self.network, low + (extra > 0), self.dead, quota)
+        fits = {s: sum(self.caps[r] for r in self.stages[s]) for s in living}
+        roomy = [s for s in living if fits[s] > low][:extra]
+        if len(roomy) < extra or any(fits[s] < low for s in living):
+            s = min(fits, key=fits.get)
+            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each stage, the nodes {self.stages[s]} of stage {s} "
+                             f"can take {fits[s]}")
+        return {s: low + (s in roomy) for s in living}
+
+    def over(self, bound=0.0):
+        return (self.work >= self.iterations or time.perf_counter() - self.start > self.seconds
+                or self.best is not None and self.best.makespan <= bound + 1e-6)
+
+    def simulate(self, paths, order=None):
+        """The simulated iteration, remembered if it is the best; None if it deadlocks, which counts as infinitely long."""
+        self.work += 1
+        try:
+            result = simulate(self.network, paths, rounds=self.rounds, order=order)
+        except Deadlock:
+            return None
+        if self.best is None or result.makespan < self.best.makespan - 1e-9:
+            self.best, self.paths = result, paths
+            self.history.append((self.work, time.perf_counter() - self.start, result.makespan))
+        return result
+
+    def dispatch(self, paths):
+        """First come, first served; where that runs out of memory and deadlocks, microbatch after microbatch with ever less overlap. Each rank's
+        tasks in order of depth * microbatch + hop: from depth = hops on only one microbatch is under way, so an end is certain."""
+        result, depth, count = self.simulate(paths), 1, len(paths)
+        while result is None:
+            depth, order = 2 * depth, [[] for _ in self.network.compute]
+            tasks = ((depth * u + hop, u, hop, rank) for u in range(self.rounds * count) for hop, rank in enumerate(chain(paths[u % count])))
+            for _, u, hop, rank in sorted(tasks):
+                order[rank].append((u, hop))
+            result = self.simulate(paths, order)
+        return result
+
+    def plan(self, bound=0.0):
+        order = self.best.order()
+        result = simulate(self.network, self.paths, rounds=self.rounds, order=order)
+        return Plan(self.paths, order, result.makespan, bound, time.perf_counter() - self.start, self.work, self.history, result)
+
+    def conflict_based_search(self, limit, collisions=True):
+        """The paper's method: every microbatch on its own shortest path, then one conflict after the other resolved by branching on who keeps off.
+
+        A node of the tree holds the bans of each microbatch. Its conflict is the first of: an over-full stage (CC3), an over-full node (TC1), a time
+        overlap (TC2); each child forbids one of the microbatches involved the stage or the node. Best first: the least excess, then the shortest
+        iteration; for paths not valid yet the farthest microbatch's trip stands for it. Ends after `limit` children, or without TC2 at
+        the first valid paths.
+        """
+        def shortest(origin, banned):
+            if (origin, banned) not in known:
+                known[origin, banned] = shortest_path(self.hop, [[r for r in stage if r not in banned] for stage in self.stages], origin, self.kept,
+                                                      self.swaps)
+            return known[origin, banned]
+
+        def push(bans):
+            trips = [shortest(o, banned) for o, banned in zip(self.origins, bans)]
+            if bans not in seen and all(trips):
+                seen.add(bans)
+                self.work += 1
+                paths = [path for _, path in trips]
+                stages, nodes = list(cc3(self.network, paths, self.dead)), list(tc1(self.network, paths, self.caps))
+                result = None if stages or nodes else self.dispatch(paths)
+                length = result.makespan if result else max(trips)[0]
+                heapq.heappush(tree, (sum(v.excess for v in stages), sum(v.excess for v in nodes), length, sum(s for s, _ in trips), len(seen),
+                                      bans, paths, result, stages + nodes))
+
+        known, seen, tree, limit = {}, set(), [], self.work + limit
+        push((frozenset(),) * len(self.origins))
+        while tree and self.work < limit and not self.over():
+            *_, bans, paths, result, conflicts = heapq.heappop(tree)
+            if result:
+                conflicts = [v for v in tc2(self.network, paths, result) if v.bans] if collisions else []
+                if not collisions:
+                    return
+            for u, nodes in conflicts[0].bans if conflicts else ():
+                push(bans[:u] + (bans[u] | frozenset(nodes),) + bans[u + 1:])
+
+    def fill(self, paths, visits, price=None, noise=0.0):
+        """Plan the missing paths (None) so that each stage gets `visits` more: never a dead end, as a stage is a must when all that are left are due there.
+
+        Farthest origin first, since its trip is the longest part of the iteration and the others have slack to give way.
+        """
+        paths, visits, room = list(paths), dict(visits), list(self.caps)
+        for r in joined(*(path[1:] for path in paths if path)):
+            room[r] -= 1
+        todo = [(-self.trip[o] * (1 + noise * self.random.random()), u, o) for u, o in enumerate(self.origins) if not paths[u]]
+        for left, (_, u, origin) in zip(range(len(todo), 0, -1), sorted(todo)):
+            stages = [[r for r in stage if room[r] > 0] if visits.get(s) else [] for s, stage in enumerate(self.stages)]
+            must = [s for s, due in visits.items() if due == left]
+            paths[u] = shortest_path(self.hop, stages, origin, self.kept, self.swaps, must, price)[1]
+            self.work += 1
+            for r in paths[u][1:]:
+                room[r] -= 1
+                visits[self.network.stage_of[r]] -= 1
+        return paths
+
+    def farthest_first(self):
+        """All paths in one sweep: a valid plan in milliseconds, however large the network."""
+        self.trip = {o: shortest_path(self.hop, self.stages, o, self.kept, self.swaps)[0] for o in self.stages[0]}
+        paths = self.fill([None] * len(self.origins), self.visits)
+        self.dispatch(paths)
+        return paths
+
+    def large_neighbourhood_search(self, paths, steps, bound):
+        """Take a few paths out and plan them anew at random prices; go on from there unless the iteration gets clearly longer. This untangles
+        in one step what conflict-based search, one ban at a time, must branch over. Returns the paths it ended on."""
+        current, stage_of, prices = self.dispatch(paths).makespan, self.network.stage_of, 0.1 * max(self.trip.values())
+        for _ in range(steps):
+            if self.over(bound):
+                break
+            out = set(self.random.sample(range(len(paths)), min(len(paths), self.random.choice((1, 2, 2, 3, 4)))))
+            visits = dict.fromkeys(self.visits, 0)
+            for r in joined(*(paths[u][1:] for u in out)):
+                visits[stage_of[r]] += 1
+            candidate = self.fill([None if u in out else path for u, path in enumerate(paths)], visits,
+                                  [prices * self.random.random() for _ in self.caps], 0.5)
+            makespan = self.dispatch(candidate).makespan
+            if makespan <= current + 0.01 * self.random.random() * self.best.makespan:
+                paths, current = candidate, makespan
+        return paths
+
+    def reorder(self, paths, steps, bound):
+        """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can shorten the iteration, for whatever keeps to
+        that chain of tasks, each starting when the one before lets it, is as long. First-come-first-served cannot let a node wait for
+        a task that is about to arrive; this can."""
+        result = self.best if paths == self.paths else self.dispatch(paths)
+        order = result.order()
+        for _ in range(steps):
+            swaps = critical_swaps(paths, result)
+            if self.over(bound) or not swaps:
+                break
+            rank, i = self.random.choice(swaps)
+            tasks = order[rank]
+            candidate = order[:rank] + [tasks[:i] + [tasks[i + 1], tasks[i]] + tasks[i + 2:]] + order[rank + 1:]
+            new = self.simulate(paths, candidate)
+            if new and new.makespan <= result.makespan + 0.003 * self.random.random() * self.best.makespan:
+                order, result = candidate, new
+
+
+def critical_swaps(paths, result):
+    """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the critical path, which is walked back from the last
+    task: to the task that the node ran before if that kept it waiting, else to the hop before."""
+    index, before, place, last = {}, [], [], {}
+    for i, ((rank, u, *_), (hop, _)) in enumerate(zip(result.timeline, result.hops)):
+        index[u, hop] = i
+        before.append(last.get(rank))
+        place.append(0 if before[i] is None else place[before[i]] + 1)
+        last[rank] = i
+    i, found = max(range(len(before)), key=lambda i: result.timeline[i][4]), []
+    while i is not None:
+        (rank, u, _, start, _), (hop, came) = result.timeline[i], result.hops[i]
+        if start > came and before[i] is not None:
+            i, earlier = before[i], i
+            if result.timeline[i][1] != u:
+                found.append((rank, place[i]))
+        elif hop:
+            i = index[u, hop - 1]
+        else:       # the round before on the same path, or the start
+            i = index.get((u - len(paths), 2 * len(paths[u % len(paths)])))
+    return found
+
+
+# ---- how good can a plan be
+
+
+def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(), work=3000):
+    """Seconds below which no plan can come, whatever its paths and order. The largest of three relaxations, each of which only drops rules:
+
+    1. An origin alone. Drop all other nodes, all other origins and TC1. What remains of its microbatches is forward, loss and backward on
+       the origin itself, with at least the shortest way out and the shortest way back between them (each the minimum over all paths that
+       CC1 and CC2 allow). `one_machine` finds the shortest such schedule, or a bound of it. A path's rounds follow each other.
+    2. As 1, for more microbatches than the origin has memory slots. A slot is taken from a forward's start to its backward's end, so each slot
+       serves a chain of microbatches. Of n microbatches in M slots some chain has at least q = ceil(n / M). Either none has more: then at
+       least n - M (q - 1) chains have q; drop the rest. Or one has q + 1 round trips in a row.
+    3. A stage alone. CC3 brings it at least `visits` microbatches, each of which keeps a node r busy for 2.5 w + 2 overheads. None begins before the
+       quickest origin's forward and the shortest link in, and after the last a link and a backward at an origin follow. In the time between,
+       its nodes serve at most time * sum 1 / (2.5 w + 2 overheads) microbatches (the last overhead may lie outside).
+    """
+    stages = [[r for r in stage if r not in dead] for stage in network.stages]
+    w, pause, best = network.compute, network.overhead, 0.0
+    for origin in stages[0]:
+        out, back = (shortest_path(hop_costs(network, *way), stages, origin, stages_kept, swaps) for way in ((1, 0), (0, 1.5)))
+        if not out:
+            raise Infeasible(f"CC3 cannot be met: no path visits {stages_kept} stages")
+        tasks = [(w[origin] + network.origin_overhead, w[origin] + out[0]), (w[origin] / 4 + pause, w[origin] / 4 + back[0]),
+                 (1.5 * w[origin] + pause, 1.5 * w[origin] + pause)]
+        trip, slots, total = sum(wait for _, wait in tasks), network.memory[origin], microbatches_per_origin * rounds
+        most = -(-total // slots)
+        if microbatches_per_origin <= slots:
+            found = one_machine(tasks * rounds, microbatches_per_origin, work)
+        else:
+            found = min(one_machine(tasks * most, total - slots * (most - 1), work), (most + 1) * trip)
+        best = max(best, found - pause)
+    living = [stage for stage in stages[1:] if stage]
+    for stage in living:
+        visits = len(stages[0]) * microbatches_per_origin * (stages_kept - 1) // len(living) * rounds
+        rate = sum(1 / max(1e-12, 2.5 * w[r] + 2 * pause) for r in stage)
+        outside = [r for nodes in stages for r in nodes if r not in stage]
+        ends = (min(w[o] for o in stages[0]) + min(network.delay[i][r] for i in outside for r in stage)
+                + min(network.delay[r][i] for i in outside for r in stage) + 1.5 * min(w[o] for o in stages[0]))
+        if visits:
+            best = max(best, ends + visits / rate - pause)
+    return best
+
+
+def one_machine(tasks, jobs, work):
+    """A lower bound, exact unless `work` runs out, of the time one machine needs for `jobs` equal chains of tasks. tasks: (seconds busy, seconds
+    from its start until the chain's next task may start; for the last task: until the end).
+
+    Best-first branch and bound over the machine's order; the least bound of the open nodes is a bound of the whole. Next comes any task that can
+    start before another could be done: a later one could be moved behind it at no cost. A node's bound is the preemptive schedule of all tasks that
+    are left, the longest tail first (Jackson), with the earliest start of each as its head.
+    """
+    tail = [0.0]
+    for busy, wait in reversed(tasks):
+        tail.insert(0, wait + tail[0])
+
+    def bound(state):
+        ready, heap, now, worst = [], [], 0.0, 0.0
+        for done, head in state:
+            for i in range(done, len(tasks)):
+                ready.append((head, tail[i] - tasks[i][0], tasks[i][0]))
+                head += tasks[i][1]
+        ready.sort(reverse=True)
+        while ready or heap:
+            if not heap:
+                now = max(now, ready[-1][0])
+            while ready and ready[-1][0] <= now:
+                _, after, busy = ready.pop()
+                heapq.heappush(heap, (-after, busy))
+            after, busy = heapq.heappop(heap)
+            until = min(now + busy, ready[-1][0]) if ready else now + busy
+            if until < now + busy:
+                heapq.heappush(heap, (after, now + busy - until))
+            else:
+                worst = max(worst, until - after)
+            now = until
+        return worst
+
+    state = ((0, 0.0),) * jobs          # per chain: tasks done, earliest start of the next; sorted, as the chains are equal
+    tree, seen = [(bound(state), 0, state)], {state}
+    while work and tree[0][2][0][0] < len(tasks):
+        least, negative, state = heapq.heappop(tree)
+        work -= 1
+        first = min(head + tasks[done][0] for done, head in state if done < len(tasks))
+        for j, (done, head) in enumerate(state):
+            if done < len(tasks) and head < first and state[j] not in state[:j]:
+                free, next_ = head + tasks[done][0], (done + 1, head + tasks[done][1])
+                others = [(d, max(h, free) if d < len(tasks) else h) for d, h in state[:j] + state[j + 1:]]
+                child = tuple(sorted((*others, next_)))
+                if child not in seen:
+                    seen.add(child)
+                    heapq.heappush(tree, (max(least, bound(child)), negative - 1, child))
+    return tree[0][0]
