@@ -405,8 +405,10 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
     """
     search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead, quota, seed, seconds, iterations)
     if not collisions:
-        search.conflict_based_search(limit=10**6, collisions=False)
-        return search.plan()
+        search.conflict_based_search(limit=5000, collisions=False)
+        if not search.best:
+            search.farthest_first()
+        return search.plan(lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead))
     bound = lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     walk = search.farthest_first()
     search.conflict_based_search(limit=500)
@@ -699,3 +701,296 @@ def one_machine(tasks, jobs, work):
                     seen.add(child)
                     heapq.heappush(tree, (max(least, bound(child)), negative - 1, child))
     return tree[0][0]
+
+
+# ---- the baselines, and nodes to stages
+
+
+def full_pipeline(network, microbatches, origins=None):
+    """DT-FM: paths through all stages, `microbatches` in all. origins: how many nodes of stage 0 take part (default: all); the later stages'
+    nodes are dealt out to them evenly."""
+    first = network.stages[0][:origins]
+    if microbatches % len(first):
+        raise ValueError(f"{microbatches} microbatches cannot be shared equally by {len(first)} origins")
+    return full_paths([first, *network.stages[1:]], microbatches // len(first))
+
+
+def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2, seed=0, dead=(), quota=None):
+    """DT-FM skip: paths drawn at random among those that keep to CC1, CC2, CC3 and TC1, with no eye on the links."""
+    search = Search(network, stages_kept, microbatches_per_origin, 1, swaps, dead, quota, seed, None, None)
+    visits, room, draw, paths = dict(search.visits), list(search.caps), search.random, {}
+    todo = draw.sample(range(len(search.origins)), len(search.origins))
+    for left, u in zip(range(len(todo), 0, -1), todo):
+        must = [s for s, due in visits.items() if due == left]
+        stages = sorted(must + draw.sample([s for s, due in visits.items() if 0 < due < left], stages_kept - 1 - len(must)))
+        i, swapped = 1, 0
+        while i < len(stages):
+            if stages[i] == stages[i - 1] + 1 and swapped < swaps and draw.random() < 0.5:
+                stages[i - 1:i + 1], swapped, i = [stages[i], stages[i - 1]], swapped + 1, i + 1
+            i += 1
+        paths[u] = (search.origins[u], *(draw.choice([r for r in search.stages[s] if room[r]]) for s in stages))
+        for r in paths[u][1:]:
+            room[r] -= 1
+            visits[network.stage_of[r]] -= 1
+    return [paths[u] for u in sorted(paths)]
+
+
+def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, memory=3, overhead=0.0, origin_overhead=None,
+                  seconds=10.0, seed=0, *, iterations=None, progress=None):
+    """Which node serves which stage, from a flat list of nodes: stages as lists of nodes, sizes[s] of them in stage s.
+
+    Local search over swaps of two nodes of different stages, starting from a random assignment (the paper takes DT-FM's genetic algorithm). The
+    proxy it minimises is the simulated iteration of the farthest-first paths, which take milliseconds and come within a few percent of the plan's.
+    seconds, iterations and seed as in `plan`, an iteration being one assignment tried. Raises ValueError if sizes do not fit.
+    """
+    if sum(sizes) != len(compute) or min(sizes) < 1:
+        raise ValueError(f"stage sizes {sizes} must be positive and add up to the {len(compute)} nodes")
+    draw, start, done = random.Random(f"stages {seed}"), time.perf_counter(), 0
+
+    def cut(nodes):
+        return [sorted(nodes[sum(sizes[:s]):sum(sizes[:s + 1])]) for s in range(len(sizes))]
+
+    def score(nodes):
+        search = Search(Network(delay, compute, cut(nodes), memory, overhead, origin_overhead), stages_kept, microbatches_per_origin, rounds, swaps,
+                        (), None, 0, None, None)
+        search.farthest_first()
+        return search.best.makespan
+
+    nodes = draw.sample(range(len(compute)), len(compute))
+    now = best = score(nodes)
+    chosen, stage = nodes, [s for s, size in enumerate(sizes) for _ in range(size)]
+    while (iterations is None or done < iterations) and (seconds is None or time.perf_counter() - start < seconds) and len(sizes) > 1:
+        i, j = draw.sample(range(len(nodes)), 2)
+        if stage[i] == stage[j]:
+            continue
+        other, done = list(nodes), done + 1
+        other[i], other[j] = nodes[j], nodes[i]
+        length = score(other)
+        if length <= now + 0.02 * best * draw.random() ** 3:      # a little worse now and then, or it ends in the first dip
+            nodes, now = other, length
+        if now < best:
+            best, chosen = now, nodes
+        if progress:
+            progress(done, time.perf_counter() - start, best, 0.0)
+    return cut(chosen)
+
+
+# ---- the published instance, and the command line
+
+# The 12 cities of the released code (github.com/gensyn-ai/skippipe): latency in ms / bandwidth in 2^20 bits per second from each city to those after it.
+CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon Singapore Taiwan London Australia".split()
+LINKS = """
+    41/163 4/1986.56 49/232 112/96 70/159 3/1986.56 66/171 83/132 105/102 3.5/1986.56 129/80.5
+    44/261 14/620 74/148 35/250 42/205 30.5/386 107/97.8 89/120.5 38.5/298 98/108
+    53.5/218 112/90.8 73/149.5 3.5/1986.56 68/122.2 80/102.4 102/103 6.6/1546.25 125.5/85.7
+    72.5/114.5 23.4/503.5 51/224.5 19.3/740 101.5/103.5 88/104.86 48.1/179 84/92
+    50/227.5 108.5/93.2 46.2/249.5 35.6/319.5 19.2/628.5 107/72.8 58/113
+    71.5/116.75 12.4/971 79.5/138 64/132.65 68/122.2 69/120
+    67/167 81.5/134 105.5/98 4.8/1986.56 128/78
+    78.5/137.5 59.5/191 64/174 68/120
+    23.2/507 85/128.5 48/244
+    109.5/73.4 67/172
+    132/77"""
+MESSAGE = 4 * 1024 * 1024 * 8       # bytes: fp32, width 1024, 1024 tokens, 8 samples
+STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
+PUBLISHED = {"full pipeline (DT-FM)": 79.9397, "random valid paths (DT-FM skip)": 48.9157, "SkipPipe without TC2": 35.4348, "SkipPipe": 33.3138}
+
+
+def city_links(file=None):
+    """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above or a csv with the columns a,b,latency_ms,bandwidth_gib_s."""
+    if file:
+        with open(file, newline="") as lines:
+            rows = [(r["a"], r["b"], float(r["latency_ms"]), float(r["bandwidth_gib_s"]) * 2**30) for r in csv.DictReader(lines)]
+    else:
+        rows = [(CITIES[i], CITIES[i + 1 + j], *(float(x) * y for x, y in zip(link.split("/"), (1, 2**20 / 8))))
+                for i, line in enumerate(LINKS.split("\n")[1:]) for j, link in enumerate(line.split())]
+    return {pair: (ms / 1000, speed) for a, b, ms, speed in rows for pair in ((a, b), (b, a))}
+
+
+def city_delays(names, links, message=MESSAGE):
+    """delay[i][j] in seconds between nodes in these cities: latency + bytes / bandwidth + 0.35; within a city 1 ms and 2 GiB/s (the released figures)."""
+    def delay(i, j):
+        latency, speed = (0.001, 2 * 2**30) if names[i] == names[j] else links[names[i], names[j]]
+        return 0.0 if i == j else latency + message / speed + 0.35
+    return [[delay(i, j) for j in range(len(names))] for i in range(len(names))]
+
+
+def published_network():
+    """The published instance: (Network of 20 nodes, their cities). The released table has NL-London 1024 times too slow, and so it is here."""
+    names, links = (CITIES * 2)[:20], city_links()
+    for pair in (("NL", "London"), ("London", "NL")):
+        links[pair] = (links[pair][0], links[pair][1] / 1024)
+    return Network(city_delays(names, links), [0.44] * 20, STAGES, 3, 0.13, 0.09), names
+
+
+def compare(network, kept, microbatches_per_origin, rounds, swaps, dead, seconds, seed, published=False, progress=None):
+    """The four methods on equal work. Returns (rows, plan); a row: method, microbatches, seconds, planning, collisions, waiting, published."""
+    alive = [[r for r in stage if r not in dead] for stage in network.stages]
+    total, rows, clock = len(alive[0]) * microbatches_per_origin * rounds, [], time.perf_counter
+
+    def add(method, note, paths, rounds, planning, result=None, name=None):
+        result = result or simulate(network, paths, rounds=rounds)
+        late = list(tc2(network, paths, result))
+        rows.append(dict(method=method, note=note, microbatches=len(paths) * rounds, seconds=result.makespan, planning=planning, collisions=len(late),
+                         waiting=sum(v.excess for v in late), published=PUBLISHED.get(method) if published and name else None))
+
+    skip = (network, kept, microbatches_per_origin)
+    if all(alive):
+        whole = Network(network.delay, network.compute, alive, network.memory, network.overhead, network.origin_overhead)
+        for origins in sorted({len(alive[0]), min(map(len, alive))}, reverse=True):
+            if total % origins == 0:
+                add("full pipeline (DT-FM)", f"{origins} origins x {total // origins}", full_pipeline(whole, total, origins), 1, 0.0)
+    if published:
+        add("full pipeline (DT-FM)", "3 origins x 9, as published", full_pipeline(network, 9, 3), 3, 0.0, name=True)
+    draws = []
+    for s in range(25):
+        paths = random_valid_paths(*skip, swaps, s, dead)
+        try:
+            draws.append((simulate(network, paths, rounds=rounds).makespan, paths))
+        except Deadlock:
+            pass
+    if draws:
+        add("random valid paths (DT-FM skip)", "median of 25 draws", sorted(draws)[len(draws) // 2][1], rounds, 0.0, name=True)
+    for method, options in (("SkipPipe without TC2", dict(collisions=False)), ("SkipPipe", dict(progress=progress))):
+        start = clock()
+        found = plan(*skip, rounds, swaps, seconds, seed, dead=dead, **options)
+        add(method, "", found.paths, rounds, clock() - start, found.result, name=True)
+    return rows, found
+
+
+def draw(file, network, names, rows, found, title):
+    """The picture: the methods as bars, and the best plan as a Gantt chart."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise ValueError("the figure needs matplotlib: install the extra `plot` (pip install '.[plot]') or give --figure ''")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(17, 7.5), width_ratios=[1, 3.2], layout="constrained")
+    shown = rows[::-1]
+    left.barh(range(len(shown)), [r["seconds"] for r in shown], color=["#0072B2" if r["method"] == "SkipPipe" else "#BBBBBB" for r in shown])
+    for y, r in enumerate(shown):
+        left.text(r["seconds"], y, f" {r['seconds']:.1f} s", va="center", fontsize=10)
+    left.set_yticks(range(len(shown)), [r["method"].replace(" (", "\n(") + (f"\n{r['note']}" if r["note"] else "") for r in shown], fontsize=9)
+    left.axvline(found.bound, color="black", linestyle=":", linewidth=1)
+    left.set(xlabel=f"simulated iteration, seconds (dotted: lower bound {found.bound:.2f})", xlim=(0, 1.2 * max(r["seconds"] for r in shown)))
+    # One hue per origin (Okabe and Ito's, told apart by the colour-blind too), one shade per microbatch, which is written into its forwards.
+    hues = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
+    order = [r for stage in network.stages for r in stage]
+    row = {r: i + s for s, stage in enumerate(network.stages) for i, r in enumerate(order) if r in stage}
+    origins, count, seen = network.stages[0], len(found.paths), {}
+    for (rank, u, what, start, end), (_, came) in zip(found.result.timeline, found.result.hops):
+        origin = found.paths[u % count][0]
+        shade = seen.setdefault(origin, []).append(u) if u not in seen.get(origin, []) else None
+        shade = seen[origin].index(u) / max(1, len(found.result.timeline) // (2 * len(found.paths[0]) + 1) // len(origins) - 1)
+        color = [1 - (1 - c) * (1 - 0.55 * shade) for c in matplotlib.colors.to_rgb(hues[origins.index(origin) % len(hues)])]
+        right.plot([came, start], [row[rank] + 0.42] * 2, color=color, linewidth=2, solid_capstyle="butt")       # waiting
+        right.barh(row[rank], end - start, left=start, height=0.74, color="black" if what == LOSS else color, edgecolor="black", linewidth=0.4,
+                   hatch="////" if what == BACKWARD else None)
+        if what == FORWARD and end - start > found.makespan / 110:
+            right.text((start + end) / 2, row[rank], u, ha="center", va="center", fontsize=5.5)
+    right.set_yticks([row[r] for r in order], [f"{names[r]} {r}" if names else f"node {r}" for r in order], fontsize=8)
+    for stage in network.stages:
+        right.text(found.makespan * 1.01, sum(row[r] for r in stage) / len(stage), f"stage {network.stage_of[stage[0]]}", va="center", fontsize=9)
+    right.invert_yaxis()
+    right.set(xlabel="simulated seconds", title=title, xlim=(0, found.makespan * 1.07))
+    right.legend(handles=[Patch(facecolor="white", edgecolor="black", label="forward (microbatch)"), Patch(facecolor="black", label="loss"), Patch(
+        facecolor="white", edgecolor="black", hatch="////", label="backward"), matplotlib.lines.Line2D([], [], color="grey", linewidth=2,
+        label="waiting")], loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=4, fontsize=9, frameon=False)
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"skippipe.py: error: {message}\n")
+
+
+def options(argv):
+    numbers = lambda text: [int(x) for x in text.split(",") if x]
+    parser = Parser(description="Plan SkipPipe's paths and draw them. Without options: the published instance.", allow_abbrev=False,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--instance", help="JSON file: delay, compute (s), stages; may have memory, overhead, origin_overhead, names")
+    add("--links", help="csv file: a,b,latency_ms,bandwidth_gib_s for each pair of cities, in place of the built-in twelve")
+    add("--nodes", type=int, help="nodes spread over the cities in turn, assigned to stages by search")
+    add("--sizes", type=numbers, help="nodes in each stage, e.g. 7,5,5,5,5,5,5,5; they are assigned by search")
+    add("--compute", type=float, help="seconds of one forward on a node")
+    add("--memory", type=int, help="microbatches that a node holds at once")
+    add("--kept", type=int, default=4, help="stages that a microbatch visits, the first included")
+    add("--microbatches", type=int, default=3, help="paths per origin")
+    add("--rounds", type=int, default=2, help="microbatches per path, one after the other")
+    add("--swaps", type=int, default=2, help="swaps of neighbouring stages per path")
+    add("--dead", type=numbers, default=[], help="nodes that are not there, e.g. 5,17")
+    add("--seconds", type=float, default=10.0, help="time limit of the planning, and of the assignment to stages")
+    add("--seed", type=int, default=0)
+    add("--figure", default="figures/skippipe.png", help="the picture's file; '' for none")
+    add("--results", default="results/skippipe.json", help="the numbers behind the table and the picture; '' for none")
+    add("--save", help="write the network to this file, in the form of --instance")
+    return parser, parser.parse_args(argv)
+
+
+def read_network(o, progress):
+    """The Network that the options ask for, and the names of its nodes."""
+    if o.instance:
+        data = json.loads(Path(o.instance).read_text())
+        if not isinstance(data, dict) or not {"delay", "compute", "stages"} <= set(data):
+            raise ValueError(f"{o.instance} must hold an object with delay, compute and stages")
+        compute = data["compute"] if isinstance(data["compute"], list) else [data["compute"]] * len(data["delay"])
+        network = Network(data["delay"], compute, data["stages"], data.get("memory", 3), data.get("overhead", 0.0), data.get("origin_overhead"))
+        names = data.get("names")
+    elif o.links or o.nodes or o.sizes:
+        links = city_links(o.links)
+        cities = sorted({a for a, _ in links}) if o.links else CITIES
+        count, sizes = o.nodes or sum(o.sizes or [20]), o.sizes or [5, 3, 3, 3, 3, 3]
+        names = [cities[i % len(cities)] for i in range(count)]
+        if len(names) != count or count < 1:
+            raise ValueError(f"--nodes must be at least 1 and the link table not empty, got {count} nodes and {len(cities)} cities")
+        delay, compute, memory = city_delays(names, links), [o.compute or 0.44] * count, o.memory or 3
+        stages = assign_stages(delay, compute, sizes, o.kept, o.microbatches, o.rounds, o.swaps, memory, 0.13, 0.09, o.seconds, o.seed, progress=progress)
+        network = Network(delay, compute, stages, memory, 0.13, 0.09)
+    else:
+        network, names = published_network()
+    return Network(network.delay, [o.compute] * len(network.compute) if o.compute is not None else network.compute, network.stages,
+                   network.memory if o.memory is None else o.memory, network.overhead, network.origin_overhead), names
+
+
+def main(argv=None):
+    parser, o = options(argv)
+
+    def progress(work, seconds, makespan, bound):
+        if sys.stderr.isatty():
+            gap = f", at most {makespan / bound - 1:.1%} above the best" if bound else ""
+            print(f"\r{seconds:6.1f} s: {work} tried, iteration {makespan:.3f} s{gap} ", end="", file=sys.stderr)
+
+    try:
+        if set(o.dead) - set(range(10**6)) or o.seconds < 0:
+            raise ValueError("--dead takes node numbers and --seconds a time from 0")
+        network, names = read_network(o, progress)
+        published = network == published_network()[0] and (o.kept, o.microbatches, o.rounds, o.swaps, o.dead) == (4, 3, 2, 2, [])
+        rows, found = compare(network, o.kept, o.microbatches, o.rounds, o.swaps, o.dead, o.seconds, o.seed, published, progress)
+        print(f"\n{len(network.compute)} nodes, {len(network.stages)} stages of {[len(s) for s in network.stages]} nodes, {o.kept} kept; lower bound "
+              f"{found.bound:.3f} s. Simulated:\n\n{'method':33}{'microbatches':30}{'iteration':>10}{'gap':>8}{'planning':>10}{'collisions':>12}"
+              f"{'waiting':>9}" + f"{'published':>11}" * published)
+        for r in rows:
+            gap = f"{r['seconds'] / found.bound - 1:.1%}" if "SkipPipe" in r["method"] or "random" in r["method"] else "-"
+            print(f"{r['method']:33}{str(r['microbatches']) + ('  ' + r['note'] if r['note'] else ''):30}{r['seconds']:8.3f} s{gap:>8}{r['planning']:8.2f} s"
+                  f"{r['collisions']:12}{r['waiting']:7.1f} s" + (f"{r['published']:9.2f} s" if r["published"] else ""))
+        stages = dict(delay=network.delay, compute=network.compute, stages=network.stages, memory=network.memory, overhead=network.overhead,
+                      origin_overhead=network.origin_overhead, names=names)
+        if o.figure:
+            draw(o.figure, network, names, rows, found, f"SkipPipe: {found.makespan:.2f} s for {rows[-1]['microbatches']} microbatches "
+                 f"({o.kept} of {len(network.stages)} stages each)")
+        for file, content in ((o.results, dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows, paths=found.paths, rounds=o.rounds,
+                                               order=found.order, stages=network.stages, names=names)), (o.save, stages)):
+            if file:
+                Path(file).parent.mkdir(parents=True, exist_ok=True)
+                Path(file).write_text("{" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()) + "}\n")
+        print("\nwrote " + ", ".join(filter(None, (o.figure, o.results, o.save))) if o.figure or o.results or o.save else "")
+    except (ValueError, OSError, KeyError, TypeError, IndexError) as error:
+        parser.error(" ".join(f"{'' if isinstance(error, ValueError) else type(error).__name__ + ': '}{error}".split()))
+
+
+if __name__ == "__main__":
+    main()
