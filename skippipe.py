@@ -24,9 +24,11 @@ import argparse
 import csv
 import heapq
 import json
+import math
 import random
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain as joined
 from pathlib import Path
@@ -142,59 +144,48 @@ def simulate(network, paths, release=None, rounds=1, order=None):
     arrivals at one moment the lowest microbatch comes first. Times are rounded to a nanosecond, so that ties are ties on every
     machine. Raises Deadlock when tasks are left that can never start.
     """
-    nodes, count = len(network.compute), len(paths)
-    chains = [chain(p) for p in paths]
-    length = [len(p) for p in paths]
-    free_slots, idle = list(network.memory), [True] * nodes
+    nodes, count, compute = len(network.compute), len(paths), network.compute
+    chains, lengths = [chain(p) for p in paths], [len(p) for p in paths]
+    slots, idle, position, waiting = list(network.memory), [True] * nodes, [0] * nodes, [0.0] * nodes
     forwards, others = [[] for _ in range(nodes)], [[] for _ in range(nodes)]   # present tasks: (injected, arrival, microbatch, hop)
-    arrived, position = {}, [0] * nodes                                         # the same under a planned order
-    events, timeline, hops, waiting, makespan, left = [], [], [], [0.0] * nodes, 0.0, rounds * sum(map(len, chains))
-    for u in range(count):      # an event: (time, 0 = the node becomes usable or 1 = a task arrives, microbatch, hop, node)
-        events.append((release[u] if release else 0.0, 1, u, 0, paths[u][0]))
+    arrived = {}                                                                # the same under a planned order: when each arrived
+    timeline, hops, makespan, left = [], [], 0.0, rounds * sum(map(len, chains))
+    # an event: (time, 0 = the node becomes usable or 1 = a task arrives, microbatch, hop, node)
+    events = [(release[u] if release else 0.0, 1, u, 0, path[0]) for u, path in enumerate(paths)]
     heapq.heapify(events)
     while events:
         now, arrives, u, hop, node = heapq.heappop(events)
-        if arrives:
-            if order is None:
-                heapq.heappush((forwards if hop < length[u % count] else others)[node], (hop == 0, now, u, hop))
-            else:
-                arrived[u, hop] = now
-        else:
+        if not arrives:
             idle[node] = True
+        elif order is None:
+            heapq.heappush((forwards if hop < lengths[u % count] else others)[node], (hop == 0, now, u, hop))
+        else:
+            arrived[u, hop] = now
         if not idle[node]:
             continue
         if order is None:
-            ready = forwards[node] if forwards[node] and free_slots[node] else None
-            if others[node] and (ready is None or others[node] < ready):
+            ready = forwards[node] if slots[node] else None
+            if others[node] and (not ready or others[node] < ready):
                 ready = others[node]
             if not ready:
                 continue
             _, came, u, hop = heapq.heappop(ready)
         else:
-            if position[node] == len(order[node]):
-                continue
-            u, hop = order[node][position[node]]
-            if (u, hop) not in arrived or hop < length[u % count] and not free_slots[node]:
+            u, hop = order[node][position[node]] if position[node] < len(order[node]) else (None, 0)
+            if (u, hop) not in arrived or hop < lengths[u % count] and not slots[node]:
                 continue
             came = arrived.pop((u, hop))
             position[node] += 1
-        path, ranks, m = paths[u % count], chains[u % count], length[u % count]
-        w = network.compute[node]
-        if hop < m:
-            free_slots[node] -= 1
-            duration = w
-        elif hop == m:
-            duration = w / 4
-        else:
-            free_slots[node] += 1       # the node is busy until the end, so the slot is in use until then
-            duration = 1.5 * w
+        ranks, m, w = chains[u % count], lengths[u % count], compute[node]
+        # A backward's slot counts as free from its start: the node is busy until its end anyway.
+        duration, slot = (w, -1) if hop < m else (w / 4, 0) if hop == m else (1.5 * w, 1)
         end = round(now + duration, 9)
-        idle[node] = False
-        waiting[node] += now - came
-        timeline.append((node, u, kind(path, hop), now, end))
-        hops.append((hop, came))
-        left -= 1
         usable = round(end + (network.overhead if hop else network.origin_overhead), 9)
+        idle[node], left = False, left - 1
+        slots[node] += slot
+        waiting[node] += now - came
+        timeline.append((node, u, kind(paths[u % count], hop), now, end))
+        hops.append((hop, came))
         heapq.heappush(events, (usable, 0, u, hop, node))
         if hop + 1 < len(ranks):
             to = ranks[hop + 1]
@@ -219,20 +210,18 @@ class Infeasible(ValueError):
 @dataclass
 class Violation:
     """text: what is wrong. bans: (microbatch, nodes) pairs; in any valid plan at least one of these microbatches keeps off its nodes.
-    excess: by how many visits the constraint is exceeded."""
+    excess: by how many visits, or seconds of waiting, the constraint is exceeded."""
     text: str
     bans: list = field(default_factory=list, repr=False)
-    excess: int = 1
+    excess: float = 1
 
 
 def cc1(network, paths):
     """CC1: the first stage is never skipped. A path starts at a node of stage 0 and does not come back there before its loss."""
     for u, path in enumerate(paths):
-        if network.stage_of[path[0]]:
-            yield Violation(f"CC1: microbatch {u} starts at node {path[0]} of stage {network.stage_of[path[0]]}, not in stage 0")
-        for r in path[1:]:
-            if not network.stage_of[r]:
-                yield Violation(f"CC1: microbatch {u} visits node {r} of stage 0 in the middle of its path")
+        for i, r in enumerate(path):
+            if (i == 0) != (network.stage_of[r] == 0):
+                yield Violation(f"CC1: microbatch {u} has node {r} of stage {network.stage_of[r]} in place {i} of its path {path}")
 
 
 def cc2(network, paths, swaps=2):
@@ -243,9 +232,9 @@ def cc2(network, paths, swaps=2):
     for u, path in enumerate(paths):
         stages, swapped = [network.stage_of[r] for r in path], 0
         for i in range(1, len(path)):
-            a, b, swap = stages[i - 1], stages[i], stages[i] == stages[i - 1] - 1
-            swapped += swap
-            if (b < a and not swap) or b in stages[:i] or swapped > swaps and swap or (i > 1 and b < stages[i - 2]):
+            a, b = stages[i - 1], stages[i]
+            swapped += b == a - 1
+            if b < a - 1 or b in stages[:i] or (b < a and swapped > swaps) or b < max(stages[:i - 1], default=b):
                 yield Violation(f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to stage {b} (node {path[i]}) after stages "
                                 f"{stages[:i - 1]}: not in order, even with {swaps} swaps of neighbours")
 
@@ -258,15 +247,12 @@ def cc3(network, paths, dead=()):
         for r in path[1:]:
             visitors.setdefault(network.stage_of[r], []).append(u)
     low, extra = divmod(sum(map(len, visitors.values())), max(1, len(visitors)))
-    high = low + (extra > 0)
-    for s, users in visitors.items():
-        if len(users) > high:
-            yield Violation(f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} microbatches, {users}; {high} at most are "
-                            "due", [(u, network.stages[s]) for u in users], len(users) - high)
-    for s, users in visitors.items():
-        if len(users) < low:
-            yield Violation(f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} microbatches, {users}; {low} are due",
-                            [(u, network.stages[a]) for a, us in visitors.items() if len(us) > low for u in us], low - len(users))
+    crowded = [(u, network.stages[s]) for s, users in visitors.items() if len(users) > low for u in users]
+    for s, users in sorted(visitors.items(), key=lambda item: -len(item[1])):       # over-full stages first
+        excess = max(len(users) - low - (extra > 0), low - len(users))
+        if excess > 0:
+            yield Violation(f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} microbatches, {users}; {low} to "
+                            f"{low + (extra > 0)} are due", [(u, network.stages[s]) for u in users] if len(users) > low else crowded, excess)
 
 
 def tc1(network, paths, caps):
@@ -284,35 +270,33 @@ def tc1(network, paths, caps):
 
 def tc2(network, paths, result):
     """TC2: two microbatches do not want the same node at the same time. A wish, not a rule, so `check` leaves it out: yields a Violation for
-    every task that had to wait at a node, the longest wait first (excess: seconds). Nobody can be sent away from an origin: no bans."""
+    every task that had to wait at a node, the longest wait first. Nobody can be sent away from an origin: no bans there."""
     before, found = {}, []
     for (rank, u, _, start, _), (_, came) in zip(result.timeline, result.hops):
         if start - came > 1e-9 and rank in before:
             found.append((came - start, rank, u, before[rank]))
         before[rank] = u
     for wait, rank, u, v in sorted(found):
-        users = {u % len(paths), v % len(paths)} if network.stage_of[rank] else ()
-        yield Violation(f"TC2: microbatch {u} waits {-wait:.2f} s at node {rank} for {v}", [(x, [rank]) for x in sorted(users)], -wait)
+        users = sorted({u % len(paths), v % len(paths)}) if network.stage_of[rank] else []
+        yield Violation(f"TC2: microbatch {u} waits {-wait:.2f} s at node {rank} for {v}", [(x, [rank]) for x in users], -wait)
 
 
 def node_caps(network, share, dead=(), quota=None):
     """For each node the most paths that may run through it, when each stage is visited by `share` paths. quota: your own, one or per node.
 
     A path has one microbatch under way at a time, so a node with at most `memory` paths never waits for memory: that is the published
-    search's rule and the default. Where a stage has too few living nodes for its share, the caps grow in proportion to memory; where its nodes
-    differ in speed there is none, so that the slow one can be spared. What is held at once is the simulator's business then.
+    search's rule and the default. Where it would leave a stage too few places or no choice between slow and fast nodes, a cap grows to
+    the node's part of the stage's memory x speed; what is held at once is the simulator's business then.
     """
+    if quota is not None and hasattr(quota, "__len__") and len(quota) != len(network.compute):
+        raise ValueError(f"quota must be one number or {len(network.compute)}, one per node, got {len(quota)}")
     caps = [0] * len(network.compute)
     for stage in network.stages[1:]:
-        alive = [r for r in stage if r not in dead]
-        slots, uneven = sum(network.memory[r] for r in alive), len({network.compute[r] for r in alive}) > 1
-        for r in alive:
-            caps[r] = max(network.memory[r], share if uneven else -(-share * network.memory[r] // max(1, slots)))
-    if quota is not None:
-        caps = list(quota) if hasattr(quota, "__len__") else [quota] * len(caps)
-        if len(caps) != len(network.compute):
-            raise ValueError(f"quota must be one number or {len(network.compute)}, one per node, got {len(caps)}")
-    return [c if network.memory[r] and r not in dead else 0 for r, c in enumerate(caps)]
+        power = {r: network.memory[r] / max(network.compute[r], 1e-9) for r in stage if r not in dead and network.memory[r]}
+        for r in power:
+            part = math.ceil(share * power[r] / sum(power.values()) - 1e-9)
+            caps[r] = max(network.memory[r], part) if quota is None else quota[r] if hasattr(quota, "__len__") else quota
+    return caps
 
 
 def check(network, paths, stages_kept=None, swaps=2, dead=(), quota=None):
@@ -341,52 +325,49 @@ def shortest_path(hop, stages, origin, kept, swaps, must=(), price=None):
     stages that may not be skipped. price[n]: seconds added for using node n. A dynamic programme over the stages in order: skip stage s, visit
     it, or visit s+1 and then s. layers[s][visits, swaps][last node] = (seconds, path), everything below stage s being decided.
     """
-    def visit(ends, nodes, to):
-        for n in nodes:
-            seconds, path = min((seconds + hop[e][n], path) for e, (seconds, path) in ends.items())
-            label = (seconds + (price[n] if price else 0.0), path + (n,))
-            if n not in to or label < to[n]:
-                to[n] = label
-        return to
+    def visit(ends, nodes):
+        best = [min((seconds + hop[e][n], path) for e, (seconds, path) in ends.items()) for n in nodes]
+        return {n: (seconds + (price[n] if price else 0.0), path + (n,)) for n, (seconds, path) in zip(nodes, best)}
+
+    def reach(s, state, ends):
+        known = layers[s].setdefault(state, {})
+        for n, label in ends.items():
+            known[n] = min(label, known.get(n, label))
 
     count = len(stages)
-    layers = [{} for _ in range(count + 2)]
+    layers = [{} for _ in range(count + 1)]
     layers[1][0, 0] = {origin: (0.0, (origin,))}
     for s in range(1, count):
         for (visits, swapped), ends in layers[s].items():
             if visits + count - s >= kept and s not in must:            # enough stages are left to skip this one
-                to = layers[s + 1].setdefault((visits, swapped), {})
-                for n, label in ends.items():
-                    to[n] = min(label, to.get(n, label))
+                reach(s + 1, (visits, swapped), ends)
             if visits + 1 < kept and stages[s]:
-                visit(ends, stages[s], layers[s + 1].setdefault((visits + 1, swapped), {}))
+                reach(s + 1, (visits + 1, swapped), visit(ends, stages[s]))
             if visits + 2 < kept and swapped < swaps and s + 1 < count and stages[s] and stages[s + 1]:
-                visit(visit(ends, stages[s + 1], {}), stages[s], layers[s + 2].setdefault((visits + 2, swapped + 1), {}))
+                reach(s + 2, (visits + 2, swapped + 1), visit(visit(ends, stages[s + 1]), stages[s]))
     return min(((seconds + hop[n][origin], path) for (visits, _), ends in layers[count].items() if visits == kept - 1
                 for n, (seconds, path) in ends.items()), default=None)
 
 
 def hop_costs(network, forward=1.0, backward=1.5):
-    """hop[i][j] for `shortest_path`: both ways of the link and the work on j; the weights leave out a direction (0). Work on origins is none
-    of the path's choice, so it is left out."""
-    def cost(i, j):
-        link = 0.0 if i == j else (forward > 0) * network.delay[i][j] + (backward > 0) * network.delay[j][i]
-        return link + ((forward + backward) * network.compute[j] if network.stage_of.get(j) else 0.0)
-    return [[cost(i, j) for j in range(len(network.compute))] for i in range(len(network.compute))]
+    """hop[i][j] for `shortest_path`: the link there and back and the work on j, as multiples of w; 0 leaves a direction out. The origin's own work
+    is the same on all its paths and left out."""
+    w, delay, nodes = network.compute, network.delay, range(len(network.compute))
+    return [[(0.0 if i == j else (forward > 0) * delay[i][j] + (backward > 0) * delay[j][i])
+             + ((forward + backward) * w[j] if network.stage_of.get(j) else 0.0) for j in nodes] for i in nodes]
 
 
 @dataclass
 class Plan:
-    """paths: one tuple of ranks per microbatch and round, the origins in turn. order: for each rank its (microbatch, hop) in order of dispatch;
-    simulate(network, paths, rounds=rounds, order=order) takes `makespan` seconds. bound: no plan is faster, seconds. seconds, work: what planning took.
-    history: (work, seconds, makespan) at each improvement. result: the simulation. Unpacks as paths, order = plan(...)."""
+    """paths: a tuple of ranks per microbatch of a round, the origins in turn. order: for each rank its (microbatch, hop) in order of dispatch;
+    simulate(network, paths, rounds=rounds, order=order) takes `makespan` seconds. bound: no plan is faster, seconds. seconds, work: what planning
+    took. result: the simulation. Unpacks: paths, order = plan(...)."""
     paths: list
     order: list = field(repr=False)
     makespan: float
     bound: float
     seconds: float
     work: int
-    history: list = field(repr=False)
     result: Result = field(repr=False)
 
     def __iter__(self):
@@ -398,65 +379,66 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
     """Paths and dispatch order of one iteration that is as short as the search can make it. Returns a `Plan`.
 
     stages_kept: how many stages a path visits, the origin's included. Each living origin gets microbatches_per_origin paths, each planned on its
-    own (the released search ties three together), and sends `rounds` microbatches down each. dead: nodes that are not there. quota: see `node_caps`.
-    seconds: limit of the search; iterations: limit in candidates tried (the clock only decides where the one sequence of steps ends, so with
-    seconds=None the plan depends on seed and iterations alone). collisions=False stops before TC2. progress(work, seconds, makespan, bound)
-    is called now and then. Raises Infeasible where no valid plan exists; a valid one is found wherever there is one.
+    own (the released search ties three together), and sends `rounds` microbatches down each. dead: nodes that are not there. quota: see
+    `node_caps`. seconds: limit of the search; iterations: limit in paths planned and simulations run. The clock only decides where the one sequence
+    of steps ends, so with seconds=None the plan depends on seed and iterations alone. collisions=False stops before TC2. progress(work,
+    seconds, makespan, bound) is called now and then. Raises Infeasible where no valid plan exists; where one does, one is found.
     """
     search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead, quota, seed, seconds, iterations)
-    if not collisions:
+    search.bound = lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
+    if collisions:
+        walk = search.farthest_first()      # first of all, since it cannot fail
+        search.conflict_based_search(limit=500)
+    else:
         search.conflict_based_search(limit=5000, collisions=False)
         if not search.best:
             search.farthest_first()
-        return search.plan(lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead))
-    bound = lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    walk = search.farthest_first()
-    search.conflict_based_search(limit=500)
-    while not search.over(bound):
+    while collisions and not search.over():
         if progress:
-            progress(search.work, time.perf_counter() - search.start, search.best.makespan, bound)
-        for candidate in (search.paths, walk):
-            search.reorder(candidate, 100, bound)
-        walk = search.large_neighbourhood_search(walk, 100, bound)
-    return search.plan(bound)
+            progress(search.work, time.perf_counter() - search.start, search.best.makespan, search.bound)
+        for paths in (search.paths, walk):
+            search.reorder(paths, steps=50)
+        walk = search.large_neighbourhood_search(walk, steps=200)
+    result = simulate(network, search.paths, rounds=rounds, order=search.best.order())
+    return Plan(search.paths, result.order(), result.makespan, search.bound, time.perf_counter() - search.start, search.work, result)
 
 
 class Search:
     """What the steps of the search share: the problem, its random numbers, the work done and the best plan so far."""
 
-    def __init__(self, network, stages_kept, microbatches_per_origin, rounds, swaps, dead, quota, seed, seconds, iterations):
-        self.network, self.kept, self.rounds, self.swaps, self.dead = network, stages_kept, rounds, swaps, frozenset(dead)
-        if min(stages_kept, microbatches_per_origin, rounds) < 1 or stages_kept > len(network.stages) or swaps < 0:
+    def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=(), quota=None, seed=0, seconds=None, iterations=None):
+        if min(stages_kept, microbatches_per_origin, rounds, swaps + 1) < 1 or stages_kept > len(network.stages):
             raise ValueError(f"stages_kept must be 1 to {len(network.stages)}, microbatches_per_origin and rounds at least 1, swaps at least 0; "
                              f"got {stages_kept}, {microbatches_per_origin}, {rounds} and {swaps}")
-        self.random, self.work, self.iterations = random.Random(f"plan {seed}"), 0, float("inf") if iterations is None else iterations
-        self.start, self.seconds = time.perf_counter(), float("inf") if seconds is None else seconds
+        self.network, self.kept, self.rounds, self.swaps, self.dead = network, stages_kept, rounds, swaps, frozenset(dead)
+        self.random, self.work, self.iterations = random.Random(f"plan {seed}"), 0, math.inf if iterations is None else iterations
+        self.start, self.seconds = time.perf_counter(), math.inf if seconds is None else seconds
         self.stages = [[r for r in stage if r not in self.dead] for stage in network.stages]
         self.origins = self.stages[0] * microbatches_per_origin
-        self.hop, self.best, self.paths, self.history = hop_costs(network), None, None, []
+        self.hop, self.best, self.paths, self.bound = hop_costs(network), None, None, 0.0
         self.visits = self.fair_visits(quota)
 
     def fair_visits(self, quota):
-        """CC3 as numbers: {stage: visits}. Sets the caps of TC1. A valid plan exists exactly if these visits fit the nodes: deal the stages out
-        in turn, and let every path visit its share in ascending order."""
+        """CC3 as numbers, {stage: visits}, and TC1's caps. A valid plan exists exactly if these visits fit the nodes: deal the stages out in turn
+        and let every path visit its own in ascending order."""
         living = [s for s in range(1, len(self.stages)) if self.stages[s]]
         if not self.stages[0] or not all(self.network.memory[o] for o in self.stages[0]):
             raise Infeasible("CC1 cannot be met: no node of stage 0 is alive, or one has no memory")
         if len(living) < self.kept - 1:
-            raise Infeasible(f"CC3 cannot be met: a path must visit {self.kept - 1} stages after its origin, and only {living} have living nodes")
+            raise Infeasible(f"CC3 cannot be met: a path visits {self.kept - 1} stages after its origin, living nodes have only {living}")
         low, extra = divmod(len(self.origins) * (self.kept - 1), max(1, len(living)))
         self.caps = node_caps(self.network, low + (extra > 0), self.dead, quota)
         fits = {s: sum(self.caps[r] for r in self.stages[s]) for s in living}
-        roomy = [s for s in living if fits[s] > low][:extra]
-        if len(roomy) < extra or any(fits[s] < low for s in living):
+        self.low, self.spare = low, [s for s in living if fits[s] > low] if extra else []
+        if len(self.spare) < extra or min(fits.values(), default=low) < low:
             s = min(fits, key=fits.get)
-            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each stage, the nodes {self.stages[s]} of stage {s} "
-                             f"can take {fits[s]}")
-        return {s: low + (s in roomy) for s in living}
+            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each stage, stage {s} (nodes {self.stages[s]}) "
+                             f"has room for {fits[s]}")
+        return {s: low + (s in self.spare[:extra]) for s in living}
 
-    def over(self, bound=0.0):
+    def over(self):
         return (self.work >= self.iterations or time.perf_counter() - self.start > self.seconds
-                or self.best is not None and self.best.makespan <= bound + 1e-6)
+                or self.best is not None and self.best.makespan <= self.bound + 1e-6)
 
     def simulate(self, paths, order=None):
         """The simulated iteration, remembered if it is the best; None if it deadlocks, which counts as infinitely long."""
@@ -467,67 +449,58 @@ class Search:
             return None
         if self.best is None or result.makespan < self.best.makespan - 1e-9:
             self.best, self.paths = result, paths
-            self.history.append((self.work, time.perf_counter() - self.start, result.makespan))
         return result
 
     def dispatch(self, paths):
-        """First come, first served; where that runs out of memory and deadlocks, microbatch after microbatch with ever less overlap. Each rank's
-        tasks in order of depth * microbatch + hop: from depth = hops on only one microbatch is under way, so an end is certain."""
+        """First come, first served; where that runs out of memory and deadlocks, every rank's tasks in order of depth * microbatch + hop. The larger
+        depth, the fewer microbatches are under way at once, in the end one, so this ends."""
         result, depth, count = self.simulate(paths), 1, len(paths)
         while result is None:
             depth, order = 2 * depth, [[] for _ in self.network.compute]
-            tasks = ((depth * u + hop, u, hop, rank) for u in range(self.rounds * count) for hop, rank in enumerate(chain(paths[u % count])))
-            for _, u, hop, rank in sorted(tasks):
+            for _, u, hop, rank in sorted((depth * u + hop, u, hop, rank) for u in range(self.rounds * count)
+                                          for hop, rank in enumerate(chain(paths[u % count]))):
                 order[rank].append((u, hop))
             result = self.simulate(paths, order)
         return result
-
-    def plan(self, bound=0.0):
-        order = self.best.order()
-        result = simulate(self.network, self.paths, rounds=self.rounds, order=order)
-        return Plan(self.paths, order, result.makespan, bound, time.perf_counter() - self.start, self.work, self.history, result)
 
     def conflict_based_search(self, limit, collisions=True):
         """The paper's method: every microbatch on its own shortest path, then one conflict after the other resolved by branching on who keeps off.
 
         A node of the tree holds the bans of each microbatch. Its conflict is the first of: an over-full stage (CC3), an over-full node (TC1), a time
-        overlap (TC2); each child forbids one of the microbatches involved the stage or the node. Best first: the least excess, then the shortest
-        iteration; for paths not valid yet the farthest microbatch's trip stands for it. Ends after `limit` children, or without TC2 at
+        overlap (TC2); each child forbids one of the microbatches involved the stage or the node. Best first: the least excess, then the
+        shortest iteration; for paths not valid yet the farthest microbatch's trip stands for it. Ends after `limit` children, or without TC2 at
         the first valid paths.
         """
-        def shortest(origin, banned):
-            if (origin, banned) not in known:
-                known[origin, banned] = shortest_path(self.hop, [[r for r in stage if r not in banned] for stage in self.stages], origin, self.kept,
-                                                      self.swaps)
-            return known[origin, banned]
-
         def push(bans):
-            trips = [shortest(o, banned) for o, banned in zip(self.origins, bans)]
+            for key in zip(self.origins, bans):
+                if key not in known:
+                    known[key] = shortest_path(self.hop, [[r for r in stage if r not in key[1]] for stage in self.stages], key[0], self.kept, self.swaps)
+            trips = [known[key] for key in zip(self.origins, bans)]
             if bans not in seen and all(trips):
                 seen.add(bans)
                 self.work += 1
                 paths = [path for _, path in trips]
-                stages, nodes = list(cc3(self.network, paths, self.dead)), list(tc1(self.network, paths, self.caps))
-                result = None if stages or nodes else self.dispatch(paths)
-                length = result.makespan if result else max(trips)[0]
-                heapq.heappush(tree, (sum(v.excess for v in stages), sum(v.excess for v in nodes), length, sum(s for s, _ in trips), len(seen),
-                                      bans, paths, result, stages + nodes))
+                conflicts = [*cc3(self.network, paths, self.dead), *tc1(self.network, paths, self.caps)]
+                result = None if conflicts else self.dispatch(paths)
+                # Of equal excess the deepest comes first: a full network shifts its last conflict about, and breadth would try all its permutations.
+                heapq.heappush(tree, (sum(v.excess for v in conflicts), -sum(map(len, bans)), result.makespan if result else max(trips)[0],
+                                      sum(trip for trip, _ in trips), len(seen), bans, paths, result, conflicts))
 
         known, seen, tree, limit = {}, set(), [], self.work + limit
         push((frozenset(),) * len(self.origins))
         while tree and self.work < limit and not self.over():
             *_, bans, paths, result, conflicts = heapq.heappop(tree)
-            if result:
-                conflicts = [v for v in tc2(self.network, paths, result) if v.bans] if collisions else []
-                if not collisions:
-                    return
+            if result and not collisions:
+                break
+            conflicts = [v for v in tc2(self.network, paths, result) if v.bans] if result else conflicts
             for u, nodes in conflicts[0].bans if conflicts else ():
                 push(bans[:u] + (bans[u] | frozenset(nodes),) + bans[u + 1:])
 
     def fill(self, paths, visits, price=None, noise=0.0):
-        """Plan the missing paths (None) so that each stage gets `visits` more: never a dead end, as a stage is a must when all that are left are due there.
+        """Plan the missing paths (None), so that each stage gets `visits` more. Never a dead end: a stage due for all that are left is a must.
 
-        Farthest origin first, since its trip is the longest part of the iteration and the others have slack to give way.
+        Farthest origin first, since its trip is the longest part of the iteration and the others have slack to give way. price(): for each path
+        anew, seconds added for each node; noise: how far the order of planning is shuffled.
         """
         paths, visits, room = list(paths), dict(visits), list(self.caps)
         for r in joined(*(path[1:] for path in paths if path)):
@@ -536,7 +509,7 @@ class Search:
         for left, (_, u, origin) in zip(range(len(todo), 0, -1), sorted(todo)):
             stages = [[r for r in stage if room[r] > 0] if visits.get(s) else [] for s, stage in enumerate(self.stages)]
             must = [s for s, due in visits.items() if due == left]
-            paths[u] = shortest_path(self.hop, stages, origin, self.kept, self.swaps, must, price)[1]
+            paths[u] = shortest_path(self.hop, stages, origin, self.kept, self.swaps, must, price and price())[1]
             self.work += 1
             for r in paths[u][1:]:
                 room[r] -= 1
@@ -550,45 +523,55 @@ class Search:
         self.dispatch(paths)
         return paths
 
-    def large_neighbourhood_search(self, paths, steps, bound):
-        """Take a few paths out and plan them anew at random prices; go on from there unless the iteration gets clearly longer. This untangles
-        in one step what conflict-based search, one ban at a time, must branch over. Returns the paths it ended on."""
-        current, stage_of, prices = self.dispatch(paths).makespan, self.network.stage_of, 0.1 * max(self.trip.values())
+    def large_neighbourhood_search(self, paths, steps):
+        """Take a few paths out, often the last to come home among them, and plan them anew at random prices; go on from there unless the
+        iteration gets clearly longer. One step untangles what conflict-based search, one ban at a time, must branch over again and again.
+        Returns the paths it ended on."""
+        result, draw = self.dispatch(paths), self.random
         for _ in range(steps):
-            if self.over(bound):
+            if self.over():
                 break
-            out = set(self.random.sample(range(len(paths)), min(len(paths), self.random.choice((1, 2, 2, 3, 4)))))
+            out = set(draw.sample(range(len(paths)), min(len(paths), draw.choice((1, 2, 2, 3, 4)))))
+            if draw.random() < 0.5:
+                out.add(max(result.timeline, key=lambda task: task[4])[1] % len(paths))
             visits = dict.fromkeys(self.visits, 0)
             for r in joined(*(paths[u][1:] for u in out)):
-                visits[stage_of[r]] += 1
-            candidate = self.fill([None if u in out else path for u, path in enumerate(paths)], visits,
-                                  [prices * self.random.random() for _ in self.caps], 0.5)
-            makespan = self.dispatch(candidate).makespan
-            if makespan <= current + 0.01 * self.random.random() * self.best.makespan:
-                paths, current = candidate, makespan
+                visits[self.network.stage_of[r]] += 1
+            if self.spare and draw.random() < 0.5:      # CC3 leaves open which stages get one visit more
+                seen = Counter(self.network.stage_of[r] for path in paths for r in path)
+                give = [s for s in visits if visits[s] and seen[s] > self.low]
+                take = [s for s in self.spare if visits[s] < len(out) and seen[s] == self.low]
+                if give and take:
+                    visits[draw.choice(give)] -= 1
+                    visits[draw.choice(take)] += 1
+            price = [draw.random() for _ in self.caps]
+            scale = 0.1 * draw.random() ** 4 * max(self.trip.values())
+            candidate = self.fill([None if u in out else path for u, path in enumerate(paths)], visits, lambda: [scale * p for p in price], 0.5)
+            new = self.dispatch(candidate)
+            if new.makespan <= result.makespan + 0.01 * draw.random() * self.best.makespan:
+                paths, result = candidate, new
         return paths
 
-    def reorder(self, paths, steps, bound):
+    def reorder(self, paths, steps):
         """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can shorten the iteration, for whatever keeps to
         that chain of tasks, each starting when the one before lets it, is as long. First-come-first-served cannot let a node wait for
         a task that is about to arrive; this can."""
         result = self.best if paths == self.paths else self.dispatch(paths)
-        order = result.order()
         for _ in range(steps):
             swaps = critical_swaps(paths, result)
-            if self.over(bound) or not swaps:
+            if self.over() or not swaps:
                 break
             rank, i = self.random.choice(swaps)
-            tasks = order[rank]
-            candidate = order[:rank] + [tasks[:i] + [tasks[i + 1], tasks[i]] + tasks[i + 2:]] + order[rank + 1:]
-            new = self.simulate(paths, candidate)
+            order = result.order()
+            order[rank][i:i + 2] = order[rank][i + 1], order[rank][i]
+            new = self.simulate(paths, order)
             if new and new.makespan <= result.makespan + 0.003 * self.random.random() * self.best.makespan:
-                order, result = candidate, new
+                result = new
 
 
 def critical_swaps(paths, result):
-    """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the critical path, which is walked back from the last
-    task: to the task that the node ran before if that kept it waiting, else to the hop before."""
+    """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the critical path, which is walked back from
+    the last task: to the task that the node ran before if that kept it waiting, else to the hop before."""
     index, before, place, last = {}, [], [], {}
     for i, ((rank, u, *_), (hop, _)) in enumerate(zip(result.timeline, result.hops)):
         index[u, hop] = i
@@ -599,20 +582,18 @@ def critical_swaps(paths, result):
     while i is not None:
         (rank, u, _, start, _), (hop, came) = result.timeline[i], result.hops[i]
         if start > came and before[i] is not None:
-            i, earlier = before[i], i
+            i = before[i]
             if result.timeline[i][1] != u:
                 found.append((rank, place[i]))
-        elif hop:
-            i = index[u, hop - 1]
-        else:       # the round before on the same path, or the start
-            i = index.get((u - len(paths), 2 * len(paths[u % len(paths)])))
+        else:       # the hop before; of an injection: the end of the path's round before, or the start
+            i = index[u, hop - 1] if hop else index.get((u - len(paths), 2 * len(paths[u % len(paths)])))
     return found
 
 
 # ---- how good can a plan be
 
 
-def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(), work=3000):
+def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(), work=1000):
     """Seconds below which no plan can come, whatever its paths and order. The largest of three relaxations, each of which only drops rules:
 
     1. An origin alone. Drop all other nodes, all other origins and TC1. What remains of its microbatches is forward, loss and backward on
@@ -626,29 +607,26 @@ def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps
        its nodes serve at most time * sum 1 / (2.5 w + 2 overheads) microbatches (the last overhead may lie outside).
     """
     stages = [[r for r in stage if r not in dead] for stage in network.stages]
-    w, pause, best = network.compute, network.overhead, 0.0
-    for origin in stages[0]:
-        out, back = (shortest_path(hop_costs(network, *way), stages, origin, stages_kept, swaps) for way in ((1, 0), (0, 1.5)))
-        if not out:
-            raise Infeasible(f"CC3 cannot be met: no path visits {stages_kept} stages")
-        tasks = [(w[origin] + network.origin_overhead, w[origin] + out[0]), (w[origin] / 4 + pause, w[origin] / 4 + back[0]),
-                 (1.5 * w[origin] + pause, 1.5 * w[origin] + pause)]
-        trip, slots, total = sum(wait for _, wait in tasks), network.memory[origin], microbatches_per_origin * rounds
-        most = -(-total // slots)
+    w, pause, origins, best = network.compute, network.overhead, stages[0], 0.0
+    total = microbatches_per_origin * rounds
+    for o in origins:
+        out, back = (shortest_path(hop_costs(network, *way), stages, o, stages_kept, swaps)[0] for way in ((1, 0), (0, 1.5)))
+        # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
+        tasks = [(w[o] + network.origin_overhead, w[o] + out), (w[o] / 4 + pause, w[o] / 4 + back), (1.5 * w[o] + pause,) * 2]
+        slots, trip = network.memory[o], sum(wait for _, wait in tasks)
         if microbatches_per_origin <= slots:
             found = one_machine(tasks * rounds, microbatches_per_origin, work)
         else:
+            most = -(-total // slots)
             found = min(one_machine(tasks * most, total - slots * (most - 1), work), (most + 1) * trip)
         best = max(best, found - pause)
     living = [stage for stage in stages[1:] if stage]
     for stage in living:
-        visits = len(stages[0]) * microbatches_per_origin * (stages_kept - 1) // len(living) * rounds
+        visits = len(origins) * microbatches_per_origin * (stages_kept - 1) // len(living) * rounds
         rate = sum(1 / max(1e-12, 2.5 * w[r] + 2 * pause) for r in stage)
         outside = [r for nodes in stages for r in nodes if r not in stage]
-        ends = (min(w[o] for o in stages[0]) + min(network.delay[i][r] for i in outside for r in stage)
-                + min(network.delay[r][i] for i in outside for r in stage) + 1.5 * min(w[o] for o in stages[0]))
-        if visits:
-            best = max(best, ends + visits / rate - pause)
+        links = min(network.delay[i][r] for i in outside for r in stage) + min(network.delay[r][i] for i in outside for r in stage)
+        best = max(best, bool(visits) * (2.5 * min(w[o] for o in origins) + links + visits / rate - pause))
     return best
 
 
@@ -706,33 +684,12 @@ def one_machine(tasks, jobs, work):
 # ---- the baselines, and nodes to stages
 
 
-def full_pipeline(network, microbatches, origins=None):
-    """DT-FM: paths through all stages, `microbatches` in all. origins: how many nodes of stage 0 take part (default: all); the later stages'
-    nodes are dealt out to them evenly."""
-    first = network.stages[0][:origins]
-    if microbatches % len(first):
-        raise ValueError(f"{microbatches} microbatches cannot be shared equally by {len(first)} origins")
-    return full_paths([first, *network.stages[1:]], microbatches // len(first))
-
-
 def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2, seed=0, dead=(), quota=None):
     """DT-FM skip: paths drawn at random among those that keep to CC1, CC2, CC3 and TC1, with no eye on the links."""
-    search = Search(network, stages_kept, microbatches_per_origin, 1, swaps, dead, quota, seed, None, None)
-    visits, room, draw, paths = dict(search.visits), list(search.caps), search.random, {}
-    todo = draw.sample(range(len(search.origins)), len(search.origins))
-    for left, u in zip(range(len(todo), 0, -1), todo):
-        must = [s for s, due in visits.items() if due == left]
-        stages = sorted(must + draw.sample([s for s, due in visits.items() if 0 < due < left], stages_kept - 1 - len(must)))
-        i, swapped = 1, 0
-        while i < len(stages):
-            if stages[i] == stages[i - 1] + 1 and swapped < swaps and draw.random() < 0.5:
-                stages[i - 1:i + 1], swapped, i = [stages[i], stages[i - 1]], swapped + 1, i + 1
-            i += 1
-        paths[u] = (search.origins[u], *(draw.choice([r for r in search.stages[s] if room[r]]) for s in stages))
-        for r in paths[u][1:]:
-            room[r] -= 1
-            visits[network.stage_of[r]] -= 1
-    return [paths[u] for u in sorted(paths)]
+    search = Search(network, stages_kept, microbatches_per_origin, 1, swaps, dead, quota, seed)
+    nodes, draw = range(len(network.compute)), search.random.random
+    search.hop, search.trip = [[draw() for _ in nodes] for _ in nodes], dict.fromkeys(search.stages[0], 1.0)
+    return search.fill([None] * len(search.origins), search.visits, lambda: [9 * draw() for _ in nodes], noise=1.0)
 
 
 def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, memory=3, overhead=0.0, origin_overhead=None,
@@ -746,26 +703,23 @@ def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3,
     if sum(sizes) != len(compute) or min(sizes) < 1:
         raise ValueError(f"stage sizes {sizes} must be positive and add up to the {len(compute)} nodes")
     draw, start, done = random.Random(f"stages {seed}"), time.perf_counter(), 0
+    stage = [s for s, size in enumerate(sizes) for _ in range(size)]
 
     def cut(nodes):
         return [sorted(nodes[sum(sizes[:s]):sum(sizes[:s + 1])]) for s in range(len(sizes))]
 
     def score(nodes):
-        search = Search(Network(delay, compute, cut(nodes), memory, overhead, origin_overhead), stages_kept, microbatches_per_origin, rounds, swaps,
-                        (), None, 0, None, None)
+        search = Search(Network(delay, compute, cut(nodes), memory, overhead, origin_overhead), stages_kept, microbatches_per_origin, rounds, swaps)
         search.farthest_first()
         return search.best.makespan
 
-    nodes = draw.sample(range(len(compute)), len(compute))
+    nodes = chosen = draw.sample(range(len(compute)), len(compute))
     now = best = score(nodes)
-    chosen, stage = nodes, [s for s, size in enumerate(sizes) for _ in range(size)]
-    while (iterations is None or done < iterations) and (seconds is None or time.perf_counter() - start < seconds) and len(sizes) > 1:
-        i, j = draw.sample(range(len(nodes)), 2)
-        if stage[i] == stage[j]:
-            continue
+    while done < (math.inf if iterations is None else iterations) and time.perf_counter() - start < (math.inf if seconds is None else seconds):
+        i, j = draw.sample(range(len(nodes)), 2) if len(nodes) > 1 else (0, 0)
         other, done = list(nodes), done + 1
         other[i], other[j] = nodes[j], nodes[i]
-        length = score(other)
+        length = score(other) if stage[i] != stage[j] else math.inf
         if length <= now + 0.02 * best * draw.random() ** 3:      # a little worse now and then, or it ends in the first dip
             nodes, now = other, length
         if now < best:
