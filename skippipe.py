@@ -828,7 +828,7 @@ def draw(file, network, names, rows, found, title):
     bars = left.barh(labels, [r["seconds"] for r in rows], color=["#0072B2" if r["method"] == "SkipPipe" else "#BBBBBB" for r in rows])
     left.bar_label(bars, [f" {r['seconds']:.1f} s" for r in rows])
     left.axvline(found.bound, color="black", linestyle=":")
-    left.set(xlabel=f"simulated iteration in seconds (dotted: bound, {found.bound:.2f})", xlim=(0, 1.2 * max(r["seconds"] for r in rows)))
+    left.set(xlabel=f"simulated iteration in seconds (dotted: bound, {found.bound:.2f})", xlim=(0, 1.35 * max(r["seconds"] for r in rows)))
     left.invert_yaxis()
     # One hue per origin (Okabe and Ito's, which the colour-blind tell apart), one shade per microbatch, whose number is written into its forwards.
     hues = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
@@ -843,7 +843,7 @@ def draw(file, network, names, rows, found, title):
         right.barh(place[rank], end - start, left=start, height=0.76, color="black" if what == LOSS else color, edgecolor="black", linewidth=0.4,
                    hatch="////" if what == BACKWARD else None)
         if what == FORWARD:
-            right.text((start + end) / 2, place[rank], u, ha="center", va="center", fontsize=6, clip_on=True)
+            right.text((start + end) / 2, place[rank], u, ha="center", va="center", fontsize=6, color="white" if sum(color) < 1.5 else "black")
     right.set_yticks(list(place.values()), [f"{names[r]} {r}" if names else f"node {r}" for r in place], fontsize=8)
     for s, stage in enumerate(network.stages):
         right.text(1.01 * found.makespan, sum(place[r] for r in stage) / len(stage), f"stage {s}", va="center")
@@ -868,6 +868,8 @@ def read_network(o, progress):
     elif o.links or o.nodes or o.sizes:
         links, sizes = city_links(o.links), o.sizes or [5, 3, 3, 3, 3, 3]
         cities, count = list(dict.fromkeys(a for a, _ in links)), o.nodes or sum(sizes)
+        if not cities or count < 1:
+            raise ValueError("the link table is empty, or --nodes is below 1")
         names = [cities[i % len(cities)] for i in range(count)]
         delay, compute = city_delays(names, links), [0.44 if o.compute is None else o.compute] * count
         stages = assign_stages(delay, compute, sizes, o.kept, o.microbatches, o.rounds, o.swaps, o.memory or 3, 0.13, 0.09, o.seconds, o.seed,
