@@ -929,8 +929,8 @@ def main(argv=None):
             if file:
                 Path(file).parent.mkdir(parents=True, exist_ok=True)
                 Path(file).write_text("{" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items()) + "}\n")
-    except (ValueError, OSError, KeyError, TypeError, IndexError, AttributeError) as error:
-        parser.error(error if type(error) in (ValueError, Infeasible) else f"{type(error).__name__} {error}")
+    except (ValueError, Deadlock, OSError, KeyError, TypeError, IndexError, AttributeError) as error:
+        parser.error(error if type(error) in (ValueError, Infeasible, Deadlock) else f"{type(error).__name__} {error}")
 
 
 if __name__ == "__main__":
