@@ -384,6 +384,8 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
     of steps ends, so with seconds=None the plan depends on seed and iterations alone. collisions=False stops before TC2. progress(work,
     seconds, makespan, bound) is called now and then. Raises Infeasible where no valid plan exists; where one does, one is found.
     """
+    if collisions and seconds is None and iterations is None:
+        raise ValueError("plan needs an end: give seconds or iterations")
     search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead, quota, seed, seconds, iterations)
     search.bound = lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     if collisions:
