@@ -195,8 +195,8 @@ def simulate(network, paths, release=None, rounds=1, order=None):
             if u + count < rounds * count:
                 heapq.heappush(events, (usable, 1, u + count, 0, node))
     if left:
-        raise Deadlock(f"{left} of {rounds * sum(map(len, chains))} tasks can never start: "
-                       + ("the planned order contradicts itself or the memory" if order else "every node that could run one is out of memory"))
+        why = "every node that could run one is out of memory" if order is None else "the planned order contradicts itself or the memory"
+        raise Deadlock(f"{left} of {rounds * sum(map(len, chains))} tasks can never start: {why}")
     return Result(makespan, timeline, waiting, hops)
 
 
@@ -226,8 +226,8 @@ def cc1(network, paths):
 
 def cc2(network, paths, swaps=2):
     """CC2: at most two consecutive stages are swapped: stage s+1 may come right before stage s, at most `swaps` times in a path, and each
-    stage takes part in one swap. The rest is in order and no stage comes twice. (The released search lets a path hop back twice in a
-    row, as in 3, 2, 1, which moves a stage by two places; it also forbids jumps of more than four stages, which the paper does not ask for.)
+    stage takes part in one swap. The rest is in order and no stage comes twice. (The released search lets a path hop back twice in a row,
+    as in 3, 2, 1, which moves a stage by two places; it also forbids jumps of more than four stages, which the paper does not ask for.)
     """
     for u, path in enumerate(paths):
         stages, swapped = [network.stage_of[r] for r in path], 0
@@ -251,26 +251,27 @@ def cc3(network, paths, dead=()):
     for s, users in sorted(visitors.items(), key=lambda item: -len(item[1])):       # over-full stages first
         excess = max(len(users) - low - (extra > 0), low - len(users))
         if excess > 0:
+            bans = [(u, network.stages[s]) for u in users] if len(users) > low else crowded
             yield Violation(f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} microbatches, {users}; {low} to "
-                            f"{low + (extra > 0)} are due", [(u, network.stages[s]) for u in users] if len(users) > low else crowded, excess)
+                            f"{low + (extra > 0)} are due", bans, excess)
 
 
 def tc1(network, paths, caps):
-    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here it means that at most caps[r] paths run through
-    node r (see `node_caps`). Origins are left out: they carry their own microbatches, however many."""
+    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here it means that at most caps[r] paths run
+    through node r (see `node_caps`). Origins are left out: they carry their own microbatches, however many."""
     visitors = {}
     for u, path in enumerate(paths):
         for r in path[1:]:
             visitors.setdefault(r, []).append(u)
     for r, users in sorted(visitors.items()):
         if len(users) > caps[r]:
-            yield Violation(f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} microbatches, {users}; {caps[r]} at most fit",
+            yield Violation(f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} microbatches, {users}, of at most {caps[r]}",
                             [(u, [r]) for u in users], len(users) - caps[r])
 
 
 def tc2(network, paths, result):
-    """TC2: two microbatches do not want the same node at the same time. A wish, not a rule, so `check` leaves it out: yields a Violation for
-    every task that had to wait at a node, the longest wait first. Nobody can be sent away from an origin: no bans there."""
+    """TC2: two microbatches do not want the same node at the same time. A wish, not a rule, so `check` leaves it out: yields a Violation
+    for every task that had to wait at a node, the longest wait first. Nobody can be sent away from an origin: no bans there."""
     before, found = {}, []
     for (rank, u, _, start, _), (_, came) in zip(result.timeline, result.hops):
         if start - came > 1e-9 and rank in before:
@@ -321,9 +322,9 @@ def check(network, paths, stages_kept=None, swaps=2, dead=(), quota=None):
 def shortest_path(hop, stages, origin, kept, swaps, must=()):
     """The cheapest path of one microbatch through `kept` stages under CC1 and CC2, as (seconds, path), or None where there is none.
 
-    hop[i][j]: seconds from i to j and of the work on j; j = origin: of the way home. stages: the nodes of each stage that may be used. must: the
-    stages that may not be skipped. A dynamic programme over the stages in order: skip stage s, visit
-    it, or visit s+1 and then s. layers[s][visits, swaps][last node] = (seconds, path), everything below stage s being decided.
+    hop[i][j]: seconds from i to j and of the work on j; j = origin: of the way home. stages: the nodes of each stage that may be used.
+    must: the stages that may not be skipped. A dynamic programme over the stages in order: skip stage s, visit it, or visit s+1 and then
+    s. layers[s][visits, swaps][last node] = (seconds, path), everything below stage s being decided.
     """
     def visit(ends, nodes):
         best = [min((seconds + hop[e][n], path) for e, (seconds, path) in ends.items()) for n in nodes]
@@ -350,8 +351,8 @@ def shortest_path(hop, stages, origin, kept, swaps, must=()):
 
 
 def hop_costs(network, forward=1.0, backward=1.5):
-    """hop[i][j] for `shortest_path`: the link there and back and the work on j, as multiples of w; 0 leaves a direction out. The origin's own work
-    is the same on all its paths and left out."""
+    """hop[i][j] for `shortest_path`: the link there and back and the work on j, as multiples of w; 0 leaves a direction out. The origin's
+    own work is the same on all its paths and left out."""
     w, delay, nodes = network.compute, network.delay, range(len(network.compute))
     return [[(0.0 if i == j else (forward > 0) * delay[i][j] + (backward > 0) * delay[j][i])
              + ((forward + backward) * w[j] if network.stage_of.get(j) else 0.0) for j in nodes] for i in nodes]
@@ -359,9 +360,9 @@ def hop_costs(network, forward=1.0, backward=1.5):
 
 @dataclass
 class Plan:
-    """paths: a tuple of ranks per microbatch of a round, the origins in turn. order: for each rank its (microbatch, hop) in order of dispatch;
-    simulate(network, paths, rounds=rounds, order=order) takes `makespan` seconds. bound: no plan is faster, seconds. seconds, work: what planning
-    took. result: the simulation. Unpacks: paths, order = plan(...)."""
+    """paths: a tuple of ranks per microbatch of a round, the origins in turn. order: for each rank its (microbatch, hop) in order of
+    dispatch; simulate(network, paths, rounds=rounds, order=order) takes `makespan` seconds. bound: no plan is faster, seconds. seconds,
+    work: what planning took. result: the simulation. Unpacks: paths, order = plan(...)."""
     paths: list
     order: list = field(repr=False)
     makespan: float
@@ -378,11 +379,12 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
          collisions=True, progress=None):
     """Paths and dispatch order of one iteration that is as short as the search can make it. Returns a `Plan`.
 
-    stages_kept: how many stages a path visits, the origin's included. Each living origin gets microbatches_per_origin paths, each planned on its
-    own (the released search ties three together), and sends `rounds` microbatches down each. dead: nodes that are not there. quota: see
-    `node_caps`. seconds: limit of the search; iterations: limit in paths planned and simulations run. The clock only decides where the one sequence
-    of steps ends, so with seconds=None the plan depends on seed and iterations alone. collisions=False stops before TC2. progress(work,
-    seconds, makespan, bound) is called now and then. Raises Infeasible where no valid plan exists; where one does, one is found.
+    stages_kept: how many stages a path visits, the origin's included. Each living origin gets microbatches_per_origin paths, each planned
+    on its own (the released search ties three together), and sends `rounds` microbatches down each. dead: nodes that are not there.
+    quota: see `node_caps`. seconds: limit of the search; iterations: limit in paths planned and simulations run. The clock only decides
+    where the one sequence of steps ends, so with seconds=None the plan depends on seed and iterations alone. collisions=False stops
+    before TC2. progress(work, seconds, makespan, bound) is called now and then. Raises Infeasible where no valid plan exists; where one
+    does, one is found.
     """
     if collisions and seconds is None and iterations is None:
         raise ValueError("plan needs an end: give seconds or iterations")
@@ -408,10 +410,11 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
 class Search:
     """What the steps of the search share: the problem, its random numbers, the work done and the best plan so far."""
 
-    def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=(), quota=None, seed=0, seconds=None, iterations=None):
+    def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=(), quota=None, seed=0, seconds=None,
+                 iterations=None):
         if min(stages_kept, microbatches_per_origin, rounds, swaps + 1) < 1 or stages_kept > len(network.stages):
-            raise ValueError(f"stages_kept must be 1 to {len(network.stages)}, microbatches_per_origin and rounds at least 1, swaps at least 0; "
-                             f"got {stages_kept}, {microbatches_per_origin}, {rounds} and {swaps}")
+            raise ValueError(f"stages_kept must be 1 to {len(network.stages)}, microbatches_per_origin and rounds at least 1, swaps at least "
+                             f"0; got {stages_kept}, {microbatches_per_origin}, {rounds} and {swaps}")
         self.network, self.kept, self.rounds, self.swaps, self.dead = network, stages_kept, rounds, swaps, frozenset(dead)
         self.random, self.work, self.iterations = random.Random(f"plan {seed}"), 0, math.inf if iterations is None else iterations
         self.start, self.seconds = time.perf_counter(), math.inf if seconds is None else seconds
@@ -421,8 +424,8 @@ class Search:
         self.visits = self.fair_visits(quota)
 
     def fair_visits(self, quota):
-        """CC3 as numbers, {stage: visits}, and TC1's caps. A valid plan exists exactly if these visits fit the nodes: deal the stages out in turn
-        and let every path visit its own in ascending order."""
+        """CC3 as numbers, {stage: visits}, and TC1's caps. A valid plan exists exactly if these visits fit the nodes: deal the stages out
+        in turn and let every path visit its own in ascending order."""
         living = [s for s in range(1, len(self.stages)) if self.stages[s]]
         if not self.stages[0] or not all(self.network.memory[o] for o in self.stages[0]):
             raise Infeasible("CC1 cannot be met: no node of stage 0 is alive, or one has no memory")
@@ -434,8 +437,8 @@ class Search:
         self.low, self.spare = low, [s for s in living if fits[s] > low] if extra else []
         if len(self.spare) < extra or min(fits.values(), default=low) < low:
             s = min(fits, key=fits.get)
-            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each stage, stage {s} (nodes {self.stages[s]}) "
-                             f"has room for {fits[s]}")
+            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each stage, stage {s} "
+                             f"(nodes {self.stages[s]}) has room for {fits[s]}")
         return {s: low + (s in self.spare[:extra]) for s in living}
 
     def over(self):
@@ -454,8 +457,8 @@ class Search:
         return result
 
     def dispatch(self, paths):
-        """First come, first served; where that runs out of memory and deadlocks, every rank's tasks in order of depth * microbatch + hop. The larger
-        depth, the fewer microbatches are under way at once, in the end one, so this ends."""
+        """First come, first served; where that runs out of memory and deadlocks, every rank's tasks in order of depth * microbatch + hop.
+        The larger depth, the fewer microbatches are under way at once, in the end one, so this ends."""
         result, depth, count = self.simulate(paths), 1, len(paths)
         while result is None:
             depth, order = 2 * depth, [[] for _ in self.network.compute]
@@ -466,17 +469,19 @@ class Search:
         return result
 
     def conflict_based_search(self, limit, collisions=True):
-        """The paper's method: every microbatch on its own shortest path, then one conflict after the other resolved by branching on who keeps off.
+        """The paper's method: every microbatch on its own shortest path, then one conflict after the other resolved by branching on who
+        keeps off.
 
-        A node of the tree holds the bans of each microbatch. Its conflict is the first of: an over-full stage (CC3), an over-full node (TC1), a time
-        overlap (TC2); each child forbids one of the microbatches involved the stage or the node. Best first: the least excess, then the
-        shortest iteration; for paths not valid yet the farthest microbatch's trip stands for it. Ends after `limit` children, or without TC2 at
-        the first valid paths.
+        A node of the tree holds the bans of each microbatch. Its conflict is the first of: an over-full stage (CC3), an over-full node
+        (TC1), a time overlap (TC2); each child forbids one of the microbatches involved the stage or the node. Best first: the least
+        excess, then the shortest iteration; for paths not valid yet the farthest microbatch's trip stands for it. Ends after `limit`
+        children, or without TC2 at the first valid paths.
         """
         def push(bans):
             for key in zip(self.origins, bans):
                 if key not in known:
-                    known[key] = shortest_path(self.hop, [[r for r in stage if r not in key[1]] for stage in self.stages], key[0], self.kept, self.swaps)
+                    stages = [[r for r in stage if r not in key[1]] for stage in self.stages]
+                    known[key] = shortest_path(self.hop, stages, key[0], self.kept, self.swaps)
             trips = [known[key] for key in zip(self.origins, bans)]
             if bans not in seen and all(trips):
                 seen.add(bans)
@@ -484,7 +489,7 @@ class Search:
                 paths = [path for _, path in trips]
                 conflicts = [*cc3(self.network, paths, self.dead), *tc1(self.network, paths, self.caps)]
                 result = None if conflicts else self.dispatch(paths)
-                # Of equal excess the deepest comes first: a full network shifts its last conflict about, and breadth would try all its permutations.
+                # Of equal excess the deepest first: a full network shifts its last conflict about, and breadth would try all permutations.
                 heapq.heappush(tree, (sum(v.excess for v in conflicts), -sum(map(len, bans)), result.makespan if result else max(trips)[0],
                                       sum(trip for trip, _ in trips), len(seen), bans, paths, result, conflicts))
 
@@ -499,10 +504,11 @@ class Search:
                 push(bans[:u] + (bans[u] | frozenset(nodes),) + bans[u + 1:])
 
     def fill(self, paths, visits, hops=None, noise=0.0):
-        """Plan the missing paths (None), so that each stage gets `visits` more. Never a dead end: a stage due for all that are left is a must.
+        """Plan the missing paths (None), so that each stage gets `visits` more. Never a dead end: a stage due for all that are left is a
+        must.
 
-        Farthest origin first, since its trip is the longest part of the iteration and the others have slack to give way. hops(): for each path
-        anew, the costs of the hops; noise: how far the order of planning is shuffled.
+        Farthest origin first, since its trip is the longest part of the iteration and the others have slack to give way. hops(): for each
+        path anew, the costs of the hops; noise: how far the order of planning is shuffled.
         """
         paths, visits, room = list(paths), dict(visits), list(self.caps)
         for r in joined(*(path[1:] for path in paths if path)):
@@ -526,9 +532,9 @@ class Search:
         return paths
 
     def large_neighbourhood_search(self, paths, steps):
-        """Take a few paths out, often the last to come home among them, and plan them anew on somewhat random costs; go on from there unless the
-        iteration gets clearly longer. One step untangles what conflict-based search, one ban at a time, must branch over again and again.
-        Returns the paths it ended on."""
+        """Take a few paths out, often the last to come home among them, and plan them anew on somewhat random costs; go on from there
+        unless the iteration gets clearly longer. One step untangles what conflict-based search, one ban at a time, must branch over again
+        and again. Returns the paths it ended on."""
         result, draw = self.dispatch(paths), self.random
         for _ in range(steps):
             if self.over():
@@ -555,9 +561,9 @@ class Search:
         return paths
 
     def reorder(self, paths, steps):
-        """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can shorten the iteration, for whatever keeps to
-        that chain of tasks, each starting when the one before lets it, is as long. First-come-first-served cannot let a node wait for
-        a task that is about to arrive; this can."""
+        """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can shorten the iteration, for
+        whatever keeps to that chain of tasks, each starting when the one before lets it, is as long. First-come-first-served cannot let a
+        node wait for a task that is about to arrive; this can."""
         result = self.best if paths == self.paths else self.dispatch(paths)
         for _ in range(steps):
             swaps = critical_swaps(paths, result)
@@ -579,8 +585,8 @@ class Search:
 
 
 def critical_swaps(paths, result):
-    """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the critical path, which is walked back from
-    the last task: to the task that the node ran before if that kept it waiting, else to the hop before."""
+    """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the critical path, which is walked
+    back from the last task: to the task that the node ran before if that kept it waiting, else to the hop before."""
     index, before, place, last = {}, [], [], {}
     for i, ((rank, u, *_), (hop, _)) in enumerate(zip(result.timeline, result.hops)):
         index[u, hop] = i
@@ -603,49 +609,49 @@ def critical_swaps(paths, result):
 
 
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(), work=1000):
-    """Seconds below which no plan can come, whatever its paths and order. The largest of three relaxations, each of which only drops rules:
+    """Seconds below which no plan can come, whatever its paths and order. The largest of three relaxations, each of which only drops
+    rules:
 
     1. An origin alone. Drop all other nodes, all other origins and TC1. What remains of its microbatches is forward, loss and backward on
        the origin itself, with at least the shortest way out and the shortest way back between them (each the minimum over all paths that
        CC1 and CC2 allow). `one_machine` finds the shortest such schedule, or a bound of it. A path's rounds follow each other.
-    2. As 1, for more microbatches than the origin has memory slots. A slot is taken from a forward's start to its backward's end, so each slot
-       serves a chain of microbatches. Of n microbatches in M slots some chain has at least q = ceil(n / M). Either none has more: then at
-       least n - M (q - 1) chains have q; drop the rest. Or one has q + 1 round trips in a row.
-    3. A stage alone. CC3 brings it at least `visits` microbatches, each of which keeps a node r busy for 2.5 w + 2 overheads. None begins before the
-       quickest origin's forward and the shortest link in, and after the last a link and a backward at an origin follow. In the time between,
-       its nodes serve at most time * sum 1 / (2.5 w + 2 overheads) microbatches (the last overhead may lie outside).
+    2. As 1, for more microbatches than the origin has memory slots. A slot is taken from a forward's start to its backward's end, so each
+       slot serves a chain of microbatches. Of n microbatches in M slots some chain has at least q = ceil(n / M). Either none has more:
+       then at least n - M (q - 1) chains have q; drop the rest. Or one has q + 1 round trips in a row.
+    3. A stage alone. CC3 brings it at least search.low * rounds microbatches, each of which keeps a node r busy for 2.5 w + 2 overheads.
+       None begins before the quickest origin's forward and the shortest link in, and after the last a link and a backward at an origin
+       follow. In the time between, its nodes serve at most time * sum 1 / (2.5 w + 2 overheads) microbatches (the last overhead may lie
+       outside).
     """
-    stages = [[r for r in stage if r not in dead] for stage in network.stages]
-    w, pause, origins, best = network.compute, network.overhead, stages[0], 0.0
+    search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
+    w, pause, delay, origins, best = network.compute, network.overhead, network.delay, search.stages[0], 0.0
     total = microbatches_per_origin * rounds
     for o in origins:
-        out, back = (shortest_path(hop_costs(network, *way), stages, o, stages_kept, swaps)[0] for way in ((1, 0), (0, 1.5)))
+        out, back = (shortest_path(hop_costs(network, *way), search.stages, o, stages_kept, swaps)[0] for way in ((1, 0), (0, 1.5)))
         # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
         tasks = [(w[o] + network.origin_overhead, w[o] + out), (w[o] / 4 + pause, w[o] / 4 + back), (1.5 * w[o] + pause,) * 2]
-        slots, trip = network.memory[o], sum(wait for _, wait in tasks)
+        slots, most = network.memory[o], -(-total // network.memory[o])
         if microbatches_per_origin <= slots:
             found = one_machine(tasks * rounds, microbatches_per_origin, work)
         else:
-            most = -(-total // slots)
-            found = min(one_machine(tasks * most, total - slots * (most - 1), work), (most + 1) * trip)
+            found = min(one_machine(tasks * most, total - slots * (most - 1), work), (most + 1) * sum(wait for _, wait in tasks))
         best = max(best, found - pause)
-    living = [stage for stage in stages[1:] if stage]
-    for stage in living:
-        visits = len(origins) * microbatches_per_origin * (stages_kept - 1) // len(living) * rounds
+    for stage in filter(None, search.stages[1:]):
+        outside = [r for nodes in search.stages for r in nodes if r not in stage]
+        links = min(delay[i][r] for i in outside for r in stage) + min(delay[r][i] for i in outside for r in stage)
         rate = sum(1 / max(1e-12, 2.5 * w[r] + 2 * pause) for r in stage)
-        outside = [r for nodes in stages for r in nodes if r not in stage]
-        links = min(network.delay[i][r] for i in outside for r in stage) + min(network.delay[r][i] for i in outside for r in stage)
-        best = max(best, bool(visits) * (2.5 * min(w[o] for o in origins) + links + visits / rate - pause))
+        if search.low:
+            best = max(best, 2.5 * min(w[o] for o in origins) + links + search.low * rounds / rate - pause)
     return best
 
 
 def one_machine(tasks, jobs, work):
-    """A lower bound, exact unless `work` runs out, of the time one machine needs for `jobs` equal chains of tasks. tasks: (seconds busy, seconds
-    from its start until the chain's next task may start; for the last task: until the end).
+    """A lower bound, exact unless `work` runs out, of the time one machine needs for `jobs` equal chains of tasks. tasks: (seconds busy,
+    seconds from its start until the chain's next task may start; for the last task: until the end).
 
-    Best-first branch and bound over the machine's order; the least bound of the open nodes is a bound of the whole. Next comes any task that can
-    start before another could be done: a later one could be moved behind it at no cost. A node's bound is the preemptive schedule of all tasks that
-    are left, the longest tail first (Jackson), with the earliest start of each as its head.
+    Best-first branch and bound over the machine's order; the least bound of the open nodes is a bound of the whole. Next comes any task
+    that can start before another could be done: a later one could be moved behind it at no cost. A node's bound is the preemptive
+    schedule of all tasks that are left, the longest tail first (Jackson), with the earliest start of each as its head.
     """
     tail = [0.0]
     for busy, wait in reversed(tasks):
@@ -680,7 +686,7 @@ def one_machine(tasks, jobs, work):
         work -= 1
         first = min(head + tasks[done][0] for done, head in state if done < len(tasks))
         for j, (done, head) in enumerate(state):
-            if done < len(tasks) and head < first and state[j] not in state[:j]:
+            if done < len(tasks) and head <= first and state[j] not in state[:j]:
                 free, next_ = head + tasks[done][0], (done + 1, head + tasks[done][1])
                 others = [(d, max(h, free) if d < len(tasks) else h) for d, h in state[:j] + state[j + 1:]]
                 child = tuple(sorted((*others, next_)))
@@ -701,30 +707,33 @@ def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2,
     return search.fill([None] * len(search.origins), search.visits, lambda: [[draw() for _ in nodes] for _ in nodes], noise=1.0)
 
 
-def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, memory=3, overhead=0.0, origin_overhead=None,
-                  seconds=10.0, seed=0, *, iterations=None, progress=None):
+def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, memory=3, overhead=0.0,
+                  origin_overhead=None, seconds=10.0, seed=0, *, iterations=None, progress=None):
     """Which node serves which stage, from a flat list of nodes: stages as lists of nodes, sizes[s] of them in stage s.
 
-    Local search over swaps of two nodes of different stages, starting from a random assignment (the paper takes DT-FM's genetic algorithm). The
-    proxy it minimises is the simulated iteration of the farthest-first paths, which take milliseconds and come within a few percent of the plan's.
-    seconds, iterations and seed as in `plan`, an iteration being one assignment tried. Raises ValueError if sizes do not fit.
+    Local search over swaps of two nodes of different stages, starting from a random assignment (the paper takes DT-FM's genetic
+    algorithm). The proxy it minimises is the simulated iteration of the farthest-first paths, which take milliseconds and come within a
+    few percent of the plan's. seconds, iterations and seed as in `plan`, an iteration being one assignment tried. Raises ValueError if
+    sizes do not fit.
     """
     if sum(sizes) != len(compute) or min(sizes) < 1:
         raise ValueError(f"stage sizes {sizes} must be positive and add up to the {len(compute)} nodes")
     draw, start, done = random.Random(f"stages {seed}"), time.perf_counter(), 0
+    iterations, seconds = (math.inf if limit is None else limit for limit in (iterations, seconds))
     stage = [s for s, size in enumerate(sizes) for _ in range(size)]
 
     def cut(nodes):
         return [sorted(nodes[sum(sizes[:s]):sum(sizes[:s + 1])]) for s in range(len(sizes))]
 
     def score(nodes):
-        search = Search(Network(delay, compute, cut(nodes), memory, overhead, origin_overhead), stages_kept, microbatches_per_origin, rounds, swaps)
+        network = Network(delay, compute, cut(nodes), memory, overhead, origin_overhead)
+        search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps)
         search.farthest_first()
         return search.best.makespan
 
     nodes = chosen = draw.sample(range(len(compute)), len(compute))
     now = best = score(nodes)
-    while done < (math.inf if iterations is None else iterations) and time.perf_counter() - start < (math.inf if seconds is None else seconds):
+    while done < iterations and time.perf_counter() - start < seconds:
         i, j = draw.sample(range(len(nodes)), 2) if len(nodes) > 1 else (0, 0)
         other, done = list(nodes), done + 1
         other[i], other[j] = nodes[j], nodes[i]
@@ -740,7 +749,7 @@ def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3,
 
 # ---- the published instance, and the command line
 
-# The 12 cities of the released code (github.com/gensyn-ai/skippipe): latency in ms / bandwidth in 2^20 bits per second from each city to those after it.
+# The 12 cities of the released code (arXiv 2502.19913): latency in ms / bandwidth in 2^20 bits per second from each city to those after it.
 CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon Singapore Taiwan London Australia".split()
 LINKS = """
     41/163 4/1986.56 49/232 112/96 70/159 3/1986.56 66/171 83/132 105/102 3.5/1986.56 129/80.5
@@ -756,11 +765,13 @@ LINKS = """
     132/77"""
 MESSAGE = 4 * 1024 * 1024 * 8       # bytes: fp32, width 1024, 1024 tokens, 8 samples
 STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
-PUBLISHED = {"full pipeline (DT-FM)": 79.9397, "random valid paths (DT-FM skip)": 48.9157, "SkipPipe without TC2": 35.4348, "SkipPipe": 33.3138}
+PUBLISHED = {       # simulated seconds
+    "full pipeline (DT-FM)": 79.9397, "random valid paths (DT-FM skip)": 48.9157, "SkipPipe without TC2": 35.4348, "SkipPipe": 33.3138}
 
 
 def city_links(file=None):
-    """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above or a csv with the columns a,b,latency_ms,bandwidth_gib_s."""
+    """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above or a csv with the columns
+    a,b,latency_ms,bandwidth_gib_s."""
     if file:
         with open(file, newline="") as lines:
             rows = [(r["a"], r["b"], float(r["latency_ms"]), float(r["bandwidth_gib_s"]) * 2**30) for r in csv.DictReader(lines)]
@@ -771,7 +782,8 @@ def city_links(file=None):
 
 
 def city_delays(names, links, message=MESSAGE):
-    """delay[i][j] in seconds between nodes in these cities: latency + bytes / bandwidth + 0.35; within a city 1 ms and 2 GiB/s (the released figures)."""
+    """delay[i][j] in seconds between nodes in these cities: latency + bytes / bandwidth + 0.35; within a city 1 ms and 2 GiB/s (the
+    released figures)."""
     def delay(i, j):
         latency, speed = (0.001, 2 * 2**30) if names[i] == names[j] else links[names[i], names[j]]
         return 0.0 if i == j else latency + message / speed + 0.35
@@ -779,7 +791,8 @@ def city_delays(names, links, message=MESSAGE):
 
 
 def published_network(corrected=False):
-    """The published instance: (Network of 20 nodes, their cities). The released table has NL-London 1024 times too slow: so it is here, or corrected."""
+    """The published instance: (Network of 20 nodes, their cities). The released table has NL-London 1024 times too slow: so it is here,
+    or corrected."""
     names, links = (CITIES * 2)[:20], city_links()
     for pair in (("NL", "London"), ("London", "NL")):
         links[pair] = (links[pair][0], links[pair][1] / (1 if corrected else 1024))
@@ -787,22 +800,25 @@ def published_network(corrected=False):
 
 
 def compare(network, kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(), seconds=10.0, seed=0, progress=None):
-    """The methods on equal work. Returns (rows, the SkipPipe Plan); a row: method, note, microbatches, seconds, planning (s), collisions, waiting (s)
-    and, for the published instance, published (s). The full pipeline is DT-FM's and runs all stages; once with all origins and once with as many as
-    have partners of their own. Random paths take the 132 s of the faulty link most of the time, so they get it corrected."""
+    """The methods on equal work. Returns (rows, the SkipPipe Plan); a row: method, note, microbatches, seconds, planning (s), collisions,
+    waiting (s) and, for the published instance, published (s). The full pipeline is DT-FM's and runs all stages; once with all origins
+    and once with as many as have partners of their own. Random paths take the 132 s of the faulty link most of the time, so they get it
+    corrected."""
     published = network == published_network()[0] and (kept, microbatches_per_origin, rounds, len(dead)) == (4, 3, 2, 0)
     alive = [[r for r in stage if r not in dead] for stage in network.stages]
     total, rows = len(alive[0]) * microbatches_per_origin * rounds, []
 
     def add(method, note, paths, rounds, result, planning=0.0, reference=True):
         late = list(tc2(network, paths, result))
-        rows.append(dict(method=method, note=note, microbatches=len(paths) * rounds, seconds=result.makespan, planning=planning, collisions=len(late),
-                         waiting=sum(v.excess for v in late), published=PUBLISHED[method] if published and reference else None))
+        rows.append(dict(method=method, note=note, microbatches=len(paths) * rounds, seconds=result.makespan, planning=planning,
+                         collisions=len(late), waiting=sum(v.excess for v in late),
+                         published=PUBLISHED[method] if published and reference else None))
 
     cases = [(n, total // n, 1, "") for n in sorted({len(alive[0]), min(map(len, alive))}, reverse=True) if n and total % n == 0]
     for origins, each, times, note in cases + [(3, 3, 3, ", as published")] * published:
         paths = full_paths([alive[0][:origins], *alive[1:]], each)
-        add("full pipeline (DT-FM)", f"{origins} origins x {each * times}{note}", paths, times, simulate(network, paths, rounds=times), 0.0, bool(note))
+        result = simulate(network, paths, rounds=times)
+        add("full pipeline (DT-FM)", f"{origins} origins x {each * times}{note}", paths, times, result, 0.0, bool(note))
     fair, draws = published_network(True)[0] if published else network, []
     for s in range(25):
         paths = random_valid_paths(network, kept, microbatches_per_origin, swaps, s, dead)
@@ -832,7 +848,7 @@ def draw(file, network, names, rows, found, title):
     left.axvline(found.bound, color="black", linestyle=":")
     left.set(xlabel=f"simulated iteration in seconds (dotted: bound, {found.bound:.2f})", xlim=(0, 1.35 * max(r["seconds"] for r in rows)))
     left.invert_yaxis()
-    # One hue per origin (Okabe and Ito's, which the colour-blind tell apart), one shade per microbatch, whose number is written into its forwards.
+    # One hue per origin (Okabe and Ito's, which the colour-blind tell apart), one shade per microbatch, its number written into its forwards.
     hues = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
     place = {r: i + s for i, (s, r) in enumerate((s, r) for s, stage in enumerate(network.stages) for r in stage)}
     count, mine = len(found.paths), {}
@@ -842,10 +858,11 @@ def draw(file, network, names, rows, found, title):
         family, hue = mine[found.paths[u % count][0]], hues[list(mine).index(found.paths[u % count][0]) % len(hues)]
         color = [1 - (1 - c) * (1 - 0.6 * family.index(u) / len(family)) for c in colors.to_rgb(hue)]
         right.plot([came, start], [place[rank] + 0.45] * 2, color=hue, linewidth=2, solid_capstyle="butt")
-        right.barh(place[rank], end - start, left=start, height=0.76, color="black" if what == LOSS else color, edgecolor="black", linewidth=0.4,
-                   hatch="////" if what == BACKWARD else None)
+        right.barh(place[rank], end - start, left=start, height=0.76, color="black" if what == LOSS else color, edgecolor="black",
+                   linewidth=0.4, hatch="////" if what == BACKWARD else None)
         if what == FORWARD:
-            right.text((start + end) / 2, place[rank], u, ha="center", va="center", fontsize=6, color="white" if sum(color) < 1.5 else "black")
+            ink = "white" if sum(color) < 1.5 else "black"
+            right.text((start + end) / 2, place[rank], u, ha="center", va="center", fontsize=6, color=ink)
     right.set_yticks(list(place.values()), [f"{names[r]} {r}" if names else f"node {r}" for r in place], fontsize=8)
     for s, stage in enumerate(network.stages):
         right.text(1.01 * found.makespan, sum(place[r] for r in stage) / len(stage), f"stage {s}", va="center")
@@ -865,7 +882,8 @@ def read_network(o, progress):
         if not isinstance(data, dict) or not {"delay", "compute", "stages"} <= set(data):
             raise ValueError(f"{o.instance} must hold an object with delay, compute and stages")
         compute = data["compute"] if isinstance(data["compute"], list) else [data["compute"]] * len(data["delay"])
-        network = Network(data["delay"], compute, data["stages"], data.get("memory", 3), data.get("overhead", 0.0), data.get("origin_overhead"))
+        optional = {key: data[key] for key in ("memory", "overhead", "origin_overhead") if key in data}
+        network = Network(data["delay"], compute, data["stages"], **optional)
         names = data.get("names")
     elif o.links or o.nodes or o.sizes:
         links, sizes = city_links(o.links), o.sizes or [5, 3, 3, 3, 3, 3]
@@ -874,8 +892,8 @@ def read_network(o, progress):
             raise ValueError("the link table is empty, or --nodes is below 1")
         names = [cities[i % len(cities)] for i in range(count)]
         delay, compute = city_delays(names, links), [0.44 if o.compute is None else o.compute] * count
-        stages = assign_stages(delay, compute, sizes, o.kept, o.microbatches, o.rounds, o.swaps, o.memory or 3, 0.13, 0.09, o.seconds, o.seed,
-                               progress=progress)
+        stages = assign_stages(delay, compute, sizes, o.kept, o.microbatches, o.rounds, o.swaps, o.memory or 3, 0.13, 0.09, o.seconds,
+                               o.seed, progress=progress)
         network = Network(delay, compute, stages, 3, 0.13, 0.09)
     else:
         network, names = published_network()
@@ -886,8 +904,8 @@ def read_network(o, progress):
 
 def main(argv=None):
     numbers = lambda text: [int(x) for x in text.split(",") if x]
-    parser = argparse.ArgumentParser(description="Plan SkipPipe's paths and draw them; without options for the published instance.", allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description="Plan SkipPipe's paths and draw them; without options for the published instance.",
+                                     allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: parser.exit(2, "skippipe.py: error: " + " ".join(str(message).split()) + "\n")
     for name, kind_, default, text in (
             ("instance", str, None, "JSON file: delay (s), compute (s), stages; may have memory, overhead, origin_overhead (s), names"),
@@ -897,8 +915,8 @@ def main(argv=None):
             ("compute", float, None, "seconds of one forward on a node"), ("memory", int, None, "microbatches that a node holds at once"),
             ("kept", int, 4, "stages that a microbatch visits, the first included"), ("microbatches", int, 3, "paths per origin"),
             ("rounds", int, 2, "microbatches per path, one after the other"), ("swaps", int, 2, "swaps of neighbouring stages in a path"),
-            ("dead", numbers, [], "nodes that are not there, e.g. 5,17"), ("seconds", float, 10.0, "limit of the planning, and of the assignment"),
-            ("seed", int, 0, "of the search"), ("figure", str, "figures/skippipe.png", "the picture; '' for none"),
+            ("dead", numbers, [], "nodes that are not there, e.g. 5,17"),
+            ("seconds", float, 10.0, "limit of the planning, and of the assignment"), ("seed", int, 0, "of the search"), ("figure", str, "figures/skippipe.png", "the picture; '' for none"),
             ("results", str, "results/skippipe.json", "the numbers behind table and picture; '' for none"),
             ("save", str, None, "write the network to this file, in the form of --instance")):
         parser.add_argument("--" + name, type=kind_, default=default, help=text)
@@ -914,18 +932,18 @@ def main(argv=None):
         if not set(o.dead) <= set(network.stage_of) or o.seconds < 0 or names and len(names) != len(network.compute):
             raise ValueError("--dead takes nodes of the network, --seconds a time from 0; names, if any, are one per node")
         rows, found = compare(network, o.kept, o.microbatches, o.rounds, o.swaps, o.dead, o.seconds, o.seed, progress)
-        print(f"\n{len(network.compute)} nodes, {len(network.stages)} stages of {[len(s) for s in network.stages]} nodes, {o.kept} kept; lower bound "
-              f"{found.bound:.3f} s. Simulated:\n\n{'method':33}{'microbatches':33}{'iteration':>9}{'gap':>8}{'planning':>11}{'collisions':>12}"
-              f"{'waiting':>10}{'published' if rows[-1]['published'] else '':>12}")
+        print(f"\n{len(network.compute)} nodes in stages of {', '.join(str(len(s)) for s in network.stages)}; {o.kept} stages kept; lower bound "
+              f"{found.bound:.3f} s. Simulated:\n\n{'method':33}{'microbatches':33}{'iteration':>9}{'gap':>8}{'planning':>11}"
+              f"{'collisions':>12}{'waiting':>10}{'published' if rows[-1]['published'] else '':>12}")
         for r in rows:      # the bound is for paths that skip, so it says nothing of the full pipeline
             gap = "" if "full" in r["method"] else f"{r['seconds'] / found.bound - 1:.1%}"
-            print(f"{r['method']:33}{str(r['microbatches']) + '  ' + r['note']:33}{r['seconds']:7.3f} s{gap:>8}{r['planning']:9.2f} s{r['collisions']:12}"
-                  f"{r['waiting']:8.1f} s" + (f"{r['published']:10.2f} s" if r["published"] else ""))
+            print(f"{r['method']:33}{str(r['microbatches']) + '  ' + r['note']:33}{r['seconds']:7.3f} s{gap:>8}{r['planning']:9.2f} s"
+                  f"{r['collisions']:12}{r['waiting']:8.1f} s" + (f"{r['published']:10.2f} s" if r["published"] else ""))
         if o.figure:
-            draw(o.figure, network, names, rows, found, f"SkipPipe's plan: {rows[-1]['microbatches']} microbatches in {found.makespan:.2f} s, each "
-                 f"through {o.kept} of {len(network.stages)} stages")
-        results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows, stages=network.stages, names=names, rounds=o.rounds,
-                       paths=found.paths, order=found.order)
+            draw(o.figure, network, names, rows, found, f"SkipPipe's plan: {rows[-1]['microbatches']} microbatches in {found.makespan:.2f} s, "
+                 f"each through {o.kept} of {len(network.stages)} stages")
+        results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows, stages=network.stages, names=names,
+                       rounds=o.rounds, paths=found.paths, order=found.order)
         fields = ("delay", "compute", "stages", "memory", "overhead", "origin_overhead")
         for file, data in ((o.results, results), (o.save, dict({f: getattr(network, f) for f in fields}, names=names))):
             if file:
