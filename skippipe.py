@@ -413,8 +413,8 @@ class Search:
     def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=(), quota=None, seed=0, seconds=None,
                  iterations=None):
         if min(stages_kept, microbatches_per_origin, rounds, swaps + 1) < 1 or stages_kept > len(network.stages):
-            raise ValueError(f"stages_kept must be 1 to {len(network.stages)}, microbatches_per_origin and rounds at least 1, swaps at least "
-                             f"0; got {stages_kept}, {microbatches_per_origin}, {rounds} and {swaps}")
+            raise ValueError(f"stages_kept must be 1 to {len(network.stages)}, microbatches_per_origin and rounds 1 or more, swaps 0 or "
+                             f"more; got {stages_kept}, {microbatches_per_origin}, {rounds} and {swaps}")
         self.network, self.kept, self.rounds, self.swaps, self.dead = network, stages_kept, rounds, swaps, frozenset(dead)
         self.random, self.work, self.iterations = random.Random(f"plan {seed}"), 0, math.inf if iterations is None else iterations
         self.start, self.seconds = time.perf_counter(), math.inf if seconds is None else seconds
@@ -649,35 +649,25 @@ def one_machine(tasks, jobs, work):
     """A lower bound, exact unless `work` runs out, of the time one machine needs for `jobs` equal chains of tasks. tasks: (seconds busy,
     seconds from its start until the chain's next task may start; for the last task: until the end).
 
-    Best-first branch and bound over the machine's order; the least bound of the open nodes is a bound of the whole. Next comes any task
-    that can start before another could be done: a later one could be moved behind it at no cost. A node's bound is the preemptive
-    schedule of all tasks that are left, the longest tail first (Jackson), with the earliest start of each as its head.
+    Best-first branch and bound over the machine's order; the least bound of the open nodes is a bound of the whole. Next comes any task that
+    can start before another could be done: a later one could be moved behind that at no cost. A node's bound: the machine runs all tasks
+    that cannot start before a given time one after another from then on, and the shortest of their tails follows.
     """
     tail = [0.0]
     for busy, wait in reversed(tasks):
         tail.insert(0, wait + tail[0])
 
     def bound(state):
-        ready, heap, now, worst = [], [], 0.0, 0.0
+        left = []
         for done, head in state:
             for i in range(done, len(tasks)):
-                ready.append((head, tail[i] - tasks[i][0], tasks[i][0]))
-                head += tasks[i][1]
-        ready.sort(reverse=True)
-        while ready or heap:
-            if not heap:
-                now = max(now, ready[-1][0])
-            while ready and ready[-1][0] <= now:
-                _, after, busy = ready.pop()
-                heapq.heappush(heap, (-after, busy))
-            after, busy = heapq.heappop(heap)
-            until = min(now + busy, ready[-1][0]) if ready else now + busy
-            if until < now + busy:
-                heapq.heappush(heap, (after, now + busy - until))
-            else:
-                worst = max(worst, until - after)
-            now = until
-        return worst
+                left.append((head, tasks[i][0], tail[i] - tasks[i][0]))
+                head += tasks[i][1]     # the earliest start of the chain's next task
+        least, work, after = 0.0, 0.0, math.inf
+        for head, busy, rest in sorted(left, reverse=True):
+            work, after = work + busy, min(after, rest)
+            least = max(least, head + work + after, head + busy + rest)
+        return max(least, max(head for _, head in state))
 
     state = ((0, 0.0),) * jobs          # per chain: tasks done, earliest start of the next; sorted, as the chains are equal
     tree, seen = [(bound(state), 0, state)], {state}
@@ -848,7 +838,7 @@ def draw(file, network, names, rows, found, title):
     left.axvline(found.bound, color="black", linestyle=":")
     left.set(xlabel=f"simulated iteration in seconds (dotted: bound, {found.bound:.2f})", xlim=(0, 1.35 * max(r["seconds"] for r in rows)))
     left.invert_yaxis()
-    # One hue per origin (Okabe and Ito's, which the colour-blind tell apart), one shade per microbatch, its number written into its forwards.
+    # One hue per origin (Okabe and Ito's, which the colour-blind tell apart), one shade and number per microbatch.
     hues = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
     place = {r: i + s for i, (s, r) in enumerate((s, r) for s, stage in enumerate(network.stages) for r in stage)}
     count, mine = len(found.paths), {}
@@ -916,7 +906,8 @@ def main(argv=None):
             ("kept", int, 4, "stages that a microbatch visits, the first included"), ("microbatches", int, 3, "paths per origin"),
             ("rounds", int, 2, "microbatches per path, one after the other"), ("swaps", int, 2, "swaps of neighbouring stages in a path"),
             ("dead", numbers, [], "nodes that are not there, e.g. 5,17"),
-            ("seconds", float, 10.0, "limit of the planning, and of the assignment"), ("seed", int, 0, "of the search"), ("figure", str, "figures/skippipe.png", "the picture; '' for none"),
+            ("seconds", float, 10.0, "limit of the planning, and of the assignment"), ("seed", int, 0, "of the search"),
+            ("figure", str, "figures/skippipe.png", "the picture; '' for none"),
             ("results", str, "results/skippipe.json", "the numbers behind table and picture; '' for none"),
             ("save", str, None, "write the network to this file, in the form of --instance")):
         parser.add_argument("--" + name, type=kind_, default=default, help=text)
@@ -932,7 +923,8 @@ def main(argv=None):
         if not set(o.dead) <= set(network.stage_of) or o.seconds < 0 or names and len(names) != len(network.compute):
             raise ValueError("--dead takes nodes of the network, --seconds a time from 0; names, if any, are one per node")
         rows, found = compare(network, o.kept, o.microbatches, o.rounds, o.swaps, o.dead, o.seconds, o.seed, progress)
-        print(f"\n{len(network.compute)} nodes in stages of {', '.join(str(len(s)) for s in network.stages)}; {o.kept} stages kept; lower bound "
+        sizes = ", ".join(str(len(stage)) for stage in network.stages)
+        print(f"\n{len(network.compute)} nodes in stages of {sizes}; {o.kept} stages kept; lower bound "
               f"{found.bound:.3f} s. Simulated:\n\n{'method':33}{'microbatches':33}{'iteration':>9}{'gap':>8}{'planning':>11}"
               f"{'collisions':>12}{'waiting':>10}{'published' if rows[-1]['published'] else '':>12}")
         for r in rows:      # the bound is for paths that skip, so it says nothing of the full pipeline
@@ -940,8 +932,8 @@ def main(argv=None):
             print(f"{r['method']:33}{str(r['microbatches']) + '  ' + r['note']:33}{r['seconds']:7.3f} s{gap:>8}{r['planning']:9.2f} s"
                   f"{r['collisions']:12}{r['waiting']:8.1f} s" + (f"{r['published']:10.2f} s" if r["published"] else ""))
         if o.figure:
-            draw(o.figure, network, names, rows, found, f"SkipPipe's plan: {rows[-1]['microbatches']} microbatches in {found.makespan:.2f} s, "
-                 f"each through {o.kept} of {len(network.stages)} stages")
+            title = f"SkipPipe's plan: {rows[-1]['microbatches']} microbatches in {found.makespan:.2f} s, each through {o.kept} stages"
+            draw(o.figure, network, names, rows, found, title)
         results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows, stages=network.stages, names=names,
                        rounds=o.rounds, paths=found.paths, order=found.order)
         fields = ("delay", "compute", "stages", "memory", "overhead", "origin_overhead")
