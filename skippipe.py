@@ -1,5 +1,9 @@
 """SkipPipe: pipelines whose microbatches take their own paths (arXiv 2502.19913).
 
+    python skippipe.py                                                # the published 20 nodes in 12 cities: table and figures/skippipe.png
+    python skippipe.py --nodes 42 --sizes 7,5,5,5,5,5,5,5 --kept 6    # a larger network from the same city table
+    python skippipe.py --instance mine.json                           # your own: {"delay": [[...]], "compute": [...], "stages": [[...]]}
+
 A path is the tuple of ranks that a microbatch visits, (origin, r1, ..., rm). The origin is a rank of stage 0: it holds the embedding,
 its own layers, the final norm, the head and the loss. So every path ends by going home, and backward retraces it. A microbatch is a
 chain of 2m + 3 tasks, numbered by hop:
@@ -12,10 +16,22 @@ chain of 2m + 3 tasks, numbered by hop:
 Between two tasks the message takes delay[i][j]; links do not contend and sending does not occupy the node. A node runs one task at a
 time and holds at most `memory` microbatches: a forward takes a slot, the backward of the same microbatch frees it. After a task the
 node cannot be used for `overhead` seconds (`origin_overhead` after an origin's first forward); the message leaves at once.
+
+From top to bottom: the network and simple paths, the simulator, the constraints (CC1, CC2, CC3, TC1, TC2), the planner, the bound, the
+baselines, the assignment of nodes to stages, and the command line.
 """
+import argparse
+import csv
 import heapq
+import json
+import math
 import random
+import sys
+import time
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain as joined
+from pathlib import Path
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
 
@@ -26,7 +42,7 @@ class Network:
 
     delay[i][j]: seconds from the end of a task on i to the arrival of its message on j. compute[i]: seconds of one forward on i (w).
     stages: the ranks of each stage, stages[0] the origins. memory: microbatches held at once, one number or one per node.
-    overhead, origin_overhead: seconds (see the module). Raises ValueError when these do not fit together.
+    overhead, origin_overhead: seconds (see the module). Raises ValueError when these do not fit together. Sets stage_of: rank -> stage.
     """
     delay: list
     compute: list
@@ -43,9 +59,13 @@ class Network:
             self.origin_overhead = self.overhead
         if len(self.delay) != nodes or any(len(row) != nodes for row in self.delay) or len(self.memory) != nodes:
             raise ValueError(f"delay must be {nodes} x {nodes} and memory one number or {nodes}, as there are {nodes} compute times")
+        numbers = [self.overhead, self.origin_overhead, *self.compute, *self.memory, *joined(*self.delay)]
+        if not all(isinstance(x, (int, float)) and 0 <= x < float("inf") for x in numbers):
+            raise ValueError("delays, compute times, memory and overheads must be numbers from 0, and finite (name a missing node as dead)")
         ranks = [r for stage in self.stages for r in stage]
         if not ranks or not all(self.stages) or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(nodes)):
             raise ValueError(f"stages must be non-empty lists of different ranks below {nodes}, got {self.stages}")
+        self.stage_of = {r: s for s, stage in enumerate(self.stages) for r in stage}
 
 
 def full_paths(stages, microbatches):
@@ -89,6 +109,9 @@ def kind(path, hop):
     return FORWARD if hop < len(path) else LOSS if hop == len(path) else BACKWARD
 
 
+# ---- the simulator
+
+
 class Deadlock(RuntimeError):
     """No task can start although some are left: the order or the memory is impossible."""
 
@@ -96,10 +119,19 @@ class Deadlock(RuntimeError):
 @dataclass
 class Result:
     """makespan: seconds until the last microbatch is back home. timeline: (rank, microbatch, kind, start, end) in order of start,
-    seconds. waiting[rank]: seconds that tasks spent at the rank before they started (collisions, TC2, and memory)."""
+    seconds. waiting[rank]: seconds that tasks spent at the rank before they started (collisions, TC2, and memory). hops: for each entry
+    of the timeline (hop, seconds at which the task arrived)."""
     makespan: float
     timeline: list = field(repr=False)
     waiting: list = field(repr=False)
+    hops: list = field(repr=False)
+
+    def order(self):
+        """For each rank the (microbatch, hop) that it ran, in order: what `simulate` takes as its planned order."""
+        order = [[] for _ in self.waiting]
+        for (rank, u, *_), (hop, _) in zip(self.timeline, self.hops):
+            order[rank].append((u, hop))
+        return order
 
 
 def simulate(network, paths, release=None, rounds=1, order=None):
@@ -112,58 +144,48 @@ def simulate(network, paths, release=None, rounds=1, order=None):
     arrivals at one moment the lowest microbatch comes first. Times are rounded to a nanosecond, so that ties are ties on every
     machine. Raises Deadlock when tasks are left that can never start.
     """
-    nodes, count = len(network.compute), len(paths)
-    chains = [chain(p) for p in paths]
-    length = [len(p) for p in paths]
-    free_slots, idle = list(network.memory), [True] * nodes
+    nodes, count, compute = len(network.compute), len(paths), network.compute
+    chains, lengths = [chain(p) for p in paths], [len(p) for p in paths]
+    slots, idle, position, waiting = list(network.memory), [True] * nodes, [0] * nodes, [0.0] * nodes
     forwards, others = [[] for _ in range(nodes)], [[] for _ in range(nodes)]   # present tasks: (injected, arrival, microbatch, hop)
-    arrived, position = {}, [0] * nodes                                         # the same under a planned order
-    events, timeline, waiting, makespan, left = [], [], [0.0] * nodes, 0.0, rounds * sum(map(len, chains))
-    for u in range(count):      # an event: (time, 0 = the node becomes usable or 1 = a task arrives, microbatch, hop, node)
-        events.append((release[u] if release else 0.0, 1, u, 0, paths[u][0]))
+    arrived = {}                                                                # the same under a planned order: when each arrived
+    timeline, hops, makespan, left = [], [], 0.0, rounds * sum(map(len, chains))
+    # an event: (time, 0 = the node becomes usable or 1 = a task arrives, microbatch, hop, node)
+    events = [(release[u] if release else 0.0, 1, u, 0, path[0]) for u, path in enumerate(paths)]
     heapq.heapify(events)
     while events:
         now, arrives, u, hop, node = heapq.heappop(events)
-        if arrives:
-            if order is None:
-                heapq.heappush((forwards if hop < length[u % count] else others)[node], (hop == 0, now, u, hop))
-            else:
-                arrived[u, hop] = now
-        else:
+        if not arrives:
             idle[node] = True
+        elif order is None:
+            heapq.heappush((forwards if hop < lengths[u % count] else others)[node], (hop == 0, now, u, hop))
+        else:
+            arrived[u, hop] = now
         if not idle[node]:
             continue
         if order is None:
-            ready = forwards[node] if forwards[node] and free_slots[node] else None
-            if others[node] and (ready is None or others[node] < ready):
+            ready = forwards[node] if slots[node] else None
+            if others[node] and (not ready or others[node] < ready):
                 ready = others[node]
             if not ready:
                 continue
             _, came, u, hop = heapq.heappop(ready)
         else:
-            if position[node] == len(order[node]):
-                continue
-            u, hop = order[node][position[node]]
-            if (u, hop) not in arrived or hop < length[u % count] and not free_slots[node]:
+            u, hop = order[node][position[node]] if position[node] < len(order[node]) else (None, 0)
+            if (u, hop) not in arrived or hop < lengths[u % count] and not slots[node]:
                 continue
             came = arrived.pop((u, hop))
             position[node] += 1
-        path, ranks, m = paths[u % count], chains[u % count], length[u % count]
-        w = network.compute[node]
-        if hop < m:
-            free_slots[node] -= 1
-            duration = w
-        elif hop == m:
-            duration = w / 4
-        else:
-            free_slots[node] += 1       # the node is busy until the end, so the slot is in use until then
-            duration = 1.5 * w
+        ranks, m, w = chains[u % count], lengths[u % count], compute[node]
+        # A backward's slot counts as free from its start: the node is busy until its end anyway.
+        duration, slot = (w, -1) if hop < m else (w / 4, 0) if hop == m else (1.5 * w, 1)
         end = round(now + duration, 9)
-        idle[node] = False
-        waiting[node] += now - came
-        timeline.append((node, u, kind(path, hop), now, end))
-        left -= 1
         usable = round(end + (network.overhead if hop else network.origin_overhead), 9)
+        idle[node], left = False, left - 1
+        slots[node] += slot
+        waiting[node] += now - came
+        timeline.append((node, u, kind(paths[u % count], hop), now, end))
+        hops.append((hop, came))
         heapq.heappush(events, (usable, 0, u, hop, node))
         if hop + 1 < len(ranks):
             to = ranks[hop + 1]
@@ -173,6 +195,755 @@ def simulate(network, paths, release=None, rounds=1, order=None):
             if u + count < rounds * count:
                 heapq.heappush(events, (usable, 1, u + count, 0, node))
     if left:
-        raise Deadlock(f"{left} of {rounds * sum(map(len, chains))} tasks can never start: "
-                       + ("the planned order contradicts itself or the memory" if order else "every node that could run one is out of memory"))
-    return Result(makespan, timeline, waiting)
+        why = "every node that could run one is out of memory" if order is None else "the planned order contradicts itself or the memory"
+        raise Deadlock(f"{left} of {rounds * sum(map(len, chains))} tasks can never start: {why}")
+    return Result(makespan, timeline, waiting, hops)
+
+
+# ---- the constraints: each function yields Violations
+
+
+class Infeasible(ValueError):
+    """No valid plan exists; the message names the constraint that cannot be met."""
+
+
+@dataclass
+class Violation:
+    """text: what is wrong. bans: (microbatch, nodes) pairs; in any valid plan at least one of these microbatches keeps off its nodes.
+    excess: by how many visits, or seconds of waiting, the constraint is exceeded."""
+    text: str
+    bans: list = field(default_factory=list, repr=False)
+    excess: float = 1
+
+
+def cc1(network, paths):
+    """CC1: the first stage is never skipped. A path starts at a node of stage 0 and does not come back there before its loss."""
+    for u, path in enumerate(paths):
+        for i, r in enumerate(path):
+            if (i == 0) != (network.stage_of[r] == 0):
+                yield Violation(f"CC1: microbatch {u} has node {r} of stage {network.stage_of[r]} in place {i} of its path {path}")
+
+
+def cc2(network, paths, swaps=2):
+    """CC2: at most two consecutive stages are swapped: stage s+1 may come right before stage s, at most `swaps` times in a path, and each
+    stage takes part in one swap. The rest is in order and no stage comes twice. (The released search lets a path hop back twice in a row,
+    as in 3, 2, 1, which moves a stage by two places; it also forbids jumps of more than four stages, which the paper does not ask for.)
+    """
+    for u, path in enumerate(paths):
+        stages, swapped = [network.stage_of[r] for r in path], 0
+        for i in range(1, len(path)):
+            a, b = stages[i - 1], stages[i]
+            swapped += b == a - 1
+            if b < a - 1 or b in stages[:i] or (b < a and swapped > swaps) or b < max(stages[:i - 1], default=b):
+                yield Violation(f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to stage {b} (node {path[i]}) after stages "
+                                f"{stages[:i - 1]}: not in order, even with {swaps} swaps of neighbours")
+
+
+def cc3(network, paths, dead=()):
+    """CC3: stages are skipped equally often, as far as the numbers allow: visits to any two stages differ by at most one. Stages without a
+    living node do not count."""
+    visitors = {s: [] for s, nodes in enumerate(network.stages) if s and not set(nodes) <= set(dead)}
+    for u, path in enumerate(paths):
+        for r in path[1:]:
+            visitors.setdefault(network.stage_of[r], []).append(u)
+    low, extra = divmod(sum(map(len, visitors.values())), max(1, len(visitors)))
+    crowded = [(u, network.stages[s]) for s, users in visitors.items() if len(users) > low for u in users]
+    for s, users in sorted(visitors.items(), key=lambda item: -len(item[1])):       # over-full stages first
+        excess = max(len(users) - low - (extra > 0), low - len(users))
+        if excess > 0:
+            bans = [(u, network.stages[s]) for u in users] if len(users) > low else crowded
+            yield Violation(f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} microbatches, {users}; {low} to "
+                            f"{low + (extra > 0)} are due", bans, excess)
+
+
+def tc1(network, paths, caps):
+    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here it means that at most caps[r] paths run
+    through node r (see `node_caps`). Origins are left out: they carry their own microbatches, however many."""
+    visitors = {}
+    for u, path in enumerate(paths):
+        for r in path[1:]:
+            visitors.setdefault(r, []).append(u)
+    for r, users in sorted(visitors.items()):
+        if len(users) > caps[r]:
+            yield Violation(f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} microbatches, {users}, of at most {caps[r]}",
+                            [(u, [r]) for u in users], len(users) - caps[r])
+
+
+def tc2(network, paths, result):
+    """TC2: two microbatches do not want the same node at the same time. A wish, not a rule, so `check` leaves it out: yields a Violation
+    for every task that had to wait at a node, the longest wait first. Nobody can be sent away from an origin: no bans there."""
+    before, found = {}, []
+    for (rank, u, _, start, _), (_, came) in zip(result.timeline, result.hops):
+        if start - came > 1e-9 and rank in before:
+            found.append((came - start, rank, u, before[rank]))
+        before[rank] = u
+    for wait, rank, u, v in sorted(found):
+        users = sorted({u % len(paths), v % len(paths)}) if network.stage_of[rank] else []
+        yield Violation(f"TC2: microbatch {u} waits {-wait:.2f} s at node {rank} for {v}", [(x, [rank]) for x in users], -wait)
+
+
+def node_caps(network, share, dead=(), quota=None):
+    """For each node the most paths that may run through it, when each stage is visited by `share` paths. quota: your own, one or per node.
+
+    A path has one microbatch under way at a time, so a node with at most `memory` paths never waits for memory: that is the published
+    search's rule and the default. Where it would leave a stage too few places or no choice between slow and fast nodes, a cap grows to
+    the node's part of the stage's memory x speed; what is held at once is the simulator's business then.
+    """
+    if quota is not None and hasattr(quota, "__len__") and len(quota) != len(network.compute):
+        raise ValueError(f"quota must be one number or {len(network.compute)}, one per node, got {len(quota)}")
+    caps = [0] * len(network.compute)
+    for stage in network.stages[1:]:
+        power = {r: network.memory[r] / max(network.compute[r], 1e-9) for r in stage if r not in dead and network.memory[r]}
+        for r in power:
+            part = math.ceil(share * power[r] / sum(power.values()) - 1e-9)
+            caps[r] = max(network.memory[r], part) if quota is None else quota[r] if hasattr(quota, "__len__") else quota
+    return caps
+
+
+def check(network, paths, stages_kept=None, swaps=2, dead=(), quota=None):
+    """Every violation of CC1, CC2, CC3 and TC1 as a list of sentences that name microbatch, stage and node; empty for valid paths.
+
+    Paths of another length than stages_kept (default: the first path's) and nodes that are dead or of no stage are listed too.
+    """
+    kept = stages_kept or len(paths[0])
+    found = [f"microbatch {u} visits {len(path)} stages, not {kept}: {path}" for u, path in enumerate(paths) if len(path) != kept]
+    found += [f"microbatch {u} visits node {r} of stage {network.stage_of.get(r)}, which is not there" for u, path in enumerate(paths)
+              for r in path if r in dead or r not in network.stage_of]
+    known = [[r for r in path if r in network.stage_of] for path in paths]
+    living = [s for s in network.stages[1:] if not set(s) <= set(dead)]
+    caps = node_caps(network, -(-len(paths) * (kept - 1) // max(1, len(living))), dead, quota)
+    return found + [v.text for v in joined(cc1(network, known), cc2(network, known, swaps), cc3(network, known, dead),
+                                           tc1(network, known, caps))]
+
+
+# ---- the planner
+
+
+def shortest_path(hop, stages, origin, kept, swaps, must=()):
+    """The cheapest path of one microbatch through `kept` stages under CC1 and CC2, as (seconds, path), or None where there is none.
+
+    hop[i][j]: seconds from i to j and of the work on j; j = origin: of the way home. stages: the nodes of each stage that may be used.
+    must: the stages that may not be skipped. A dynamic programme over the stages in order: skip stage s, visit it, or visit s+1 and then
+    s. layers[s][visits, swaps][last node] = (seconds, path), everything below stage s being decided.
+    """
+    def visit(ends, nodes):
+        best = [min((seconds + hop[e][n], path) for e, (seconds, path) in ends.items()) for n in nodes]
+        return {n: (seconds, path + (n,)) for n, (seconds, path) in zip(nodes, best)}
+
+    def reach(s, state, ends):
+        known = layers[s].setdefault(state, {})
+        for n, label in ends.items():
+            known[n] = min(label, known.get(n, label))
+
+    count = len(stages)
+    layers = [{} for _ in range(count + 1)]
+    layers[1][0, 0] = {origin: (0.0, (origin,))}
+    for s in range(1, count):
+        for (visits, swapped), ends in layers[s].items():
+            if visits + count - s >= kept and s not in must:            # enough stages are left to skip this one
+                reach(s + 1, (visits, swapped), ends)
+            if visits + 1 < kept and stages[s]:
+                reach(s + 1, (visits + 1, swapped), visit(ends, stages[s]))
+            if visits + 2 < kept and swapped < swaps and s + 1 < count and stages[s] and stages[s + 1]:
+                reach(s + 2, (visits + 2, swapped + 1), visit(visit(ends, stages[s + 1]), stages[s]))
+    return min(((seconds + hop[n][origin], path) for (visits, _), ends in layers[count].items() if visits == kept - 1
+                for n, (seconds, path) in ends.items()), default=None)
+
+
+def hop_costs(network, forward=1.0, backward=1.5):
+    """hop[i][j] for `shortest_path`: the link there and back and the work on j, as multiples of w; 0 leaves a direction out. The origin's
+    own work is the same on all its paths and left out."""
+    w, delay, nodes = network.compute, network.delay, range(len(network.compute))
+    return [[(0.0 if i == j else (forward > 0) * delay[i][j] + (backward > 0) * delay[j][i])
+             + ((forward + backward) * w[j] if network.stage_of.get(j) else 0.0) for j in nodes] for i in nodes]
+
+
+@dataclass
+class Plan:
+    """paths: a tuple of ranks per microbatch of a round, the origins in turn. order: for each rank its (microbatch, hop) in order of
+    dispatch; simulate(network, paths, rounds=rounds, order=order) takes `makespan` seconds. bound: no plan is faster, seconds. seconds,
+    work: what planning took. result: the simulation. Unpacks: paths, order = plan(...)."""
+    paths: list
+    order: list = field(repr=False)
+    makespan: float
+    bound: float
+    seconds: float
+    work: int
+    result: Result = field(repr=False)
+
+    def __iter__(self):
+        return iter((self.paths, self.order))
+
+
+def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *, iterations=None, dead=(), quota=None,
+         collisions=True, progress=None):
+    """Paths and dispatch order of one iteration that is as short as the search can make it. Returns a `Plan`.
+
+    stages_kept: how many stages a path visits, the origin's included. Each living origin gets microbatches_per_origin paths, each planned
+    on its own (the released search ties three together), and sends `rounds` microbatches down each. dead: nodes that are not there.
+    quota: see `node_caps`. seconds: limit of the search; iterations: limit in paths planned and simulations run. The clock only decides
+    where the one sequence of steps ends, so with seconds=None the plan depends on seed and iterations alone. collisions=False stops
+    before TC2. progress(work, seconds, makespan, bound) is called now and then. Raises Infeasible where no valid plan exists; where one
+    does, one is found.
+    """
+    if collisions and seconds is None and iterations is None:
+        raise ValueError("plan needs an end: give seconds or iterations")
+    search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead, quota, seed, seconds, iterations)
+    search.bound = lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
+    if collisions:
+        walk = search.farthest_first()      # first of all, since it cannot fail
+        search.conflict_based_search(limit=500)
+    else:
+        search.conflict_based_search(limit=5000, collisions=False)
+        if not search.best:
+            search.farthest_first()
+    while collisions and not search.over():
+        if progress:
+            progress(search.work, time.perf_counter() - search.start, search.best.makespan, search.bound)
+        for paths in (search.paths, walk):
+            search.reorder(paths, steps=50)
+        walk = search.large_neighbourhood_search(walk, steps=200)
+    result = simulate(network, search.paths, rounds=rounds, order=search.best.order())
+    return Plan(search.paths, result.order(), result.makespan, search.bound, time.perf_counter() - search.start, search.work, result)
+
+
+class Search:
+    """What the steps of the search share: the problem, its random numbers, the work done and the best plan so far."""
+
+    def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=(), quota=None, seed=0, seconds=None,
+                 iterations=None):
+        if min(stages_kept, microbatches_per_origin, rounds, swaps + 1) < 1 or stages_kept > len(network.stages):
+            raise ValueError(f"stages_kept must be 1 to {len(network.stages)}, microbatches_per_origin and rounds 1 or more, swaps 0 or "
+                             f"more; got {stages_kept}, {microbatches_per_origin}, {rounds} and {swaps}")
+        self.network, self.kept, self.rounds, self.swaps, self.dead = network, stages_kept, rounds, swaps, frozenset(dead)
+        self.random, self.work, self.iterations = random.Random(f"plan {seed}"), 0, math.inf if iterations is None else iterations
+        self.start, self.seconds = time.perf_counter(), math.inf if seconds is None else seconds
+        self.stages = [[r for r in stage if r not in self.dead] for stage in network.stages]
+        self.origins = self.stages[0] * microbatches_per_origin
+        self.hop, self.best, self.paths, self.bound = hop_costs(network), None, None, 0.0
+        self.visits = self.fair_visits(quota)
+
+    def fair_visits(self, quota):
+        """CC3 as numbers, {stage: visits}, and TC1's caps. A valid plan exists exactly if these visits fit the nodes: deal the stages out
+        in turn and let every path visit its own in ascending order."""
+        living = [s for s in range(1, len(self.stages)) if self.stages[s]]
+        if not self.stages[0] or not all(self.network.memory[o] for o in self.stages[0]):
+            raise Infeasible("CC1 cannot be met: no node of stage 0 is alive, or one has no memory")
+        if len(living) < self.kept - 1:
+            raise Infeasible(f"CC3 cannot be met: a path visits {self.kept - 1} stages after its origin, living nodes have only {living}")
+        low, extra = divmod(len(self.origins) * (self.kept - 1), max(1, len(living)))
+        self.caps = node_caps(self.network, low + (extra > 0), self.dead, quota)
+        fits = {s: sum(self.caps[r] for r in self.stages[s]) for s in living}
+        self.low, self.spare = low, [s for s in living if fits[s] > low] if extra else []
+        if len(self.spare) < extra or min(fits.values(), default=low) < low:
+            s = min(fits, key=fits.get)
+            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each stage, stage {s} "
+                             f"(nodes {self.stages[s]}) has room for {fits[s]}")
+        return {s: low + (s in self.spare[:extra]) for s in living}
+
+    def over(self):
+        return (self.work >= self.iterations or time.perf_counter() - self.start > self.seconds
+                or self.best is not None and self.best.makespan <= self.bound + 1e-6)
+
+    def simulate(self, paths, order=None):
+        """The simulated iteration, remembered if it is the best; None if it deadlocks, which counts as infinitely long."""
+        self.work += 1
+        try:
+            result = simulate(self.network, paths, rounds=self.rounds, order=order)
+        except Deadlock:
+            return None
+        if self.best is None or result.makespan < self.best.makespan - 1e-9:
+            self.best, self.paths = result, paths
+        return result
+
+    def dispatch(self, paths):
+        """First come, first served; where that runs out of memory and deadlocks, every rank's tasks in order of depth * microbatch + hop.
+        The larger depth, the fewer microbatches are under way at once, in the end one, so this ends."""
+        result, depth, count = self.simulate(paths), 1, len(paths)
+        while result is None:
+            depth, order = 2 * depth, [[] for _ in self.network.compute]
+            for _, u, hop, rank in sorted((depth * u + hop, u, hop, rank) for u in range(self.rounds * count)
+                                          for hop, rank in enumerate(chain(paths[u % count]))):
+                order[rank].append((u, hop))
+            result = self.simulate(paths, order)
+        return result
+
+    def conflict_based_search(self, limit, collisions=True):
+        """The paper's method: every microbatch on its own shortest path, then one conflict after the other resolved by branching on who
+        keeps off.
+
+        A node of the tree holds the bans of each microbatch. Its conflict is the first of: an over-full stage (CC3), an over-full node
+        (TC1), a time overlap (TC2); each child forbids one of the microbatches involved the stage or the node. Best first: the least
+        excess, then the shortest iteration; for paths not valid yet the farthest microbatch's trip stands for it. Ends after `limit`
+        children, or without TC2 at the first valid paths.
+        """
+        def push(bans):
+            for key in zip(self.origins, bans):
+                if key not in known:
+                    stages = [[r for r in stage if r not in key[1]] for stage in self.stages]
+                    known[key] = shortest_path(self.hop, stages, key[0], self.kept, self.swaps)
+            trips = [known[key] for key in zip(self.origins, bans)]
+            if bans not in seen and all(trips):
+                seen.add(bans)
+                self.work += 1
+                paths = [path for _, path in trips]
+                conflicts = [*cc3(self.network, paths, self.dead), *tc1(self.network, paths, self.caps)]
+                result = None if conflicts else self.dispatch(paths)
+                # Of equal excess the deepest first: a full network shifts its last conflict about, and breadth would try all permutations.
+                heapq.heappush(tree, (sum(v.excess for v in conflicts), -sum(map(len, bans)), result.makespan if result else max(trips)[0],
+                                      sum(trip for trip, _ in trips), len(seen), bans, paths, result, conflicts))
+
+        known, seen, tree, limit = {}, set(), [], self.work + limit
+        push((frozenset(),) * len(self.origins))
+        while tree and self.work < limit and not self.over():
+            *_, bans, paths, result, conflicts = heapq.heappop(tree)
+            if result and not collisions:
+                break
+            conflicts = [v for v in tc2(self.network, paths, result) if v.bans] if result else conflicts
+            for u, nodes in conflicts[0].bans if conflicts else ():
+                push(bans[:u] + (bans[u] | frozenset(nodes),) + bans[u + 1:])
+
+    def fill(self, paths, visits, hops=None, noise=0.0):
+        """Plan the missing paths (None), so that each stage gets `visits` more. Never a dead end: a stage due for all that are left is a
+        must.
+
+        Farthest origin first, since its trip is the longest part of the iteration and the others have slack to give way. hops(): for each
+        path anew, the costs of the hops; noise: how far the order of planning is shuffled.
+        """
+        paths, visits, room = list(paths), dict(visits), list(self.caps)
+        for r in joined(*(path[1:] for path in paths if path)):
+            room[r] -= 1
+        todo = [(-self.trip[o] * (1 + noise * self.random.random()), u, o) for u, o in enumerate(self.origins) if not paths[u]]
+        for left, (_, u, origin) in zip(range(len(todo), 0, -1), sorted(todo)):
+            stages = [[r for r in stage if room[r] > 0] if visits.get(s) else [] for s, stage in enumerate(self.stages)]
+            must = [s for s, due in visits.items() if due == left]
+            paths[u] = shortest_path(hops() if hops else self.hop, stages, origin, self.kept, self.swaps, must)[1]
+            self.work += 1
+            for r in paths[u][1:]:
+                room[r] -= 1
+                visits[self.network.stage_of[r]] -= 1
+        return paths
+
+    def farthest_first(self):
+        """All paths in one sweep: a valid plan in milliseconds, however large the network."""
+        self.trip = {o: shortest_path(self.hop, self.stages, o, self.kept, self.swaps)[0] for o in self.stages[0]}
+        paths = self.fill([None] * len(self.origins), self.visits)
+        self.dispatch(paths)
+        return paths
+
+    def large_neighbourhood_search(self, paths, steps):
+        """Take a few paths out, often the last to come home among them, and plan them anew on somewhat random costs; go on from there
+        unless the iteration gets clearly longer. One step untangles what conflict-based search, one ban at a time, must branch over again
+        and again. Returns the paths it ended on."""
+        result, draw = self.dispatch(paths), self.random
+        for _ in range(steps):
+            if self.over():
+                break
+            out = set(draw.sample(range(len(paths)), min(len(paths), draw.choice((1, 2, 2, 3, 4)))))
+            if draw.random() < 0.5:
+                out.add(max(result.timeline, key=lambda task: task[4])[1] % len(paths))
+            visits = dict.fromkeys(self.visits, 0)
+            for r in joined(*(paths[u][1:] for u in out)):
+                visits[self.network.stage_of[r]] += 1
+            if self.spare and draw.random() < 0.5:      # CC3 leaves open which stages get one visit more
+                seen = Counter(self.network.stage_of[r] for path in paths for r in path)
+                give = [s for s in visits if visits[s] and seen[s] > self.low]
+                take = [s for s in self.spare if visits[s] < len(out) and seen[s] == self.low]
+                if give and take:
+                    visits[draw.choice(give)] -= 1
+                    visits[draw.choice(take)] += 1
+            scale = 0.3 * draw.random() ** 4 * max(self.trip.values())
+            hop = [[seconds + scale * draw.random() for seconds in row] for row in self.hop]
+            candidate = self.fill([None if u in out else path for u, path in enumerate(paths)], visits, lambda: hop, 0.5)
+            new = self.dispatch(candidate)
+            if new.makespan <= result.makespan + 0.1 * draw.random() ** 4 * self.best.makespan:
+                paths, result = candidate, new
+        return paths
+
+    def reorder(self, paths, steps):
+        """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can shorten the iteration, for
+        whatever keeps to that chain of tasks, each starting when the one before lets it, is as long. First-come-first-served cannot let a
+        node wait for a task that is about to arrive; this can."""
+        result = self.best if paths == self.paths else self.dispatch(paths)
+        for _ in range(steps):
+            swaps = critical_swaps(paths, result)
+            if self.over() or not swaps:
+                break
+            rank, i = self.random.choice(swaps)
+            order = result.order()
+            (v, _), (u, _) = order[rank][i:i + 2]
+            if self.random.random() < 0.3:      # u before v everywhere, as one exchange after another would deadlock where memory is short
+                for tasks in order:
+                    places = [j for j, (x, _) in enumerate(tasks) if x in (u, v)]
+                    for j, task in zip(places, sorted((tasks[j] for j in places), key=lambda task: task[0] != u)):
+                        tasks[j] = task
+            else:
+                order[rank][i:i + 2] = order[rank][i + 1], order[rank][i]
+            new = self.simulate(paths, order)
+            if new and new.makespan <= result.makespan + 0.1 * self.random.random() ** 2 * self.best.makespan:
+                result = new
+
+
+def critical_swaps(paths, result):
+    """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the critical path, which is walked
+    back from the last task: to the task that the node ran before if that kept it waiting, else to the hop before."""
+    index, before, place, last = {}, [], [], {}
+    for i, ((rank, u, *_), (hop, _)) in enumerate(zip(result.timeline, result.hops)):
+        index[u, hop] = i
+        before.append(last.get(rank))
+        place.append(0 if before[i] is None else place[before[i]] + 1)
+        last[rank] = i
+    i, found = max(range(len(before)), key=lambda i: result.timeline[i][4]), []
+    while i is not None:
+        (rank, u, _, start, _), (hop, came) = result.timeline[i], result.hops[i]
+        if start > came and before[i] is not None:
+            i = before[i]
+            if result.timeline[i][1] != u:
+                found.append((rank, place[i]))
+        else:       # the hop before; of an injection: the end of the path's round before, or the start
+            i = index[u, hop - 1] if hop else index.get((u - len(paths), 2 * len(paths[u % len(paths)])))
+    return found
+
+
+# ---- how good can a plan be
+
+
+def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(), work=1000):
+    """Seconds below which no plan can come, whatever its paths and order. The largest of three relaxations, each of which only drops
+    rules:
+
+    1. An origin alone. Drop all other nodes, all other origins and TC1. What remains of its microbatches is forward, loss and backward on
+       the origin itself, with at least the shortest way out and the shortest way back between them (each the minimum over all paths that
+       CC1 and CC2 allow). `one_machine` finds the shortest such schedule, or a bound of it. A path's rounds follow each other.
+    2. As 1, for more microbatches than the origin has memory slots. A slot is taken from a forward's start to its backward's end, so each
+       slot serves a chain of microbatches. Of n microbatches in M slots some chain has at least q = ceil(n / M). Either none has more:
+       then at least n - M (q - 1) chains have q; drop the rest. Or one has q + 1 round trips in a row.
+    3. A stage alone. CC3 brings it at least search.low * rounds microbatches, each of which keeps a node r busy for 2.5 w + 2 overheads.
+       None begins before the quickest origin's forward and the shortest link in, and after the last a link and a backward at an origin
+       follow. In the time between, its nodes serve at most time * sum 1 / (2.5 w + 2 overheads) microbatches (the last overhead may lie
+       outside).
+    """
+    search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
+    w, pause, delay, origins, best = network.compute, network.overhead, network.delay, search.stages[0], 0.0
+    total = microbatches_per_origin * rounds
+    for o in origins:
+        out, back = (shortest_path(hop_costs(network, *way), search.stages, o, stages_kept, swaps)[0] for way in ((1, 0), (0, 1.5)))
+        # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
+        tasks = [(w[o] + network.origin_overhead, w[o] + out), (w[o] / 4 + pause, w[o] / 4 + back), (1.5 * w[o] + pause,) * 2]
+        slots, most = network.memory[o], -(-total // network.memory[o])
+        if microbatches_per_origin <= slots:
+            found = one_machine(tasks * rounds, microbatches_per_origin, work)
+        else:
+            found = min(one_machine(tasks * most, total - slots * (most - 1), work), (most + 1) * sum(wait for _, wait in tasks))
+        best = max(best, found - pause)
+    for stage in filter(None, search.stages[1:]):
+        outside = [r for nodes in search.stages for r in nodes if r not in stage]
+        links = min(delay[i][r] for i in outside for r in stage) + min(delay[r][i] for i in outside for r in stage)
+        rate = sum(1 / max(1e-12, 2.5 * w[r] + 2 * pause) for r in stage)
+        if search.low:
+            best = max(best, 2.5 * min(w[o] for o in origins) + links + search.low * rounds / rate - pause)
+    return best
+
+
+def one_machine(tasks, jobs, work):
+    """A lower bound, exact unless `work` runs out, of the time one machine needs for `jobs` equal chains of tasks. tasks: (seconds busy,
+    seconds from its start until the chain's next task may start; for the last task: until the end).
+
+    Best-first branch and bound over the machine's order; the least bound of the open nodes is a bound of the whole. Next comes any task that
+    can start before another could be done: a later one could be moved behind that at no cost. A node's bound: the machine runs all tasks
+    that cannot start before a given time one after another from then on, and the shortest of their tails follows.
+    """
+    tail = [0.0]
+    for busy, wait in reversed(tasks):
+        tail.insert(0, wait + tail[0])
+
+    def bound(state):
+        left = []
+        for done, head in state:
+            for i in range(done, len(tasks)):
+                left.append((head, tasks[i][0], tail[i] - tasks[i][0]))
+                head += tasks[i][1]     # the earliest start of the chain's next task
+        least, work, after = 0.0, 0.0, math.inf
+        for head, busy, rest in sorted(left, reverse=True):
+            work, after = work + busy, min(after, rest)
+            least = max(least, head + work + after, head + busy + rest)
+        return max(least, max(head for _, head in state))
+
+    state = ((0, 0.0),) * jobs          # per chain: tasks done, earliest start of the next; sorted, as the chains are equal
+    tree, seen = [(bound(state), 0, state)], {state}
+    while work and tree[0][2][0][0] < len(tasks):
+        least, negative, state = heapq.heappop(tree)
+        work -= 1
+        first = min(head + tasks[done][0] for done, head in state if done < len(tasks))
+        for j, (done, head) in enumerate(state):
+            if done < len(tasks) and head <= first and state[j] not in state[:j]:
+                free, next_ = head + tasks[done][0], (done + 1, head + tasks[done][1])
+                others = [(d, max(h, free) if d < len(tasks) else h) for d, h in state[:j] + state[j + 1:]]
+                child = tuple(sorted((*others, next_)))
+                if child not in seen:
+                    seen.add(child)
+                    heapq.heappush(tree, (max(least, bound(child)), negative - 1, child))
+    return tree[0][0]
+
+
+# ---- the baselines, and nodes to stages
+
+
+def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2, seed=0, dead=(), quota=None):
+    """DT-FM skip: paths drawn at random among those that keep to CC1, CC2, CC3 and TC1, with no eye on the links."""
+    search = Search(network, stages_kept, microbatches_per_origin, 1, swaps, dead, quota, seed)
+    nodes, draw = range(len(network.compute)), search.random.random
+    search.trip = dict.fromkeys(search.stages[0], 1.0)
+    return search.fill([None] * len(search.origins), search.visits, lambda: [[draw() for _ in nodes] for _ in nodes], noise=1.0)
+
+
+def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, memory=3, overhead=0.0,
+                  origin_overhead=None, seconds=10.0, seed=0, *, iterations=None, progress=None):
+    """Which node serves which stage, from a flat list of nodes: stages as lists of nodes, sizes[s] of them in stage s.
+
+    Local search over swaps of two nodes of different stages, starting from a random assignment (the paper takes DT-FM's genetic
+    algorithm). The proxy it minimises is the simulated iteration of the farthest-first paths, which take milliseconds and come within a
+    few percent of the plan's. seconds, iterations and seed as in `plan`, an iteration being one assignment tried. Raises ValueError if
+    sizes do not fit.
+    """
+    if sum(sizes) != len(compute) or min(sizes) < 1:
+        raise ValueError(f"stage sizes {sizes} must be positive and add up to the {len(compute)} nodes")
+    draw, start, done = random.Random(f"stages {seed}"), time.perf_counter(), 0
+    iterations, seconds = (math.inf if limit is None else limit for limit in (iterations, seconds))
+    stage = [s for s, size in enumerate(sizes) for _ in range(size)]
+
+    def cut(nodes):
+        return [sorted(nodes[sum(sizes[:s]):sum(sizes[:s + 1])]) for s in range(len(sizes))]
+
+    def score(nodes):
+        network = Network(delay, compute, cut(nodes), memory, overhead, origin_overhead)
+        search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps)
+        search.farthest_first()
+        return search.best.makespan
+
+    nodes = chosen = draw.sample(range(len(compute)), len(compute))
+    now = best = score(nodes)
+    while done < iterations and time.perf_counter() - start < seconds:
+        i, j = draw.sample(range(len(nodes)), 2) if len(nodes) > 1 else (0, 0)
+        other, done = list(nodes), done + 1
+        other[i], other[j] = nodes[j], nodes[i]
+        length = score(other) if stage[i] != stage[j] else math.inf
+        if length <= now + 0.02 * best * draw.random() ** 3:      # a little worse now and then, or it ends in the first dip
+            nodes, now = other, length
+        if now < best:
+            best, chosen = now, nodes
+        if progress:
+            progress(done, time.perf_counter() - start, best)
+    return cut(chosen)
+
+
+# ---- the published instance, and the command line
+
+# The 12 cities of the released code (arXiv 2502.19913): latency in ms / bandwidth in 2^20 bits per second from each city to those after it.
+CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon Singapore Taiwan London Australia".split()
+LINKS = """
+    41/163 4/1986.56 49/232 112/96 70/159 3/1986.56 66/171 83/132 105/102 3.5/1986.56 129/80.5
+    44/261 14/620 74/148 35/250 42/205 30.5/386 107/97.8 89/120.5 38.5/298 98/108
+    53.5/218 112/90.8 73/149.5 3.5/1986.56 68/122.2 80/102.4 102/103 6.6/1546.25 125.5/85.7
+    72.5/114.5 23.4/503.5 51/224.5 19.3/740 101.5/103.5 88/104.86 48.1/179 84/92
+    50/227.5 108.5/93.2 46.2/249.5 35.6/319.5 19.2/628.5 107/72.8 58/113
+    71.5/116.75 12.4/971 79.5/138 64/132.65 68/122.2 69/120
+    67/167 81.5/134 105.5/98 4.8/1986.56 128/78
+    78.5/137.5 59.5/191 64/174 68/120
+    23.2/507 85/128.5 48/244
+    109.5/73.4 67/172
+    132/77"""
+MESSAGE = 4 * 1024 * 1024 * 8       # bytes: fp32, width 1024, 1024 tokens, 8 samples
+STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
+PUBLISHED = {       # simulated seconds
+    "full pipeline (DT-FM)": 79.9397, "random valid paths (DT-FM skip)": 48.9157, "SkipPipe without TC2": 35.4348, "SkipPipe": 33.3138}
+
+
+def city_links(file=None):
+    """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above or a csv with the columns
+    a,b,latency_ms,bandwidth_gib_s."""
+    if file:
+        with open(file, newline="") as lines:
+            rows = [(r["a"], r["b"], float(r["latency_ms"]), float(r["bandwidth_gib_s"]) * 2**30) for r in csv.DictReader(lines)]
+    else:
+        rows = [(CITIES[i], CITIES[i + 1 + j], *(float(x) * y for x, y in zip(link.split("/"), (1, 2**20 / 8))))
+                for i, line in enumerate(LINKS.split("\n")[1:]) for j, link in enumerate(line.split())]
+    return {pair: (ms / 1000, speed) for a, b, ms, speed in rows for pair in ((a, b), (b, a))}
+
+
+def city_delays(names, links, message=MESSAGE):
+    """delay[i][j] in seconds between nodes in these cities: latency + bytes / bandwidth + 0.35; within a city 1 ms and 2 GiB/s (the
+    released figures)."""
+    def delay(i, j):
+        latency, speed = (0.001, 2 * 2**30) if names[i] == names[j] else links[names[i], names[j]]
+        return 0.0 if i == j else latency + message / speed + 0.35
+    return [[delay(i, j) for j in range(len(names))] for i in range(len(names))]
+
+
+def published_network(corrected=False):
+    """The published instance: (Network of 20 nodes, their cities). The released table has NL-London 1024 times too slow: so it is here,
+    or corrected."""
+    names, links = (CITIES * 2)[:20], city_links()
+    for pair in (("NL", "London"), ("London", "NL")):
+        links[pair] = (links[pair][0], links[pair][1] / (1 if corrected else 1024))
+    return Network(city_delays(names, links), [0.44] * 20, STAGES, 3, 0.13, 0.09), names
+
+
+def compare(network, kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(), seconds=10.0, seed=0, progress=None):
+    """The methods on equal work. Returns (rows, the SkipPipe Plan); a row: method, note, microbatches, seconds, planning (s), collisions,
+    waiting (s) and, for the published instance, published (s). The full pipeline is DT-FM's and runs all stages; once with all origins
+    and once with as many as have partners of their own. Random paths take the 132 s of the faulty link most of the time, so they get it
+    corrected."""
+    published = network == published_network()[0] and (kept, microbatches_per_origin, rounds, len(dead)) == (4, 3, 2, 0)
+    alive = [[r for r in stage if r not in dead] for stage in network.stages]
+    total, rows = len(alive[0]) * microbatches_per_origin * rounds, []
+
+    def add(method, note, paths, rounds, result, planning=0.0, reference=True):
+        late = list(tc2(network, paths, result))
+        rows.append(dict(method=method, note=note, microbatches=len(paths) * rounds, seconds=result.makespan, planning=planning,
+                         collisions=len(late), waiting=sum(v.excess for v in late),
+                         published=PUBLISHED[method] if published and reference else None))
+
+    cases = [(n, total // n, 1, "") for n in sorted({len(alive[0]), min(map(len, alive))}, reverse=True) if n and total % n == 0]
+    for origins, each, times, note in cases + [(3, 3, 3, ", as published")] * published:
+        paths = full_paths([alive[0][:origins], *alive[1:]], each)
+        result = simulate(network, paths, rounds=times)
+        add("full pipeline (DT-FM)", f"{origins} origins x {each * times}{note}", paths, times, result, 0.0, bool(note))
+    fair, draws = published_network(True)[0] if published else network, []
+    for s in range(25):
+        paths = random_valid_paths(network, kept, microbatches_per_origin, swaps, s, dead)
+        result = Search(fair, kept, microbatches_per_origin, rounds, swaps, dead).dispatch(paths)
+        draws.append((result.makespan, s, paths, result))
+    *_, paths, result = sorted(draws)[len(draws) // 2]
+    add("random valid paths (DT-FM skip)", "median of 25 draws", paths, rounds, result)
+    for method, options in (("SkipPipe without TC2", dict(collisions=False)), ("SkipPipe", dict(progress=progress))):
+        found = plan(network, kept, microbatches_per_origin, rounds, swaps, seconds, seed, dead=dead, **options)
+        add(method, "", found.paths, rounds, found.result, found.seconds)
+    return rows, found
+
+
+def draw(file, network, names, rows, found, title):
+    """The picture: the methods as bars, and the plan as a Gantt chart. Raises ValueError without matplotlib."""
+    try:
+        from matplotlib import colors
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise ValueError("the figure needs matplotlib: install the extra `plot`, or give --figure ''")
+    figure = Figure(figsize=(17, 7.5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1, 3.2])
+    labels = [r["method"].replace(" (", "\n(") + (f"\n{r['note']}" if r["note"] else "") for r in rows]
+    bars = left.barh(labels, [r["seconds"] for r in rows], color=["#0072B2" if r["method"] == "SkipPipe" else "#BBBBBB" for r in rows])
+    left.bar_label(bars, [f" {r['seconds']:.1f} s" for r in rows])
+    left.axvline(found.bound, color="black", linestyle=":")
+    left.set(xlabel=f"simulated iteration in seconds (dotted: bound, {found.bound:.2f})", xlim=(0, 1.35 * max(r["seconds"] for r in rows)))
+    left.invert_yaxis()
+    # One hue per origin (Okabe and Ito's, which the colour-blind tell apart), one shade and number per microbatch.
+    hues = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
+    place = {r: i + s for i, (s, r) in enumerate((s, r) for s, stage in enumerate(network.stages) for r in stage)}
+    count, mine = len(found.paths), {}
+    for u in sorted({task[1] for task in found.result.timeline}):
+        mine.setdefault(found.paths[u % count][0], []).append(u)
+    for (rank, u, what, start, end), (_, came) in zip(found.result.timeline, found.result.hops):
+        family, hue = mine[found.paths[u % count][0]], hues[list(mine).index(found.paths[u % count][0]) % len(hues)]
+        color = [1 - (1 - c) * (1 - 0.6 * family.index(u) / len(family)) for c in colors.to_rgb(hue)]
+        right.plot([came, start], [place[rank] + 0.45] * 2, color=hue, linewidth=2, solid_capstyle="butt")
+        right.barh(place[rank], end - start, left=start, height=0.76, color="black" if what == LOSS else color, edgecolor="black",
+                   linewidth=0.4, hatch="////" if what == BACKWARD else None)
+        if what == FORWARD:
+            ink = "white" if sum(color) < 1.5 else "black"
+            right.text((start + end) / 2, place[rank], u, ha="center", va="center", fontsize=6, color=ink)
+    right.set_yticks(list(place.values()), [f"{names[r]} {r}" if names else f"node {r}" for r in place], fontsize=8)
+    for s, stage in enumerate(network.stages):
+        right.text(1.01 * found.makespan, sum(place[r] for r in stage) / len(stage), f"stage {s}", va="center")
+    right.set(xlabel="simulated seconds", title=title, xlim=(0, 1.07 * found.makespan), ylim=(max(place.values()) + 1, -1))
+    marks = [Patch(facecolor=c, edgecolor="black", hatch=h, label=t) for c, h, t in (
+        ("white", None, "forward, with its microbatch"), ("black", None, "loss"), ("white", "////", "backward"))]
+    figure.legend(handles=[*marks, *right.plot([], [], color="grey", linewidth=2, label="a task waits for its node (line below)")],
+                  loc="outside lower right", ncols=4, frameon=False)
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+
+
+def read_network(o, progress):
+    """The Network that the options ask for, and the names of its nodes."""
+    if o.instance:
+        data = json.loads(Path(o.instance).read_text())
+        if not isinstance(data, dict) or not {"delay", "compute", "stages"} <= set(data):
+            raise ValueError(f"{o.instance} must hold an object with delay, compute and stages")
+        compute = data["compute"] if isinstance(data["compute"], list) else [data["compute"]] * len(data["delay"])
+        optional = {key: data[key] for key in ("memory", "overhead", "origin_overhead") if key in data}
+        network = Network(data["delay"], compute, data["stages"], **optional)
+        names = data.get("names")
+    elif o.links or o.nodes or o.sizes:
+        links, sizes = city_links(o.links), o.sizes or [5, 3, 3, 3, 3, 3]
+        cities, count = list(dict.fromkeys(a for a, _ in links)), o.nodes or sum(sizes)
+        if not cities or count < 1:
+            raise ValueError("the link table is empty, or --nodes is below 1")
+        names = [cities[i % len(cities)] for i in range(count)]
+        delay, compute = city_delays(names, links), [0.44 if o.compute is None else o.compute] * count
+        stages = assign_stages(delay, compute, sizes, o.kept, o.microbatches, o.rounds, o.swaps, o.memory or 3, 0.13, 0.09, o.seconds,
+                               o.seed, progress=progress)
+        network = Network(delay, compute, stages, 3, 0.13, 0.09)
+    else:
+        network, names = published_network()
+    compute = network.compute if o.compute is None else [o.compute] * len(network.compute)
+    return Network(network.delay, compute, network.stages, network.memory if o.memory is None else o.memory, network.overhead,
+                   network.origin_overhead), names
+
+
+def main(argv=None):
+    numbers = lambda text: [int(x) for x in text.split(",") if x]
+    parser = argparse.ArgumentParser(description="Plan SkipPipe's paths and draw them; without options for the published instance.",
+                                     allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = lambda message: parser.exit(2, "skippipe.py: error: " + " ".join(str(message).split()) + "\n")
+    for name, kind_, default, text in (
+            ("instance", str, None, "JSON file: delay (s), compute (s), stages; may have memory, overhead, origin_overhead (s), names"),
+            ("links", str, None, "csv file a,b,latency_ms,bandwidth_gib_s with every pair of cities, in place of the built-in twelve"),
+            ("nodes", int, None, "nodes, spread over the cities in turn and assigned to stages by search"),
+            ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5,5,5,5,5,5, assigned to stages by search"),
+            ("compute", float, None, "seconds of one forward on a node"), ("memory", int, None, "microbatches that a node holds at once"),
+            ("kept", int, 4, "stages that a microbatch visits, the first included"), ("microbatches", int, 3, "paths per origin"),
+            ("rounds", int, 2, "microbatches per path, one after the other"), ("swaps", int, 2, "swaps of neighbouring stages in a path"),
+            ("dead", numbers, [], "nodes that are not there, e.g. 5,17"),
+            ("seconds", float, 10.0, "limit of the planning, and of the assignment"), ("seed", int, 0, "of the search"),
+            ("figure", str, "figures/skippipe.png", "the picture; '' for none"),
+            ("results", str, "results/skippipe.json", "the numbers behind table and picture; '' for none"),
+            ("save", str, None, "write the network to this file, in the form of --instance")):
+        parser.add_argument("--" + name, type=kind_, default=default, help=text)
+    o = parser.parse_args(argv)
+
+    def progress(work, seconds, makespan, bound=0.0):
+        if sys.stderr.isatty():
+            gap = f", at most {makespan / bound - 1:.1%} above the best" if bound else ""
+            print(f"\r{seconds:6.1f} s: {work} tried, iteration {makespan:.3f} s{gap} ", end="", file=sys.stderr)
+
+    try:
+        network, names = read_network(o, progress)
+        if not set(o.dead) <= set(network.stage_of) or o.seconds < 0 or names and len(names) != len(network.compute):
+            raise ValueError("--dead takes nodes of the network, --seconds a time from 0; names, if any, are one per node")
+        rows, found = compare(network, o.kept, o.microbatches, o.rounds, o.swaps, o.dead, o.seconds, o.seed, progress)
+        sizes = ", ".join(str(len(stage)) for stage in network.stages)
+        print(f"\n{len(network.compute)} nodes in stages of {sizes}; {o.kept} stages kept; lower bound "
+              f"{found.bound:.3f} s. Simulated:\n\n{'method':33}{'microbatches':33}{'iteration':>9}{'gap':>8}{'planning':>11}"
+              f"{'collisions':>12}{'waiting':>10}{'published' if rows[-1]['published'] else '':>12}")
+        for r in rows:      # the bound is for paths that skip, so it says nothing of the full pipeline
+            gap = "" if "full" in r["method"] else f"{r['seconds'] / found.bound - 1:.1%}"
+            print(f"{r['method']:33}{str(r['microbatches']) + '  ' + r['note']:33}{r['seconds']:7.3f} s{gap:>8}{r['planning']:9.2f} s"
+                  f"{r['collisions']:12}{r['waiting']:8.1f} s" + (f"{r['published']:10.2f} s" if r["published"] else ""))
+        if o.figure:
+            title = f"SkipPipe's plan: {rows[-1]['microbatches']} microbatches in {found.makespan:.2f} s, each through {o.kept} stages"
+            draw(o.figure, network, names, rows, found, title)
+        results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows, stages=network.stages, names=names,
+                       rounds=o.rounds, paths=found.paths, order=found.order)
+        fields = ("delay", "compute", "stages", "memory", "overhead", "origin_overhead")
+        for file, data in ((o.results, results), (o.save, dict({f: getattr(network, f) for f in fields}, names=names))):
+            if file:
+                Path(file).parent.mkdir(parents=True, exist_ok=True)
+                Path(file).write_text("{" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items()) + "}\n")
+    except (ValueError, Deadlock, OSError, KeyError, TypeError, IndexError, AttributeError) as error:
+        parser.error(error if type(error) in (ValueError, Infeasible, Deadlock) else f"{type(error).__name__} {error}")
+
+
+if __name__ == "__main__":
+    main()
