@@ -604,12 +604,7 @@ def plan_paths(o, network, stages):
     except ValueError as error:
         raise BadInput(f"--skip {o.skip}: {error}")
     result = simulate(network, paths, rounds=rounds, order=order)
-    order = [[] for _ in network.compute]
-    for rank, u, what, *_ in result.timeline:
-        path = paths[u % len(paths)]
-        hop = path.index(rank) if what == FORWARD else len(path) if what == LOSS else 2 * len(path) - path.index(rank)
-        order[rank].append((u, hop))
-    return json.dumps(dict(paths=paths * rounds, order=order, makespan=result.makespan))
+    return json.dumps(dict(paths=paths * rounds, order=result.order(), makespan=result.makespan))
 
 
 # ---------------------------------------------------------------- evaluation, checkpoints
