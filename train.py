@@ -50,13 +50,12 @@ METHODS = {
     "ddp": {},
     "local": {},
 }
-# The planned routings: (network, stages kept, microbatches per origin, rounds) -> paths of a round and, for SkipPipe, their order; the baselines
-# run first come first served.
+# The planned routings: the paths of a round and, for SkipPipe, their order; the baselines run first come first served.
 PLANNERS = {
-    "skippipe": lambda *args: skippipe.plan(*args),
-    "no-tc2": lambda *args: (skippipe.plan(*args, collisions=False).paths, None),
-    "dtfm-skip": lambda *args: (skippipe.random_valid_paths(*args[:3]), None),
-    "dtfm": lambda network, kept, microbatches, rounds: (full_paths(network.stages, microbatches), None),
+    "skippipe": lambda network, kept, each, rounds, seed: skippipe.plan(network, kept, each, rounds, seed=seed),
+    "no-tc2": lambda network, kept, each, rounds, seed: (skippipe.plan(network, kept, each, rounds, seed=seed, collisions=False).paths, None),
+    "dtfm-skip": lambda network, kept, each, rounds, seed: (skippipe.random_valid_paths(network, kept, each, seed=seed), None),
+    "dtfm": lambda network, kept, each, rounds, seed: (full_paths(network.stages, each), None),
 }
 
 
@@ -600,7 +599,7 @@ def plan_paths(o, network, stages):
     kept = len(stages) if o.routing == "dtfm" else round((1 - o.skip) * len(stages))
     rounds = next(r for r in range(1, o.microbatches + 1) if o.microbatches % r == 0 and o.microbatches // r <= min(network.memory))
     try:
-        paths, order = PLANNERS[o.routing](network, kept, o.microbatches // rounds, rounds)
+        paths, order = PLANNERS[o.routing](network, kept, o.microbatches // rounds, rounds, o.seed)
     except ValueError as error:
         raise BadInput(f"--skip {o.skip}: {error}")
     result = simulate(network, paths, rounds=rounds, order=order)
