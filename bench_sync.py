@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from noloco import PIECE, DiLoCo, NoLoCo, flatten, mean, outer_update, random_groups
+from noloco import PIECE, DiLoCo, NoLoCo, flatten, outer_update, random_groups, total
 from train import BadInput, connect, together
 
 PAPER = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}       # parameters, as the paper states them
@@ -275,8 +275,8 @@ class HalfWire(NoLoCo):
     def outer_step(self, Deltas, phis):
         for theta, phi, delta, *others in zip(*(v.split(v.numel() if v.is_cuda else PIECE) for v in (self.theta, self.phi, self.delta, *Deltas, *phis))):
             half = [v.to(theta.device, torch.float32) for v in others]
-            mean_Delta, mean_phi = (mean(v, len(Deltas), theta.device) for v in (half[:len(Deltas)], half[len(Deltas):]))
-            outer_update(phi, delta, mean_Delta, mean_phi, self.alpha, self.beta, self.gamma)
+            sum_Delta, sum_phi = (total(v, theta.device) for v in (half[:len(Deltas)], half[len(Deltas):]))
+            outer_update(phi, delta, sum_Delta, sum_phi / len(Deltas), self.alpha, self.beta / len(Deltas), self.gamma)
             theta.copy_(phi)
 
 
