@@ -24,6 +24,7 @@ Beyond the paper: a message of b bytes takes b / rate longer; links do not conte
 The paper counts two exchanges for a pair. Our NoLoCo needs one, of theta: phi is not needed or came ahead (Eq. 2' in noloco.py).
 """
 import argparse
+import itertools
 import json
 import math
 import os
@@ -80,7 +81,7 @@ def parse(argv):
     if world > 1 and (o.simulate or o.plot or o.model):
         raise BadInput("--simulate, --plot and --model need no torchrun: python bench_sync.py ...")
     if world == 1 and not (o.simulate or o.plot or o.model):
-        raise BadInput("nothing to do: give --simulate, --model or --plot, or start at least 2 processes: torchrun --nproc-per-node 2 bench_sync.py")
+        raise BadInput("nothing to do: give --simulate, --model or --plot, or start several processes: torchrun --nproc-per-node 2 bench_sync.py")
     if o.emulate:
         if world % 2 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
             raise BadInput(f"emulated links need an even number of processes, all on one machine (one clock); got {world}")
@@ -107,7 +108,7 @@ def pair_closed_form(spread):
 
 
 def tree_all_reduce(up, down):
-    """(2) for any n: up[j] and down[j], (2n, trials), are the times between heap node j and its parent j // 2; nodes n ... 2n-1 are the replicas."""
+    """(2) for any n: up[j] and down[j] (trials) are times between heap node j and its parent j // 2; the replicas are nodes n ... 2n-1."""
     last = len(up)                                              # 2n
     ready = torch.zeros_like(up)
     levels = [(a, min(2 * a, last)) for a in (2**k for k in range(1, last.bit_length())) if a < last]
@@ -249,11 +250,10 @@ def simulate(o):
         now, alone = result["training"]["NoLoCo"][1024][i][at], result["training"]["alone"][1024][i][at]
         print(f"1024 replicas, 100 inner steps, {outer} outer steps: DiLoCo takes {100 * (now[0] - 1):.1f}% +- {100 * now[1]:.1f} longer than NoLoCo "
               f"({100 * (alone[0] - 1):.1f}% if a pair's delay were forgotten at once; the paper says ~20%)")
-    errors = [e / x for rows in result["ratio"].values() for x, e in rows] + [e / x for by in result["training"].values() for rows in by.values()
-                                                                              for row in rows for x, e in row]
-    errors += [e / x for by in result["seconds"].values() for x, e in by.values()]
+    pairs = [p for rows in result["ratio"].values() for p in rows] + [p for by in result["seconds"].values() for p in by.values()]
+    pairs += [p for by in result["training"].values() for rows in by.values() for row in rows for p in row]
     result["wall_seconds"] = time.perf_counter() - began
-    print(f"largest standard error {100 * max(errors):.2f}% of its value; {result['wall_seconds']:.0f} s")
+    print(f"largest standard error {100 * max(error / value for value, error in pairs):.2f}% of its value; {result['wall_seconds']:.0f} s")
     save(o, "sync_simulated", result)
 
 
@@ -266,14 +266,17 @@ class HalfWire(NoLoCo):
     def exchange(self):
         if "own" not in self.buffers:
             self.buffers["own"] = torch.empty_like(self.theta, dtype=torch.bfloat16)
-        Deltas, works = self.post("Delta", torch.sub(self.theta, self.phi, out=self.buffers["own"]), self.group())
+        for own, theta, phi in zip(*(v.split(PIECE) for v in (self.buffers["own"], self.theta, self.phi))):
+            own.copy_(theta - phi)
+        Deltas, works = self.post("Delta", self.buffers["own"], self.group())
         phis, more = self.ahead
         for work in works + more:
             work.wait()
         return list(Deltas.values()), list(phis.values())
 
     def outer_step(self, Deltas, phis):
-        for theta, phi, delta, *others in zip(*(v.split(v.numel() if v.is_cuda else PIECE) for v in (self.theta, self.phi, self.delta, *Deltas, *phis))):
+        vectors, piece = (self.theta, self.phi, self.delta, *Deltas, *phis), self.theta.numel() if self.theta.is_cuda else PIECE
+        for theta, phi, delta, *others in zip(*(v.split(piece) for v in vectors)):
             half = [v.to(theta.device, torch.float32) for v in others]
             sum_Delta, sum_phi = (total(v, theta.device) for v in (half[:len(Deltas)], half[len(Deltas):]))
             outer_update(phi, delta, sum_Delta, sum_phi / len(Deltas), self.alpha, self.beta / len(Deltas), self.gamma)
@@ -287,7 +290,8 @@ def measure(o, rank, world, device):
     params = [torch.nn.Parameter(torch.randn(cut, device=device).mul_(0.02)) for cut in cuts if cut]
     theta, grad = flatten(params)
     dist.broadcast(theta, 0)        # NoLoCo expects equal weights at the start
-    diloco, noloco, late = DiLoCo(params, inner_steps=1), NoLoCo(params, inner_steps=1, seed=o.seed), NoLoCo(params, inner_steps=1, gamma=0.9, seed=o.seed)
+    diloco = DiLoCo(params, inner_steps=1)
+    noloco, late = (NoLoCo(params, inner_steps=1, gamma=gamma, seed=o.seed) for gamma in (0.7, 0.9))
     early, half = (kind(params, inner_steps=2, gamma=0.9, seed=o.seed) for kind in (NoLoCo, HalfWire))
     for other in (diloco, late, early, half):       # one set of vectors: what is in them does not change the time
         other.phi, other.delta, other.buffers = noloco.phi, noloco.delta, noloco.buffers
@@ -298,9 +302,8 @@ def measure(o, rank, world, device):
         if divide:
             grad.div_(world)
 
-    def bare(*vectors):
-        for work in [w for name, vector in zip(("theta", "phi"), vectors) for w in noloco.post(name if vector is not bf16 else "Delta", vector,
-                                                                                              noloco.group())[1]]:
+    def bare(**vectors):
+        for work in [work for name, vector in vectors.items() for work in noloco.post(name, vector, noloco.group())[1]]:
             work.wait()
 
     def send_phi(outer):
@@ -313,9 +316,9 @@ def measure(o, rank, world, device):
 
     rows = {    # name: (what is timed, what comes before it, who counts the bytes or their number, the floor)
         "memcpy of theta": (lambda: grad.copy_(theta), None, 0, None),
-        "exchange of theta": (lambda: bare(theta), None, noloco, None),
-        "exchange of theta and phi": (lambda: bare(theta, noloco.phi), None, noloco, None),
-        "exchange of Delta in bf16": (lambda: bare(bf16), None, noloco, None),
+        "exchange of theta": (lambda: bare(theta=theta), None, noloco, None),
+        "exchange of theta and phi": (lambda: bare(theta=theta, phi=noloco.phi), None, noloco, None),
+        "exchange of Delta in bf16": (lambda: bare(Delta=bf16), None, noloco, None),
         "all-reduce of theta": (lambda: all_reduce(False), lambda: grad.copy_(theta), ring, None),
         "DDP: gradient": (lambda: all_reduce(True), None, ring, "all-reduce of theta"),
         "DiLoCo": (diloco.step, None, diloco, "all-reduce of theta"),
@@ -351,16 +354,17 @@ def measure(o, rank, world, device):
         result["rows"][name] = dict(seconds=row[:-2], bytes=int(row[-2]), bytes_ahead=int(row[-1]), floor=floor)
     table = result["rows"]
     ratio = lambda a, b: statistics.median(x / y for x, y in zip(table[a]["seconds"], table[b]["seconds"]))
-    print(f"{world} processes, {size / 1e6:g}M parameters, {result['backend']}, {result['device']}, torch {result['torch']}, {o.trials} trials, slowest rank, "
-          "median [quartiles]; ratios are medians of the trials'")
+    print(f"{world} processes, {size / 1e6:g}M parameters, {result['backend']}, {result['device']}, torch {result['torch']}: "
+          f"slowest rank, median [quartiles] of {o.trials} trials; ratios are medians of the trials'")
     print(f"{'':38}{'seconds':>8} {'[quartiles]':>16}{'MB sent':>9}{'MB ahead':>9}{'MB/s':>7}{'DiLoCo / it':>13}{'it / floor':>11}")
     for name, row in table.items():
         low, middle, high = quartiles(row["seconds"])
         row.update(median=middle, quartiles=[low, high], diloco_over_it=ratio("DiLoCo", name), over_floor=row["floor"] and ratio(name, row["floor"]))
-        print(f"{name:38}{middle:8.4f} {f'[{low:.4f} {high:.4f}]':>16}{row['bytes'] / 1e6:9.1f}{row['bytes_ahead'] / 1e6:9.1f}{row['bytes'] / middle / 1e6:7.0f}"
-              f"{row['diloco_over_it']:13.2f}" + (f"{row['over_floor']:11.2f}" if row["floor"] else ""))
+        print(f"{name:38}{middle:8.4f} {f'[{low:.4f} {high:.4f}]':>16}{row['bytes'] / 1e6:9.1f}{row['bytes_ahead'] / 1e6:9.1f}"
+              f"{row['bytes'] / middle / 1e6:7.0f}{row['diloco_over_it']:13.2f}" + (f"{row['over_floor']:11.2f}" if row["floor"] else ""))
     result["all_reduce_over_exchange"] = ratio("all-reduce of theta", "exchange of theta")
-    print(f"the exchange is {result['all_reduce_over_exchange']:.2f}x faster than the all-reduce (bytes alone: {ring / table['exchange of theta']['bytes']:.2f}x)")
+    print(f"the exchange is {result['all_reduce_over_exchange']:.2f}x faster than the all-reduce "
+          f"(bytes alone: {ring / table['exchange of theta']['bytes']:.2f}x)")
     save(o, f"sync_measured_{world}", result)
 
 
@@ -377,7 +381,7 @@ def machine(device):
 
 
 class Wire:
-    """Messages between processes of one machine that take a drawn time: each carries when it was sent, and its receiver waits until it is due."""
+    """Messages between processes of one machine that take a drawn time: each says when it was sent, and its receiver waits until it is due."""
 
     def __init__(self, rank):
         self.rank, self.inbox, self.sent = rank, {}, []
@@ -480,7 +484,8 @@ def emulate(o, rank, n):
     measured = dict(tree=tree.tolist(), pair=(pair / n).tolist())
     result = dict(replicas=n, latency_seconds=latency, spread=spread, mbit=o.mbit and o.mbit[0], bytes=4 * size, trials=trials,
                   load_after=os.getloadavg()[0], **machine(torch.device("cpu")), measured=measured, simulated=simulated)
-    print(f"{n} processes, {1000 * latency:g} ms, std(t)/t_c {spread:g}, {4 * size} bytes" + (f" at {o.mbit[0]:g} Mbit/s" if o.mbit else "") + f", {trials} trials")
+    print(f"{n} processes, {trials} trials, {1000 * latency:g} ms, std(t)/t_c {spread:g}, {4 * size} bytes"
+          + (f" at {o.mbit[0]:g} Mbit/s" if o.mbit else ""))
     for kind in ("tree", "pair"):
         a, b = statistics.mean(measured[kind]), statistics.mean(simulated[kind])
         worst = max(abs(x / y - 1) for x, y in zip(measured[kind], simulated[kind]) if y)
@@ -505,15 +510,14 @@ def on_paper(params, n, mbit, latency, step_seconds):
 
 def paper_table(o):
     latency = (50.0 if o.latency_ms is None else o.latency_ms) / 1000
-    print(f"fp32, {1000 * latency:g} ms, inner steps of {o.step_seconds:g} s; every step (DDP), 100 (DiLoCo), 50 (NoLoCo, theta only)\n")
-    print("| model | replicas | link | method | GB sent per rank | seconds | share of time | GB of memory per rank |\n|---|---|---|---|---|---|---|---|")
-    for model in o.model:
+    print(f"fp32, {1000 * latency:g} ms, inner steps of {o.step_seconds:g} s; DDP (each step) / DiLoCo (each 100) / NoLoCo (each 50, theta only)\n")
+    print("| model | replicas | Mbit/s | GB sent per rank | seconds | share of training time, % | GB of memory per rank |\n" + 7 * "|---" + "|")
+    for model, n, mbit in itertools.product(o.model, o.replicas or (64, 1024), o.mbit or (1000.0,)):
         params = o.params or PAPER[model]
-        for n in o.replicas or (64, 1024):
-            for mbit in o.mbit or (1000.0,):
-                for name, row in on_paper(params, n, mbit, latency, o.step_seconds).items():
-                    print(f"| {model}, {params / 1e6:g}M | {n} | {mbit:g} Mbit/s | {name} | {row['bytes'] / 1e9:.2f} | {row['seconds']:.3g} | "
-                          f"{100 * row['share']:.1f}% | {row['memory'] / 1e9:.1f} |")
+        rows = on_paper(params, n, mbit, latency, o.step_seconds).values()
+        columns = [" / ".join(f"{row[key] * scale:{form}}" for row in rows)
+                   for key, scale, form in (("bytes", 1e-9, ".2f"), ("seconds", 1, ".4g"), ("share", 100, ".1f"), ("memory", 1e-9, ".1f"))]
+        print(f"| {model}, {params / 1e6:g}M | {n} | {mbit:g} | {' | '.join(columns)} |")
 
 
 # ---------------------------------------------------------------- results and pictures
@@ -554,7 +558,8 @@ def draw_simulated(plt, found):
     r, marks = found["sync_simulated"], "osD^vX"
     figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(10, 7.6), layout="constrained")
     def line(axis, x, points, i, label, **style):
-        axis.errorbar(x, [p[0] for p in points], [2 * p[1] for p in points], color=COLOURS[i], marker=marks[i], capsize=2, lw=1.2, label=label, **style)
+        value, error = zip(*points)
+        axis.errorbar(x, value, [2 * e for e in error], color=COLOURS[i], marker=marks[i], capsize=2, lw=1.2, label=label, **style)
     for i, (n, points) in enumerate(r["ratio"].items()):
         line(a, r["spreads"], points, i, f"{n} replicas")
     for i, (n, points) in enumerate(r["training"]["NoLoCo"].items()):
@@ -589,14 +594,15 @@ def draw_measured(plt, found):
         rows = list(r["rows"].items())[::-1]
         height = 0.8 / len(whole)
         error = [[row["median"] - row["quartiles"][0] for _, row in rows], [row["quartiles"][1] - row["median"] for _, row in rows]]
-        a.barh([i - height * (k - (len(whole) - 1) / 2) for i in range(len(rows))], [row["median"] for _, row in rows], height, xerr=error, capsize=2,
-               color=COLOURS[k], label=f"{r['replicas']} processes, {r['params'] / 1e6:g}M fp32, {r['backend']}, {r['device']}")
+        places = [i - height * (k - (len(whole) - 1) / 2) for i in range(len(rows))]
+        a.barh(places, [row["median"] for _, row in rows], height, xerr=error, capsize=2, color=COLOURS[k], label=f"{r['replicas']} processes, {r['params'] / 1e6:g}M fp32, {r['backend']}, {r['device']}")
         a.set_yticks(range(len(rows)), [name for name, _ in rows])
     for k, kind in enumerate(("tree", "pair")):
         n = [r["replicas"] for r in links]
-        mean, spread = ([f(r["measured"][kind]) for r in links] for f in (statistics.mean, lambda x: statistics.pstdev(x) / max(1, len(x) - 1) ** 0.5))
+        real = [r["measured"][kind] for r in links]
         b.plot(n, [statistics.mean(r["simulated"][kind]) for r in links], "-", color=COLOURS[k], label=f"{kind}, simulated from the same draws")
-        b.errorbar(n, mean, [2 * x for x in spread], fmt="os"[k], color=COLOURS[k], capsize=3, label=f"{kind}, real messages")
+        b.errorbar(n, [statistics.mean(x) for x in real], [2 * statistics.pstdev(x) / max(1, len(x) - 1) ** 0.5 for x in real], fmt="os"[k],
+                   color=COLOURS[k], capsize=3, label=f"{kind}, real messages")
     a.set(xlabel="seconds, median and quartiles over trials, slowest rank", title="Measured: floors, then whole steps")
     b.set(xscale="log", xlabel="processes", ylabel="seconds per synchronisation, mean and 2 standard errors", ylim=(0, None), title="Emulated links")
     if links:
