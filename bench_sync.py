@@ -609,6 +609,7 @@ def draw_measured(plt, found):
         b.set_title(f"Emulated links: {1000 * links[0]['latency_seconds']:g} ms, std(t)/t_c {links[0]['spread']:g}")
         b.set_xticks(n, [str(x) for x in n])
         b.minorticks_off()
+        b.set_ylim(0, 1.3 * b.get_ylim()[1])        # room for the legend
     for axis in (a, b):
         if axis.get_legend_handles_labels()[0]:
             axis.legend()
