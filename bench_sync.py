@@ -39,7 +39,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from noloco import PIECE, DiLoCo, NoLoCo, flatten, outer_update, random_groups, total
-from train import BadInput, connect, together
+from train import BadInput, Job
 
 PAPER = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}       # parameters, as the paper states them
 COUNTS = (4, 16, 64, 256, 1024, 4096)
@@ -268,7 +268,7 @@ class HalfWire(NoLoCo):
             self.buffers["own"] = torch.empty_like(self.theta, dtype=torch.bfloat16)
         for own, theta, phi in zip(*(v.split(PIECE) for v in (self.buffers["own"], self.theta, self.phi))):
             own.copy_(theta - phi)
-        Deltas, works = self.post("Delta", self.buffers["own"], self.group())
+        Deltas, works = self.post("Delta", self.buffers["own"], self.group(self.steps // self.inner_steps - 1))
         phis, more = self.ahead
         for work in works + more:
             work.wait()
@@ -283,16 +283,19 @@ class HalfWire(NoLoCo):
             theta.copy_(phi)
 
 
-def measure(o, rank, world, device):
+def measure(o, job):
     """The whole outer step of each method beside the floors below it, interleaved; a time is that of the slowest rank."""
-    size, tensors = int(o.params or 57e6), 32
+    rank, world, device, size, tensors = job.rank, job.world, job.device, int(o.params or 57e6), 32
     cuts = [size * (i + 1) // tensors - size * i // tensors for i in range(tensors)]
     params = [torch.nn.Parameter(torch.randn(cut, device=device).mul_(0.02)) for cut in cuts if cut]
     theta, grad = flatten(params)
     dist.broadcast(theta, 0)        # NoLoCo expects equal weights at the start
     diloco = DiLoCo(params, inner_steps=1)
-    noloco, late = (NoLoCo(params, inner_steps=1, gamma=gamma, seed=o.seed) for gamma in (0.7, 0.9))
-    early, half = (kind(params, inner_steps=2, gamma=0.9, seed=o.seed) for kind in (NoLoCo, HalfWire))
+    noloco = NoLoCo(params, inner_steps=1, seed=o.seed)
+    early, late, half = (kind(params, inner_steps=1, gamma=0.9, seed=o.seed) for kind in (NoLoCo, NoLoCo, HalfWire))
+    send_phi = {outer: outer.send_ahead for outer in (early, late, half)}
+    for outer in send_phi:          # inner steps hide what travels ahead: so that it does not disturb what is timed, we say when it is sent
+        outer.send_ahead = lambda: None
     for other in (diloco, late, early, half):       # one set of vectors: what is in them does not change the time
         other.phi, other.delta, other.buffers = noloco.phi, noloco.delta, noloco.buffers
     bf16, ring = torch.empty_like(theta, dtype=torch.bfloat16), 2 * (world - 1) * theta.nbytes // world
@@ -303,12 +306,12 @@ def measure(o, rank, world, device):
             grad.div_(world)
 
     def bare(**vectors):
-        for work in [work for name, vector in vectors.items() for work in noloco.post(name, vector, noloco.group())[1]]:
+        for work in [work for name, vector in vectors.items() for work in noloco.post(name, vector, noloco.group(noloco.steps))[1]]:
             work.wait()
 
-    def send_phi(outer):
-        """The inner step that sends phi, and its arrival: inner steps hide both, so neither is timed."""
-        outer.step()
+    def arrive(outer):
+        """Send phi ahead and wait for it."""
+        send_phi[outer]()
         vectors, works = outer.ahead
         for work in works:
             work.wait()
@@ -323,9 +326,9 @@ def measure(o, rank, world, device):
         "DDP: gradient": (lambda: all_reduce(True), None, ring, "all-reduce of theta"),
         "DiLoCo": (diloco.step, None, diloco, "all-reduce of theta"),
         "NoLoCo": (noloco.step, None, noloco, "exchange of theta"),
-        "NoLoCo, gamma != beta, phi ahead": (early.step, lambda: send_phi(early), early, "exchange of theta"),
-        "NoLoCo, gamma != beta, phi not ahead": (late.step, None, late, "exchange of theta and phi"),
-        "NoLoCo, Delta in bf16, phi ahead": (half.step, lambda: send_phi(half), half, "exchange of Delta in bf16"),
+        "NoLoCo, gamma != beta, phi ahead": (early.step, lambda: arrive(early), early, "exchange of theta"),
+        "NoLoCo, gamma != beta, phi not ahead": (lambda: (send_phi[late](), late.step()), None, late, "exchange of theta and phi"),
+        "NoLoCo, Delta in bf16, phi ahead": (half.step, lambda: arrive(half), half, "exchange of Delta in bf16"),
     }
     count = lambda source: source if isinstance(source, int) else source.bytes_sent
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -345,7 +348,7 @@ def measure(o, rank, world, device):
             wait()
             times[i, trial] = time.perf_counter() - clock
             sent[i] = torch.tensor([source if isinstance(source, int) else count(source) - ready, ready - start])
-    slowest = torch.cat([times[:, 1:], sent], 1).to(device if dist.get_backend() == "nccl" else "cpu")
+    slowest = torch.cat([times[:, 1:], sent], 1).to(device if job.nccl else "cpu")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     if rank:
         return
@@ -449,9 +452,9 @@ def real_pair(wire, partner, t, vector):
     return (vector + other) / 2
 
 
-def emulate(o, rank, n):
+def emulate(o, job):
     """Tree and pair as real messages that take drawn times, beside the simulation of the same draws."""
-    generator, size = torch.Generator().manual_seed(o.seed), int(o.params or 25e3)
+    rank, n, generator, size = job.rank, job.world, torch.Generator().manual_seed(o.seed), int(o.params or 25e3)
     latency, spread, trials = (50.0 if o.latency_ms is None else o.latency_ms) / 1000, o.latency_std or 0.0, o.trials
     extra = 32 * size / (o.mbit[0] * 1e6) if o.mbit else 0.0
     up, down = (messages((2 * n, trials), spread, generator).mul_(latency).add_(extra).double() for _ in range(2))
@@ -595,7 +598,8 @@ def draw_measured(plt, found):
         height = 0.8 / len(whole)
         error = [[row["median"] - row["quartiles"][0] for _, row in rows], [row["quartiles"][1] - row["median"] for _, row in rows]]
         places = [i - height * (k - (len(whole) - 1) / 2) for i in range(len(rows))]
-        a.barh(places, [row["median"] for _, row in rows], height, xerr=error, capsize=2, color=COLOURS[k], label=f"{r['replicas']} processes, {r['params'] / 1e6:g}M fp32, {r['backend']}, {r['device']}")
+        a.barh(places, [row["median"] for _, row in rows], height, xerr=error, capsize=2, color=COLOURS[k],
+               label=f"{r['replicas']} processes, {r['params'] / 1e6:g}M fp32, {r['backend']}, {r['device']}")
         a.set_yticks(range(len(rows)), [name for name, _ in rows])
     for k, kind in enumerate(("tree", "pair")):
         n = [r["replicas"] for r in links]
@@ -617,35 +621,18 @@ def draw_measured(plt, found):
 
 
 def main(argv=None):
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    o, problem, device = None, None, torch.device("cpu")
-    try:
-        o = parse(argv)
-        if world > 1:
-            device = connect(o, world, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    except BadInput as error:
-        problem = error
-        if world > 1:
-            dist.init_process_group("gloo")
-
-    def refuse():
-        if problem:
-            raise problem
-        if world == 1 and o.plot:
-            draw(o, "simulated")
-            draw(o, "measured")
-    together(device, refuse)
-    if world > 1:
-        if o.emulate:
-            emulate(o, rank, world)
-        else:
-            measure(o, rank, world, device)
-        dist.barrier()
-        dist.destroy_process_group()
+    job = Job()
+    o = job.together(parse, argv)
+    job.connect(o)
+    if job.world > 1:
+        (emulate if o.emulate else measure)(o, job)
+    elif o.plot:
+        job.together(lambda: [draw(o, kind) for kind in ("simulated", "measured")])
     elif o.simulate:
         simulate(o)
-    elif o.model:
+    else:
         paper_table(o)
+    job.close()
 
 
 if __name__ == "__main__":
