@@ -24,6 +24,7 @@ Beyond the paper: a message of b bytes takes b / rate longer; links do not conte
 The paper counts two exchanges for a pair. Our NoLoCo needs one, of theta: phi is not needed or came ahead (Eq. 2' in noloco.py).
 """
 import argparse
+import itertools
 import json
 import math
 import os
@@ -37,8 +38,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from noloco import PIECE, DiLoCo, NoLoCo, flatten, mean, outer_update, random_groups
-from train import BadInput, connect, together
+from noloco import PIECE, DiLoCo, NoLoCo, flatten, outer_update, random_groups, total
+from train import BadInput, Job
 
 PAPER = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}       # parameters, as the paper states them
 COUNTS = (4, 16, 64, 256, 1024, 4096)
@@ -80,7 +81,7 @@ def parse(argv):
     if world > 1 and (o.simulate or o.plot or o.model):
         raise BadInput("--simulate, --plot and --model need no torchrun: python bench_sync.py ...")
     if world == 1 and not (o.simulate or o.plot or o.model):
-        raise BadInput("nothing to do: give --simulate, --model or --plot, or start at least 2 processes: torchrun --nproc-per-node 2 bench_sync.py")
+        raise BadInput("nothing to do: give --simulate, --model or --plot, or start several processes: torchrun --nproc-per-node 2 bench_sync.py")
     if o.emulate:
         if world % 2 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
             raise BadInput(f"emulated links need an even number of processes, all on one machine (one clock); got {world}")
@@ -107,7 +108,7 @@ def pair_closed_form(spread):
 
 
 def tree_all_reduce(up, down):
-    """(2) for any n: up[j] and down[j], (2n, trials), are the times between heap node j and its parent j // 2; nodes n ... 2n-1 are the replicas."""
+    """(2) for any n: up[j] and down[j] (trials) are times between heap node j and its parent j // 2; the replicas are nodes n ... 2n-1."""
     last = len(up)                                              # 2n
     ready = torch.zeros_like(up)
     levels = [(a, min(2 * a, last)) for a in (2**k for k in range(1, last.bit_length())) if a < last]
@@ -249,11 +250,10 @@ def simulate(o):
         now, alone = result["training"]["NoLoCo"][1024][i][at], result["training"]["alone"][1024][i][at]
         print(f"1024 replicas, 100 inner steps, {outer} outer steps: DiLoCo takes {100 * (now[0] - 1):.1f}% +- {100 * now[1]:.1f} longer than NoLoCo "
               f"({100 * (alone[0] - 1):.1f}% if a pair's delay were forgotten at once; the paper says ~20%)")
-    errors = [e / x for rows in result["ratio"].values() for x, e in rows] + [e / x for by in result["training"].values() for rows in by.values()
-                                                                              for row in rows for x, e in row]
-    errors += [e / x for by in result["seconds"].values() for x, e in by.values()]
+    pairs = [p for rows in result["ratio"].values() for p in rows] + [p for by in result["seconds"].values() for p in by.values()]
+    pairs += [p for by in result["training"].values() for rows in by.values() for row in rows for p in row]
     result["wall_seconds"] = time.perf_counter() - began
-    print(f"largest standard error {100 * max(errors):.2f}% of its value; {result['wall_seconds']:.0f} s")
+    print(f"largest standard error {100 * max(error / value for value, error in pairs):.2f}% of its value; {result['wall_seconds']:.0f} s")
     save(o, "sync_simulated", result)
 
 
@@ -266,29 +266,36 @@ class HalfWire(NoLoCo):
     def exchange(self):
         if "own" not in self.buffers:
             self.buffers["own"] = torch.empty_like(self.theta, dtype=torch.bfloat16)
-        Deltas, works = self.post("Delta", torch.sub(self.theta, self.phi, out=self.buffers["own"]), self.group())
+        for own, theta, phi in zip(*(v.split(PIECE) for v in (self.buffers["own"], self.theta, self.phi))):
+            own.copy_(theta - phi)
+        Deltas, works = self.post("Delta", self.buffers["own"], self.group(self.steps // self.inner_steps - 1))
         phis, more = self.ahead
         for work in works + more:
             work.wait()
         return list(Deltas.values()), list(phis.values())
 
     def outer_step(self, Deltas, phis):
-        for theta, phi, delta, *others in zip(*(v.split(v.numel() if v.is_cuda else PIECE) for v in (self.theta, self.phi, self.delta, *Deltas, *phis))):
+        vectors, piece = (self.theta, self.phi, self.delta, *Deltas, *phis), self.theta.numel() if self.theta.is_cuda else PIECE
+        for theta, phi, delta, *others in zip(*(v.split(piece) for v in vectors)):
             half = [v.to(theta.device, torch.float32) for v in others]
-            mean_Delta, mean_phi = (mean(v, len(Deltas), theta.device) for v in (half[:len(Deltas)], half[len(Deltas):]))
-            outer_update(phi, delta, mean_Delta, mean_phi, self.alpha, self.beta, self.gamma)
+            sum_Delta, sum_phi = (total(v, theta.device) for v in (half[:len(Deltas)], half[len(Deltas):]))
+            outer_update(phi, delta, sum_Delta, sum_phi / len(Deltas), self.alpha, self.beta / len(Deltas), self.gamma)
             theta.copy_(phi)
 
 
-def measure(o, rank, world, device):
+def measure(o, job):
     """The whole outer step of each method beside the floors below it, interleaved; a time is that of the slowest rank."""
-    size, tensors = int(o.params or 57e6), 32
+    rank, world, device, size, tensors = job.rank, job.world, job.device, int(o.params or 57e6), 32
     cuts = [size * (i + 1) // tensors - size * i // tensors for i in range(tensors)]
     params = [torch.nn.Parameter(torch.randn(cut, device=device).mul_(0.02)) for cut in cuts if cut]
     theta, grad = flatten(params)
     dist.broadcast(theta, 0)        # NoLoCo expects equal weights at the start
-    diloco, noloco, late = DiLoCo(params, inner_steps=1), NoLoCo(params, inner_steps=1, seed=o.seed), NoLoCo(params, inner_steps=1, gamma=0.9, seed=o.seed)
-    early, half = (kind(params, inner_steps=2, gamma=0.9, seed=o.seed) for kind in (NoLoCo, HalfWire))
+    diloco = DiLoCo(params, inner_steps=1)
+    noloco = NoLoCo(params, inner_steps=1, seed=o.seed)
+    early, late, half = (kind(params, inner_steps=1, gamma=0.9, seed=o.seed) for kind in (NoLoCo, NoLoCo, HalfWire))
+    send_phi = {outer: outer.send_ahead for outer in (early, late, half)}
+    for outer in send_phi:          # inner steps hide what travels ahead: so that it does not disturb what is timed, we say when it is sent
+        outer.send_ahead = lambda: None
     for other in (diloco, late, early, half):       # one set of vectors: what is in them does not change the time
         other.phi, other.delta, other.buffers = noloco.phi, noloco.delta, noloco.buffers
     bf16, ring = torch.empty_like(theta, dtype=torch.bfloat16), 2 * (world - 1) * theta.nbytes // world
@@ -298,14 +305,13 @@ def measure(o, rank, world, device):
         if divide:
             grad.div_(world)
 
-    def bare(*vectors):
-        for work in [w for name, vector in zip(("theta", "phi"), vectors) for w in noloco.post(name if vector is not bf16 else "Delta", vector,
-                                                                                              noloco.group())[1]]:
+    def bare(**vectors):
+        for work in [work for name, vector in vectors.items() for work in noloco.post(name, vector, noloco.group(noloco.steps))[1]]:
             work.wait()
 
-    def send_phi(outer):
-        """The inner step that sends phi, and its arrival: inner steps hide both, so neither is timed."""
-        outer.step()
+    def arrive(outer):
+        """Send phi ahead and wait for it."""
+        send_phi[outer]()
         vectors, works = outer.ahead
         for work in works:
             work.wait()
@@ -313,16 +319,16 @@ def measure(o, rank, world, device):
 
     rows = {    # name: (what is timed, what comes before it, who counts the bytes or their number, the floor)
         "memcpy of theta": (lambda: grad.copy_(theta), None, 0, None),
-        "exchange of theta": (lambda: bare(theta), None, noloco, None),
-        "exchange of theta and phi": (lambda: bare(theta, noloco.phi), None, noloco, None),
-        "exchange of Delta in bf16": (lambda: bare(bf16), None, noloco, None),
+        "exchange of theta": (lambda: bare(theta=theta), None, noloco, None),
+        "exchange of theta and phi": (lambda: bare(theta=theta, phi=noloco.phi), None, noloco, None),
+        "exchange of Delta in bf16": (lambda: bare(Delta=bf16), None, noloco, None),
         "all-reduce of theta": (lambda: all_reduce(False), lambda: grad.copy_(theta), ring, None),
         "DDP: gradient": (lambda: all_reduce(True), None, ring, "all-reduce of theta"),
         "DiLoCo": (diloco.step, None, diloco, "all-reduce of theta"),
         "NoLoCo": (noloco.step, None, noloco, "exchange of theta"),
-        "NoLoCo, gamma != beta, phi ahead": (early.step, lambda: send_phi(early), early, "exchange of theta"),
-        "NoLoCo, gamma != beta, phi not ahead": (late.step, None, late, "exchange of theta and phi"),
-        "NoLoCo, Delta in bf16, phi ahead": (half.step, lambda: send_phi(half), half, "exchange of Delta in bf16"),
+        "NoLoCo, gamma != beta, phi ahead": (early.step, lambda: arrive(early), early, "exchange of theta"),
+        "NoLoCo, gamma != beta, phi not ahead": (lambda: (send_phi[late](), late.step()), None, late, "exchange of theta and phi"),
+        "NoLoCo, Delta in bf16, phi ahead": (half.step, lambda: arrive(half), half, "exchange of Delta in bf16"),
     }
     count = lambda source: source if isinstance(source, int) else source.bytes_sent
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -342,7 +348,7 @@ def measure(o, rank, world, device):
             wait()
             times[i, trial] = time.perf_counter() - clock
             sent[i] = torch.tensor([source if isinstance(source, int) else count(source) - ready, ready - start])
-    slowest = torch.cat([times[:, 1:], sent], 1).to(device if dist.get_backend() == "nccl" else "cpu")
+    slowest = torch.cat([times[:, 1:], sent], 1).to(device if job.nccl else "cpu")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     if rank:
         return
@@ -351,16 +357,17 @@ def measure(o, rank, world, device):
         result["rows"][name] = dict(seconds=row[:-2], bytes=int(row[-2]), bytes_ahead=int(row[-1]), floor=floor)
     table = result["rows"]
     ratio = lambda a, b: statistics.median(x / y for x, y in zip(table[a]["seconds"], table[b]["seconds"]))
-    print(f"{world} processes, {size / 1e6:g}M parameters, {result['backend']}, {result['device']}, torch {result['torch']}, {o.trials} trials, slowest rank, "
-          "median [quartiles]; ratios are medians of the trials'")
+    print(f"{world} processes, {size / 1e6:g}M parameters, {result['backend']}, {result['device']}, torch {result['torch']}: "
+          f"slowest rank, median [quartiles] of {o.trials} trials; ratios are medians of the trials'")
     print(f"{'':38}{'seconds':>8} {'[quartiles]':>16}{'MB sent':>9}{'MB ahead':>9}{'MB/s':>7}{'DiLoCo / it':>13}{'it / floor':>11}")
     for name, row in table.items():
         low, middle, high = quartiles(row["seconds"])
         row.update(median=middle, quartiles=[low, high], diloco_over_it=ratio("DiLoCo", name), over_floor=row["floor"] and ratio(name, row["floor"]))
-        print(f"{name:38}{middle:8.4f} {f'[{low:.4f} {high:.4f}]':>16}{row['bytes'] / 1e6:9.1f}{row['bytes_ahead'] / 1e6:9.1f}{row['bytes'] / middle / 1e6:7.0f}"
-              f"{row['diloco_over_it']:13.2f}" + (f"{row['over_floor']:11.2f}" if row["floor"] else ""))
+        print(f"{name:38}{middle:8.4f} {f'[{low:.4f} {high:.4f}]':>16}{row['bytes'] / 1e6:9.1f}{row['bytes_ahead'] / 1e6:9.1f}"
+              f"{row['bytes'] / middle / 1e6:7.0f}{row['diloco_over_it']:13.2f}" + (f"{row['over_floor']:11.2f}" if row["floor"] else ""))
     result["all_reduce_over_exchange"] = ratio("all-reduce of theta", "exchange of theta")
-    print(f"the exchange is {result['all_reduce_over_exchange']:.2f}x faster than the all-reduce (bytes alone: {ring / table['exchange of theta']['bytes']:.2f}x)")
+    print(f"the exchange is {result['all_reduce_over_exchange']:.2f}x faster than the all-reduce "
+          f"(bytes alone: {ring / table['exchange of theta']['bytes']:.2f}x)")
     save(o, f"sync_measured_{world}", result)
 
 
@@ -377,7 +384,7 @@ def machine(device):
 
 
 class Wire:
-    """Messages between processes of one machine that take a drawn time: each carries when it was sent, and its receiver waits until it is due."""
+    """Messages between processes of one machine that take a drawn time: each says when it was sent, and its receiver waits until it is due."""
 
     def __init__(self, rank):
         self.rank, self.inbox, self.sent = rank, {}, []
@@ -445,9 +452,9 @@ def real_pair(wire, partner, t, vector):
     return (vector + other) / 2
 
 
-def emulate(o, rank, n):
+def emulate(o, job):
     """Tree and pair as real messages that take drawn times, beside the simulation of the same draws."""
-    generator, size = torch.Generator().manual_seed(o.seed), int(o.params or 25e3)
+    rank, n, generator, size = job.rank, job.world, torch.Generator().manual_seed(o.seed), int(o.params or 25e3)
     latency, spread, trials = (50.0 if o.latency_ms is None else o.latency_ms) / 1000, o.latency_std or 0.0, o.trials
     extra = 32 * size / (o.mbit[0] * 1e6) if o.mbit else 0.0
     up, down = (messages((2 * n, trials), spread, generator).mul_(latency).add_(extra).double() for _ in range(2))
@@ -480,7 +487,8 @@ def emulate(o, rank, n):
     measured = dict(tree=tree.tolist(), pair=(pair / n).tolist())
     result = dict(replicas=n, latency_seconds=latency, spread=spread, mbit=o.mbit and o.mbit[0], bytes=4 * size, trials=trials,
                   load_after=os.getloadavg()[0], **machine(torch.device("cpu")), measured=measured, simulated=simulated)
-    print(f"{n} processes, {1000 * latency:g} ms, std(t)/t_c {spread:g}, {4 * size} bytes" + (f" at {o.mbit[0]:g} Mbit/s" if o.mbit else "") + f", {trials} trials")
+    print(f"{n} processes, {trials} trials, {1000 * latency:g} ms, std(t)/t_c {spread:g}, {4 * size} bytes"
+          + (f" at {o.mbit[0]:g} Mbit/s" if o.mbit else ""))
     for kind in ("tree", "pair"):
         a, b = statistics.mean(measured[kind]), statistics.mean(simulated[kind])
         worst = max(abs(x / y - 1) for x, y in zip(measured[kind], simulated[kind]) if y)
@@ -505,15 +513,14 @@ def on_paper(params, n, mbit, latency, step_seconds):
 
 def paper_table(o):
     latency = (50.0 if o.latency_ms is None else o.latency_ms) / 1000
-    print(f"fp32, {1000 * latency:g} ms, inner steps of {o.step_seconds:g} s; every step (DDP), 100 (DiLoCo), 50 (NoLoCo, theta only)\n")
-    print("| model | replicas | link | method | GB sent per rank | seconds | share of time | GB of memory per rank |\n|---|---|---|---|---|---|---|---|")
-    for model in o.model:
+    print(f"fp32, {1000 * latency:g} ms, inner steps of {o.step_seconds:g} s; DDP (each step) / DiLoCo (each 100) / NoLoCo (each 50, theta only)\n")
+    print("| model | replicas | Mbit/s | GB sent per rank | seconds | share of training time, % | GB of memory per rank |\n" + 7 * "|---" + "|")
+    for model, n, mbit in itertools.product(o.model, o.replicas or (64, 1024), o.mbit or (1000.0,)):
         params = o.params or PAPER[model]
-        for n in o.replicas or (64, 1024):
-            for mbit in o.mbit or (1000.0,):
-                for name, row in on_paper(params, n, mbit, latency, o.step_seconds).items():
-                    print(f"| {model}, {params / 1e6:g}M | {n} | {mbit:g} Mbit/s | {name} | {row['bytes'] / 1e9:.2f} | {row['seconds']:.3g} | "
-                          f"{100 * row['share']:.1f}% | {row['memory'] / 1e9:.1f} |")
+        rows = on_paper(params, n, mbit, latency, o.step_seconds).values()
+        columns = [" / ".join(f"{row[key] * scale:{form}}" for row in rows)
+                   for key, scale, form in (("bytes", 1e-9, ".2f"), ("seconds", 1, ".4g"), ("share", 100, ".1f"), ("memory", 1e-9, ".1f"))]
+        print(f"| {model}, {params / 1e6:g}M | {n} | {mbit:g} | {' | '.join(columns)} |")
 
 
 # ---------------------------------------------------------------- results and pictures
@@ -554,7 +561,8 @@ def draw_simulated(plt, found):
     r, marks = found["sync_simulated"], "osD^vX"
     figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(10, 7.6), layout="constrained")
     def line(axis, x, points, i, label, **style):
-        axis.errorbar(x, [p[0] for p in points], [2 * p[1] for p in points], color=COLOURS[i], marker=marks[i], capsize=2, lw=1.2, label=label, **style)
+        value, error = zip(*points)
+        axis.errorbar(x, value, [2 * e for e in error], color=COLOURS[i], marker=marks[i], capsize=2, lw=1.2, label=label, **style)
     for i, (n, points) in enumerate(r["ratio"].items()):
         line(a, r["spreads"], points, i, f"{n} replicas")
     for i, (n, points) in enumerate(r["training"]["NoLoCo"].items()):
@@ -589,20 +597,23 @@ def draw_measured(plt, found):
         rows = list(r["rows"].items())[::-1]
         height = 0.8 / len(whole)
         error = [[row["median"] - row["quartiles"][0] for _, row in rows], [row["quartiles"][1] - row["median"] for _, row in rows]]
-        a.barh([i - height * (k - (len(whole) - 1) / 2) for i in range(len(rows))], [row["median"] for _, row in rows], height, xerr=error, capsize=2,
-               color=COLOURS[k], label=f"{r['replicas']} processes, {r['params'] / 1e6:g}M fp32, {r['backend']}, {r['device']}")
+        places = [i - height * (k - (len(whole) - 1) / 2) for i in range(len(rows))]
+        a.barh(places, [row["median"] for _, row in rows], height, xerr=error, capsize=2, color=COLOURS[k],
+               label=f"{r['replicas']} processes, {r['params'] / 1e6:g}M fp32, {r['backend']}, {r['device']}")
         a.set_yticks(range(len(rows)), [name for name, _ in rows])
     for k, kind in enumerate(("tree", "pair")):
         n = [r["replicas"] for r in links]
-        mean, spread = ([f(r["measured"][kind]) for r in links] for f in (statistics.mean, lambda x: statistics.pstdev(x) / max(1, len(x) - 1) ** 0.5))
+        real = [r["measured"][kind] for r in links]
         b.plot(n, [statistics.mean(r["simulated"][kind]) for r in links], "-", color=COLOURS[k], label=f"{kind}, simulated from the same draws")
-        b.errorbar(n, mean, [2 * x for x in spread], fmt="os"[k], color=COLOURS[k], capsize=3, label=f"{kind}, real messages")
+        b.errorbar(n, [statistics.mean(x) for x in real], [2 * statistics.pstdev(x) / max(1, len(x) - 1) ** 0.5 for x in real], fmt="os"[k],
+                   color=COLOURS[k], capsize=3, label=f"{kind}, real messages")
     a.set(xlabel="seconds, median and quartiles over trials, slowest rank", title="Measured: floors, then whole steps")
     b.set(xscale="log", xlabel="processes", ylabel="seconds per synchronisation, mean and 2 standard errors", ylim=(0, None), title="Emulated links")
     if links:
         b.set_title(f"Emulated links: {1000 * links[0]['latency_seconds']:g} ms, std(t)/t_c {links[0]['spread']:g}")
         b.set_xticks(n, [str(x) for x in n])
         b.minorticks_off()
+        b.set_ylim(0, 1.3 * b.get_ylim()[1])        # room for the legend
     for axis in (a, b):
         if axis.get_legend_handles_labels()[0]:
             axis.legend()
@@ -610,35 +621,18 @@ def draw_measured(plt, found):
 
 
 def main(argv=None):
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    o, problem, device = None, None, torch.device("cpu")
-    try:
-        o = parse(argv)
-        if world > 1:
-            device = connect(o, world, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    except BadInput as error:
-        problem = error
-        if world > 1:
-            dist.init_process_group("gloo")
-
-    def refuse():
-        if problem:
-            raise problem
-        if world == 1 and o.plot:
-            draw(o, "simulated")
-            draw(o, "measured")
-    together(device, refuse)
-    if world > 1:
-        if o.emulate:
-            emulate(o, rank, world)
-        else:
-            measure(o, rank, world, device)
-        dist.barrier()
-        dist.destroy_process_group()
+    job = Job()
+    o = job.together(parse, argv)
+    job.connect(o)
+    if job.world > 1:
+        (emulate if o.emulate else measure)(o, job)
+    elif o.plot:
+        job.together(lambda: [draw(o, kind) for kind in ("simulated", "measured")])
     elif o.simulate:
         simulate(o)
-    elif o.model:
+    else:
         paper_table(o)
+    job.close()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ What travels. Eq. 2 regroups to
 so theta is all that must be sent while training waits. phi is known right after the previous outer step: it is sent then and arrives
 during the inner steps. With gamma = beta the last term is zero and phi never travels.
 """
+import functools
 import random
 
 import torch
@@ -190,9 +191,11 @@ class NoLoCo:
         pieces = [zip(*(v.split(1 << 24 if self.theta.is_cuda else PIECE) for v in vectors)) for vectors in (own, thetas, phis or [self.phi])]
         for (theta, phi, delta), some_thetas, some_phis in zip(*pieces):
             # Eq. 2': with gamma = beta mean(phi) cancels, so any value serves; our own phi makes the gamma term zero
-            mean_phi = mean(some_phis, n, theta.device) if phis else phi
-            mean_Delta = mean(some_thetas, n, theta.device).sub_(mean_phi)                  # Eq. 1, averaged
-            outer_update(phi, delta, mean_Delta, mean_phi, self.alpha, self.beta, self.gamma)
+            mean_phi = total(some_phis, theta.device) / n if phis else phi
+            # Eq. 1, summed (it may overwrite theta, which becomes phi in any case). Eq. 2 takes beta/n times the sum: to make it a mean
+            # first would be one more pass over memory
+            sum_Delta = total(some_thetas, theta.device).sub_(mean_phi, alpha=n)
+            outer_update(phi, delta, sum_Delta, mean_phi, self.alpha, self.beta / n, self.gamma)
             theta.copy_(phi)
 
     def state_dict(self):
@@ -211,15 +214,9 @@ class NoLoCo:
         self.steps = state["steps"]
 
 
-def mean(vectors, n, device):
-    """1/n of the vectors' sum, taken in the given order: a group of everyone gets the same bits on every replica."""
-    first, *others = (v.to(device, non_blocking=True) for v in vectors)
-    if not others:
-        return first / n
-    total = first + others[0]
-    for v in others[1:]:
-        total.add_(v)
-    return total.div_(n)
+def total(vectors, device):
+    """The vectors' sum (of one vector itself), taken in the given order: a group of everyone gets the same bits on every replica."""
+    return functools.reduce(torch.add, (v.to(device, non_blocking=True) for v in vectors))
 
 
 class DiLoCo(NoLoCo):

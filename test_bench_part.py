@@ -226,4 +226,4 @@ def test_pictures_without_matplotlib_name_the_extra(monkeypatch, tmp_path):
 def test_paper_table_launch_line():
     line = [sys.executable, str(HERE / "bench_sync.py"), "--model", "large", "--replicas", "1024", "--mbit", "100", "--latency-ms", "50"]
     out = subprocess.run(line, capture_output=True, text=True, timeout=60, env={**os.environ, "WORLD_SIZE": "1"})
-    assert out.returncode == 0 and "| large, 6800M | 1024 | 100 Mbit/s | NoLoCo | 27.20 |" in out.stdout, out.stderr
+    assert out.returncode == 0 and "| large, 6800M | 1024 | 100 | 54.35 / 54.35 / 27.20 |" in out.stdout, out.stderr
