@@ -1504,3 +1504,16 @@ def test_paper_table_launch_line():
     line = [sys.executable, str(HERE / "bench_sync.py"), "--model", "large", "--replicas", "1024", "--mbit", "100", "--latency-ms", "50"]
     out = subprocess.run(line, capture_output=True, text=True, timeout=60, env={**os.environ, "WORLD_SIZE": "1"})
     assert out.returncode == 0 and "| large, 6800M | 1024 | 100 | 54.35 / 54.35 / 27.20 |" in out.stdout, out.stderr
+
+
+def test_readme_planner_example_prints_what_it_says():
+    """Every number that the example's comments promise."""
+    block = next(b for b in re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S) if "skippipe.plan(" in b)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(block, {})
+    promised = [line.split("# ")[1] for line in block.splitlines() if "print(" in line]
+    lines = out.getvalue().splitlines()
+    assert len(lines) == len(promised) == 5 and lines[2] == "[]"
+    for line, words in zip(lines, promised):
+        assert all(number in line for number in re.findall(r"\d+\.\d+", words)), (line, words)
