@@ -29,11 +29,20 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import chain as joined
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from itertools import chain as joined, islice
 from pathlib import Path
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
+
+
+def per_node(value, nodes, name):
+    """A list with one value per node, of such a list or of one value for all."""
+    values = list(value) if hasattr(value, "__len__") else [value] * nodes
+    if len(values) != nodes:
+        raise ValueError(f"{name} must be one number or {nodes}, one per node, got {len(values)}")
+    return values
 
 
 @dataclass
@@ -41,7 +50,7 @@ class Network:
     """The nodes and links that a plan is made for.
 
     delay[i][j]: seconds from the end of a task on i to the arrival of its message on j. compute[i]: seconds of one forward on i (w).
-    stages: the ranks of each stage, stages[0] the origins. memory: microbatches held at once, one number or one per node.
+    stages: the ranks of each stage, stages[0] the origins. memory: microbatches held at once. Both are one number or one per node.
     overhead, origin_overhead: seconds (see the module). Raises ValueError when these do not fit together. Sets stage_of: rank -> stage.
     """
     delay: list
@@ -52,13 +61,12 @@ class Network:
     origin_overhead: float = None
 
     def __post_init__(self):
-        nodes = len(self.compute)
-        if not hasattr(self.memory, "__len__"):
-            self.memory = [self.memory] * nodes
+        nodes = len(self.delay)
+        self.compute, self.memory = per_node(self.compute, nodes, "compute"), per_node(self.memory, nodes, "memory")
         if self.origin_overhead is None:
             self.origin_overhead = self.overhead
-        if len(self.delay) != nodes or any(len(row) != nodes for row in self.delay) or len(self.memory) != nodes:
-            raise ValueError(f"delay must be {nodes} x {nodes} and memory one number or {nodes}, as there are {nodes} compute times")
+        if any(len(row) != nodes for row in self.delay):
+            raise ValueError(f"delay must have as many columns as rows, {nodes}")
         numbers = [self.overhead, self.origin_overhead, *self.compute, *self.memory, *joined(*self.delay)]
         if not all(isinstance(x, (int, float)) and 0 <= x < float("inf") for x in numbers):
             raise ValueError("delays, compute times, memory and overheads must be numbers from 0, and finite (name a missing node as dead)")
@@ -93,11 +101,9 @@ def deal(stages, microbatches, shuffler):
     """Deal each stage's ranks to the microbatches, one deck after the other."""
     columns = [list(stages[0]) * microbatches]
     for boundary, ranks in enumerate(stages[1:]):
-        shuffle, cards = shuffler(boundary), []
-        while len(cards) < len(columns[0]):
-            cards += shuffle(ranks)
-        columns.append(cards[:len(columns[0])])
-    return list(zip(*columns))
+        shuffle = shuffler(boundary)
+        columns.append(joined(*(shuffle(ranks) for _ in range(0, len(columns[0]), len(ranks)))))
+    return list(zip(*columns))      # which ends with the origins, though the last deck may hold more cards
 
 
 def chain(path):
@@ -133,6 +139,10 @@ class Result:
             order[rank].append((u, hop))
         return order
 
+    def last(self):
+        """The microbatch that comes home last."""
+        return max(self.timeline, key=lambda task: task[4])[1]
+
 
 def simulate(network, paths, release=None, rounds=1, order=None):
     """Run one iteration in the time model of the module docstring and return a `Result`.
@@ -144,47 +154,42 @@ def simulate(network, paths, release=None, rounds=1, order=None):
     arrivals at one moment the lowest microbatch comes first. Times are rounded to a nanosecond, so that ties are ties on every
     machine. Raises Deadlock when tasks are left that can never start.
     """
-    nodes, count, compute = len(network.compute), len(paths), network.compute
+    nodes, count = len(network.compute), len(paths)
     chains, lengths = [chain(p) for p in paths], [len(p) for p in paths]
-    slots, idle, position, waiting = list(network.memory), [True] * nodes, [0] * nodes, [0.0] * nodes
-    forwards, others = [[] for _ in range(nodes)], [[] for _ in range(nodes)]   # present tasks: (injected, arrival, microbatch, hop)
-    arrived = {}                                                                # the same under a planned order: when each arrived
+    slots, idle, ran, waiting = list(network.memory), [True] * nodes, [0] * nodes, [0.0] * nodes
+    turn = order and {(node, *task): i for node, tasks in enumerate(order) for i, task in enumerate(tasks)}
+    present = [[] for _ in range(nodes)]    # tasks that wait at each node: (injected, arrival, microbatch, hop)
     timeline, hops, makespan, left = [], [], 0.0, rounds * sum(map(len, chains))
     # an event: (time, 0 = the node becomes usable or 1 = a task arrives, microbatch, hop, node)
     events = [(release[u] if release else 0.0, 1, u, 0, path[0]) for u, path in enumerate(paths)]
     heapq.heapify(events)
     while events:
         now, arrives, u, hop, node = heapq.heappop(events)
-        if not arrives:
-            idle[node] = True
-        elif order is None:
-            heapq.heappush((forwards if hop < lengths[u % count] else others)[node], (hop == 0, now, u, hop))
+        if arrives:
+            present[node].append((hop == 0, now, u, hop))
         else:
-            arrived[u, hop] = now
+            idle[node] = True
         if not idle[node]:
             continue
-        if order is None:
-            ready = forwards[node] if slots[node] else None
-            if others[node] and (not ready or others[node] < ready):
-                ready = others[node]
-            if not ready:
-                continue
-            _, came, u, hop = heapq.heappop(ready)
-        else:
-            u, hop = order[node][position[node]] if position[node] < len(order[node]) else (None, 0)
-            if (u, hop) not in arrived or hop < lengths[u % count] and not slots[node]:
-                continue
-            came = arrived.pop((u, hop))
-            position[node] += 1
-        ranks, m, w = chains[u % count], lengths[u % count], compute[node]
+        ready = [task for task in present[node] if slots[node] or task[3] >= lengths[task[2] % count]]
+        if order:
+            ready = [task for task in ready if turn.get((node, *task[2:])) == ran[node]]
+        if not ready:
+            continue
+        task = min(ready)
+        present[node].remove(task)
+        _, came, u, hop = task
+        ranks, what = chains[u % count], kind(paths[u % count], hop)
         # A backward's slot counts as free from its start: the node is busy until its end anyway.
-        duration, slot = (w, -1) if hop < m else (w / 4, 0) if hop == m else (1.5 * w, 1)
-        end = round(now + duration, 9)
+        work, slot = {FORWARD: (1, -1), LOSS: (0.25, 0), BACKWARD: (1.5, 1)}[what]
+        end = round(now + work * network.compute[node], 9)
         usable = round(end + (network.overhead if hop else network.origin_overhead), 9)
-        idle[node], left = False, left - 1
+        idle[node] = False
+        ran[node] += 1
+        left -= 1
         slots[node] += slot
         waiting[node] += now - came
-        timeline.append((node, u, kind(paths[u % count], hop), now, end))
+        timeline.append((node, u, what, now, end))
         hops.append((hop, came))
         heapq.heappush(events, (usable, 0, u, hop, node))
         if hop + 1 < len(ranks):
@@ -195,7 +200,7 @@ def simulate(network, paths, release=None, rounds=1, order=None):
             if u + count < rounds * count:
                 heapq.heappush(events, (usable, 1, u + count, 0, node))
     if left:
-        why = "every node that could run one is out of memory" if order is None else "the planned order contradicts itself or the memory"
+        why = "the planned order contradicts itself or the memory" if order else "every node that could run one is out of memory"
         raise Deadlock(f"{left} of {rounds * sum(map(len, chains))} tasks can never start: {why}")
     return Result(makespan, timeline, waiting, hops)
 
@@ -239,13 +244,20 @@ def cc2(network, paths, swaps=2):
                                 f"{stages[:i - 1]}: not in order, even with {swaps} swaps of neighbours")
 
 
+def visitors_of(paths, place):
+    """{place(r): the microbatches that come through there after their origin}"""
+    found = {}
+    for u, path in enumerate(paths):
+        for r in path[1:]:
+            found.setdefault(place(r), []).append(u)
+    return found
+
+
 def cc3(network, paths, dead=()):
     """CC3: stages are skipped equally often, as far as the numbers allow: visits to any two stages differ by at most one. Stages without a
     living node do not count."""
     visitors = {s: [] for s, nodes in enumerate(network.stages) if s and not set(nodes) <= set(dead)}
-    for u, path in enumerate(paths):
-        for r in path[1:]:
-            visitors.setdefault(network.stage_of[r], []).append(u)
+    visitors |= visitors_of(paths, lambda r: network.stage_of[r])
     low, extra = divmod(sum(map(len, visitors.values())), max(1, len(visitors)))
     crowded = [(u, network.stages[s]) for s, users in visitors.items() if len(users) > low for u in users]
     for s, users in sorted(visitors.items(), key=lambda item: -len(item[1])):       # over-full stages first
@@ -259,11 +271,7 @@ def cc3(network, paths, dead=()):
 def tc1(network, paths, caps):
     """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here it means that at most caps[r] paths run
     through node r (see `node_caps`). Origins are left out: they carry their own microbatches, however many."""
-    visitors = {}
-    for u, path in enumerate(paths):
-        for r in path[1:]:
-            visitors.setdefault(r, []).append(u)
-    for r, users in sorted(visitors.items()):
+    for r, users in sorted(visitors_of(paths, lambda r: r).items()):
         if len(users) > caps[r]:
             yield Violation(f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} microbatches, {users}, of at most {caps[r]}",
                             [(u, [r]) for u in users], len(users) - caps[r])
@@ -289,14 +297,13 @@ def node_caps(network, share, dead=(), quota=None):
     search's rule and the default. Where it would leave a stage too few places or no choice between slow and fast nodes, a cap grows to
     the node's part of the stage's memory x speed; what is held at once is the simulator's business then.
     """
-    if quota is not None and hasattr(quota, "__len__") and len(quota) != len(network.compute):
-        raise ValueError(f"quota must be one number or {len(network.compute)}, one per node, got {len(quota)}")
     caps = [0] * len(network.compute)
+    quotas = per_node(quota, len(caps), "quota")
     for stage in network.stages[1:]:
         power = {r: network.memory[r] / max(network.compute[r], 1e-9) for r in stage if r not in dead and network.memory[r]}
         for r in power:
             part = math.ceil(share * power[r] / sum(power.values()) - 1e-9)
-            caps[r] = max(network.memory[r], part) if quota is None else quota[r] if hasattr(quota, "__len__") else quota
+            caps[r] = max(network.memory[r], part) if quota is None else quotas[r]
     return caps
 
 
@@ -477,12 +484,13 @@ class Search:
         excess, then the shortest iteration; for paths not valid yet the farthest microbatch's trip stands for it. Ends after `limit`
         children, or without TC2 at the first valid paths.
         """
+        @cache
+        def best_trip(origin, banned):
+            stages = [[r for r in stage if r not in banned] for stage in self.stages]
+            return shortest_path(self.hop, stages, origin, self.kept, self.swaps)
+
         def push(bans):
-            for key in zip(self.origins, bans):
-                if key not in known:
-                    stages = [[r for r in stage if r not in key[1]] for stage in self.stages]
-                    known[key] = shortest_path(self.hop, stages, key[0], self.kept, self.swaps)
-            trips = [known[key] for key in zip(self.origins, bans)]
+            trips = list(map(best_trip, self.origins, bans))
             if bans not in seen and all(trips):
                 seen.add(bans)
                 self.work += 1
@@ -493,7 +501,7 @@ class Search:
                 heapq.heappush(tree, (sum(v.excess for v in conflicts), -sum(map(len, bans)), result.makespan if result else max(trips)[0],
                                       sum(trip for trip, _ in trips), len(seen), bans, paths, result, conflicts))
 
-        known, seen, tree, limit = {}, set(), [], self.work + limit
+        seen, tree, limit = set(), [], self.work + limit
         push((frozenset(),) * len(self.origins))
         while tree and self.work < limit and not self.over():
             *_, bans, paths, result, conflicts = heapq.heappop(tree)
@@ -541,17 +549,15 @@ class Search:
                 break
             out = set(draw.sample(range(len(paths)), min(len(paths), draw.choice((1, 2, 2, 3, 4)))))
             if draw.random() < 0.5:
-                out.add(max(result.timeline, key=lambda task: task[4])[1] % len(paths))
-            visits = dict.fromkeys(self.visits, 0)
-            for r in joined(*(paths[u][1:] for u in out)):
-                visits[self.network.stage_of[r]] += 1
-            if self.spare and draw.random() < 0.5:      # CC3 leaves open which stages get one visit more
-                seen = Counter(self.network.stage_of[r] for path in paths for r in path)
-                give = [s for s in visits if visits[s] and seen[s] > self.low]
-                take = [s for s in self.spare if visits[s] < len(out) and seen[s] == self.low]
-                if give and take:
-                    visits[draw.choice(give)] -= 1
-                    visits[draw.choice(take)] += 1
+                out.add(result.last() % len(paths))
+            seen, gone = (Counter(self.network.stage_of[r] for u in some for r in paths[u]) for some in (range(len(paths)), out))
+            visits = {s: gone[s] for s in self.visits}
+            # CC3 leaves open which stages get one visit more.
+            give = [s for s in visits if visits[s] and seen[s] > self.low]
+            take = [s for s in self.spare if visits[s] < len(out) and seen[s] == self.low]
+            if give and take and draw.random() < 0.5:
+                visits[draw.choice(give)] -= 1
+                visits[draw.choice(take)] += 1
             scale = 0.3 * draw.random() ** 4 * max(self.trip.values())
             hop = [[seconds + scale * draw.random() for seconds in row] for row in self.hop]
             candidate = self.fill([None if u in out else path for u, path in enumerate(paths)], visits, lambda: hop, 0.5)
@@ -571,14 +577,7 @@ class Search:
                 break
             rank, i = self.random.choice(swaps)
             order = result.order()
-            (v, _), (u, _) = order[rank][i:i + 2]
-            if self.random.random() < 0.3:      # u before v everywhere, as one exchange after another would deadlock where memory is short
-                for tasks in order:
-                    places = [j for j, (x, _) in enumerate(tasks) if x in (u, v)]
-                    for j, task in zip(places, sorted((tasks[j] for j in places), key=lambda task: task[0] != u)):
-                        tasks[j] = task
-            else:
-                order[rank][i:i + 2] = order[rank][i + 1], order[rank][i]
+            order[rank][i:i + 2] = reversed(order[rank][i:i + 2])
             new = self.simulate(paths, order)
             if new and new.makespan <= result.makespan + 0.1 * self.random.random() ** 2 * self.best.makespan:
                 result = new
@@ -587,21 +586,20 @@ class Search:
 def critical_swaps(paths, result):
     """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the critical path, which is walked
     back from the last task: to the task that the node ran before if that kept it waiting, else to the hop before."""
-    index, before, place, last = {}, [], [], {}
-    for i, ((rank, u, *_), (hop, _)) in enumerate(zip(result.timeline, result.hops)):
-        index[u, hop] = i
-        before.append(last.get(rank))
-        place.append(0 if before[i] is None else place[before[i]] + 1)
-        last[rank] = i
-    i, found = max(range(len(before)), key=lambda i: result.timeline[i][4]), []
-    while i is not None:
-        (rank, u, _, start, _), (hop, came) = result.timeline[i], result.hops[i]
-        if start > came and before[i] is not None:
-            i = before[i]
-            if result.timeline[i][1] != u:
-                found.append((rank, place[i]))
-        else:       # the hop before; of an injection: the end of the path's round before, or the start
-            i = index[u, hop - 1] if hop else index.get((u - len(paths), 2 * len(paths[u % len(paths)])))
+    order, found = result.order(), []
+    place = {task: (rank, i) for rank, tasks in enumerate(order) for i, task in enumerate(tasks)}
+    waited = {(u, hop): start > came for (_, u, _, start, _), (hop, came) in zip(result.timeline, result.hops)}
+    u, hop = result.last(), 2 * len(paths[result.last() % len(paths)])
+    while u >= 0:
+        rank, i = place[u, hop]
+        if waited[u, hop] and i:
+            if order[rank][i - 1][0] != u:
+                found.append((rank, i - 1))
+            u, hop = order[rank][i - 1]
+        elif hop:
+            hop -= 1
+        else:       # an injection: it waited for the end of its path's round before, or it is the start
+            u, hop = u - len(paths), 2 * len(paths[u % len(paths)])
     return found
 
 
@@ -609,39 +607,25 @@ def critical_swaps(paths, result):
 
 
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(), work=1000):
-    """Seconds below which no plan can come, whatever its paths and order. The largest of three relaxations, each of which only drops
-    rules:
+    """Seconds below which no plan can come, whatever its paths and order: each step of the argument only drops rules.
 
-    1. An origin alone. Drop all other nodes, all other origins and TC1. What remains of its microbatches is forward, loss and backward on
-       the origin itself, with at least the shortest way out and the shortest way back between them (each the minimum over all paths that
-       CC1 and CC2 allow). `one_machine` finds the shortest such schedule, or a bound of it. A path's rounds follow each other.
-    2. As 1, for more microbatches than the origin has memory slots. A slot is taken from a forward's start to its backward's end, so each
-       slot serves a chain of microbatches. Of n microbatches in M slots some chain has at least q = ceil(n / M). Either none has more:
-       then at least n - M (q - 1) chains have q; drop the rest. Or one has q + 1 round trips in a row.
-    3. A stage alone. CC3 brings it at least search.low * rounds microbatches, each of which keeps a node r busy for 2.5 w + 2 overheads.
-       None begins before the quickest origin's forward and the shortest link in, and after the last a link and a backward at an origin
-       follow. In the time between, its nodes serve at most time * sum 1 / (2.5 w + 2 overheads) microbatches (the last overhead may lie
-       outside).
+    Take one origin alone. What remains of its microbatches is forward, loss and backward on the origin itself, with at least the shortest
+    way out and the shortest way back between them (each the minimum over all paths that CC1 and CC2 allow). At most `lanes` of them are
+    under way at once: as many as it has paths, or memory for. So they form `lanes` chains, each microbatch beginning after the one before
+    it in its chain has ended, and the longest chain has at least q = ceil(microbatches / lanes). Either none has more: then at least
+    microbatches - lanes (q - 1) chains have q; drop the rest, and `one_machine` bounds the time of these. Or one has q + 1 in a row,
+    which cannot be where the chains are simply the paths, of `rounds` each.
     """
     search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    w, pause, delay, origins, best = network.compute, network.overhead, network.delay, search.stages[0], 0.0
-    total = microbatches_per_origin * rounds
-    for o in origins:
+    w, pause, best = network.compute, network.overhead, 0.0
+    for o in search.stages[0]:
         out, back = (shortest_path(hop_costs(network, *way), search.stages, o, stages_kept, swaps)[0] for way in ((1, 0), (0, 1.5)))
         # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
         tasks = [(w[o] + network.origin_overhead, w[o] + out), (w[o] / 4 + pause, w[o] / 4 + back), (1.5 * w[o] + pause,) * 2]
-        slots, most = network.memory[o], -(-total // network.memory[o])
-        if microbatches_per_origin <= slots:
-            found = one_machine(tasks * rounds, microbatches_per_origin, work)
-        else:
-            found = min(one_machine(tasks * most, total - slots * (most - 1), work), (most + 1) * sum(wait for _, wait in tasks))
-        best = max(best, found - pause)
-    for stage in filter(None, search.stages[1:]):
-        outside = [r for nodes in search.stages for r in nodes if r not in stage]
-        links = min(delay[i][r] for i in outside for r in stage) + min(delay[r][i] for i in outside for r in stage)
-        rate = sum(1 / max(1e-12, 2.5 * w[r] + 2 * pause) for r in stage)
-        if search.low:
-            best = max(best, 2.5 * min(w[o] for o in origins) + links + search.low * rounds / rate - pause)
+        total, lanes = microbatches_per_origin * rounds, min(microbatches_per_origin, network.memory[o])
+        longest = -(-total // lanes)
+        one_more = (longest + 1) * sum(wait for _, wait in tasks) if lanes < microbatches_per_origin else math.inf
+        best = max(best, min(one_more, one_machine(tasks * longest, total - lanes * (longest - 1), work)) - pause)
     return best
 
 
@@ -649,25 +633,16 @@ def one_machine(tasks, jobs, work):
     """A lower bound, exact unless `work` runs out, of the time one machine needs for `jobs` equal chains of tasks. tasks: (seconds busy,
     seconds from its start until the chain's next task may start; for the last task: until the end).
 
-    Best-first branch and bound over the machine's order; the least bound of the open nodes is a bound of the whole. Next comes any task that
-    can start before another could be done: a later one could be moved behind that at no cost. A node's bound: the machine runs all tasks
-    that cannot start before a given time one after another from then on, and the shortest of their tails follows.
+    Best-first branch and bound over the machine's order; the least bound of the open nodes is a bound of the whole. Next comes any task
+    that can start before another could be done: a later one could be moved behind that at no cost. A node's bound: each chain
+    runs on undisturbed, and the machine does all that is left without a pause.
     """
-    tail = [0.0]
-    for busy, wait in reversed(tasks):
-        tail.insert(0, wait + tail[0])
+    tail = [sum(wait for _, wait in tasks[i:]) for i in range(len(tasks) + 1)]
+    rest = [sum(busy for busy, _ in tasks[i:]) for i in range(len(tasks) + 1)]
 
     def bound(state):
-        left = []
-        for done, head in state:
-            for i in range(done, len(tasks)):
-                left.append((head, tasks[i][0], tail[i] - tasks[i][0]))
-                head += tasks[i][1]     # the earliest start of the chain's next task
-        least, work, after = 0.0, 0.0, math.inf
-        for head, busy, rest in sorted(left, reverse=True):
-            work, after = work + busy, min(after, rest)
-            least = max(least, head + work + after, head + busy + rest)
-        return max(least, max(head for _, head in state))
+        machine = min(head for _, head in state) + sum(rest[done] for done, _ in state)
+        return max(machine, *(head + tail[done] for done, head in state))
 
     state = ((0, 0.0),) * jobs          # per chain: tasks done, earliest start of the next; sorted, as the chains are equal
     tree, seen = [(bound(state), 0, state)], {state}
@@ -710,31 +685,30 @@ def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3,
         raise ValueError(f"stage sizes {sizes} must be positive and add up to the {len(compute)} nodes")
     draw, start, done = random.Random(f"stages {seed}"), time.perf_counter(), 0
     iterations, seconds = (math.inf if limit is None else limit for limit in (iterations, seconds))
+
     stage = [s for s, size in enumerate(sizes) for _ in range(size)]
 
-    def cut(nodes):
-        return [sorted(nodes[sum(sizes[:s]):sum(sizes[:s + 1])]) for s in range(len(sizes))]
-
     def score(nodes):
-        network = Network(delay, compute, cut(nodes), memory, overhead, origin_overhead)
+        rest = iter(nodes)
+        stages = [sorted(islice(rest, size)) for size in sizes]
+        network = Network(delay, compute, stages, memory, overhead, origin_overhead)
         search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps)
         search.farthest_first()
-        return search.best.makespan
+        return search.best.makespan, stages
 
-    nodes = chosen = draw.sample(range(len(compute)), len(compute))
+    nodes = draw.sample(range(len(compute)), len(compute))
     now = best = score(nodes)
-    while done < iterations and time.perf_counter() - start < seconds:
-        i, j = draw.sample(range(len(nodes)), 2) if len(nodes) > 1 else (0, 0)
+    while len(nodes) > 1 and done < iterations and time.perf_counter() - start < seconds:
+        i, j = draw.sample(range(len(nodes)), 2)
         other, done = list(nodes), done + 1
         other[i], other[j] = nodes[j], nodes[i]
-        length = score(other) if stage[i] != stage[j] else math.inf
-        if length <= now + 0.02 * best * draw.random() ** 3:      # a little worse now and then, or it ends in the first dip
-            nodes, now = other, length
-        if now < best:
-            best, chosen = now, nodes
+        new = score(other) if stage[i] != stage[j] else (math.inf, None)
+        if new[0] <= now[0] + 0.02 * best[0] * draw.random() ** 3:      # a little worse now and then, or it ends in the first dip
+            nodes, now = other, new
+        best = min(best, now)
         if progress:
-            progress(done, time.perf_counter() - start, best)
-    return cut(chosen)
+            progress(done, time.perf_counter() - start, best[0])
+    return best[1]
 
 
 # ---- the published instance, and the command line
@@ -756,19 +730,23 @@ LINKS = """
 MESSAGE = 4 * 1024 * 1024 * 8       # bytes: fp32, width 1024, 1024 tokens, 8 samples
 STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
 PUBLISHED = {       # simulated seconds
-    "full pipeline (DT-FM)": 79.9397, "random valid paths (DT-FM skip)": 48.9157, "SkipPipe without TC2": 35.4348, "SkipPipe": 33.3138}
+    "full pipeline, as published": 79.94, "random valid paths (DT-FM skip)": 48.92, "SkipPipe without TC2": 35.43, "SkipPipe": 33.31}
 
 
 def city_links(file=None):
     """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above or a csv with the columns
     a,b,latency_ms,bandwidth_gib_s."""
+    links = {}
     if file:
         with open(file, newline="") as lines:
-            rows = [(r["a"], r["b"], float(r["latency_ms"]), float(r["bandwidth_gib_s"]) * 2**30) for r in csv.DictReader(lines)]
+            for row in csv.DictReader(lines):
+                links[row["a"], row["b"]] = float(row["latency_ms"]) / 1000, float(row["bandwidth_gib_s"]) * 2**30
     else:
-        rows = [(CITIES[i], CITIES[i + 1 + j], *(float(x) * y for x, y in zip(link.split("/"), (1, 2**20 / 8))))
-                for i, line in enumerate(LINKS.split("\n")[1:]) for j, link in enumerate(line.split())]
-    return {pair: (ms / 1000, speed) for a, b, ms, speed in rows for pair in ((a, b), (b, a))}
+        for i, line in enumerate(LINKS.split("\n")[1:]):
+            for city, link in zip(CITIES[i + 1:], line.split()):
+                latency, speed = map(float, link.split("/"))
+                links[CITIES[i], city] = latency / 1000, speed * 2**20 / 8
+    return links | {(b, a): link for (a, b), link in links.items()}
 
 
 def city_delays(names, links, message=MESSAGE):
@@ -789,107 +767,111 @@ def published_network(corrected=False):
     return Network(city_delays(names, links), [0.44] * 20, STAGES, 3, 0.13, 0.09), names
 
 
-def compare(network, kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(), seconds=10.0, seed=0, progress=None):
+def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0, progress=None):
     """The methods on equal work. Returns (rows, the SkipPipe Plan); a row: method, note, microbatches, seconds, planning (s), collisions,
     waiting (s) and, for the published instance, published (s). The full pipeline is DT-FM's and runs all stages; once with all origins
     and once with as many as have partners of their own. Random paths take the 132 s of the faulty link most of the time, so they get it
     corrected."""
     published = network == published_network()[0] and (kept, microbatches_per_origin, rounds, len(dead)) == (4, 3, 2, 0)
     alive = [[r for r in stage if r not in dead] for stage in network.stages]
-    total, rows = len(alive[0]) * microbatches_per_origin * rounds, []
+    total, fewest, rows = len(alive[0]) * microbatches_per_origin * rounds, min(map(len, alive)), []
 
-    def add(method, note, paths, rounds, result, planning=0.0, reference=True):
+    def add(method, note, paths, rounds, result, planning=0.0):
         late = list(tc2(network, paths, result))
         rows.append(dict(method=method, note=note, microbatches=len(paths) * rounds, seconds=result.makespan, planning=planning,
-                         collisions=len(late), waiting=sum(v.excess for v in late),
-                         published=PUBLISHED[method] if published and reference else None))
+                         collisions=len(late), waiting=sum(v.excess for v in late), published=PUBLISHED.get(method) if published else None))
 
-    cases = [(n, total // n, 1, "") for n in sorted({len(alive[0]), min(map(len, alive))}, reverse=True) if n and total % n == 0]
-    for origins, each, times, note in cases + [(3, 3, 3, ", as published")] * published:
+    def full(method, origins, each, rounds):
         paths = full_paths([alive[0][:origins], *alive[1:]], each)
-        result = simulate(network, paths, rounds=times)
-        add("full pipeline (DT-FM)", f"{origins} origins x {each * times}{note}", paths, times, result, 0.0, bool(note))
-    fair, draws = published_network(True)[0] if published else network, []
-    for s in range(25):
-        paths = random_valid_paths(network, kept, microbatches_per_origin, swaps, s, dead)
-        result = Search(fair, kept, microbatches_per_origin, rounds, swaps, dead).dispatch(paths)
-        draws.append((result.makespan, s, paths, result))
-    *_, paths, result = sorted(draws)[len(draws) // 2]
-    add("random valid paths (DT-FM skip)", "median of 25 draws", paths, rounds, result)
+        add(method, f"{origins} origins x {each * rounds}", paths, rounds, simulate(network, paths, rounds=rounds))
+
+    for origins in sorted({len(alive[0]), fewest}, reverse=True):
+        if fewest and total % origins == 0:
+            full("full pipeline (DT-FM)", origins, total // origins, 1)
+    if published:
+        full("full pipeline, as published", 3, 3, 3)
+    draws = [random_valid_paths(network, kept, microbatches_per_origin, seed=seed, dead=dead) for seed in range(25)]
+    search = Search(published_network(corrected=True)[0] if published else network, kept, microbatches_per_origin, rounds, dead=dead)
+    median = sorted(draws, key=lambda paths: search.dispatch(paths).makespan)[12]
+    add("random valid paths (DT-FM skip)", "median of 25 draws", median, rounds, search.dispatch(median))
     for method, options in (("SkipPipe without TC2", dict(collisions=False)), ("SkipPipe", dict(progress=progress))):
-        found = plan(network, kept, microbatches_per_origin, rounds, swaps, seconds, seed, dead=dead, **options)
+        found = plan(network, kept, microbatches_per_origin, rounds, seconds=seconds, dead=dead, **options)
         add(method, "", found.paths, rounds, found.result, found.seconds)
     return rows, found
 
 
-def draw(file, network, names, rows, found, title):
+def print_table(rows, bound):
+    print(f"{'method':33}{'microbatches':25}{'iteration':>9}{'gap':>8}{'planning':>11}{'collisions':>12}{'waiting':>10}{'published':>12}")
+    for r in rows:
+        gap = "" if "full" in r["method"] else f"{r['seconds'] / bound - 1:.1%}"    # the bound is for paths that skip
+        published = f"{r['published']:.2f} s" if r["published"] else ""
+        print(f"{r['method']:33}{r['microbatches']:<4}{r['note']:21}{r['seconds']:7.3f} s{gap:>8}{r['planning']:9.2f} s"
+              f"{r['collisions']:12}{r['waiting']:8.1f} s{published:>12}")
+
+
+def draw(file, network, names, rows, found):
     """The picture: the methods as bars, and the plan as a Gantt chart. Raises ValueError without matplotlib."""
     try:
-        from matplotlib import colors
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError:
         raise ValueError("the figure needs matplotlib: install the extra `plot`, or give --figure ''")
     figure = Figure(figsize=(17, 7.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1, 3.2])
-    labels = [r["method"].replace(" (", "\n(") + (f"\n{r['note']}" if r["note"] else "") for r in rows]
-    bars = left.barh(labels, [r["seconds"] for r in rows], color=["#0072B2" if r["method"] == "SkipPipe" else "#BBBBBB" for r in rows])
-    left.bar_label(bars, [f" {r['seconds']:.1f} s" for r in rows])
+    bars = left.barh([f"{r['method']}\n{r['note']}" for r in rows], [r["seconds"] for r in rows], color="#BBBBBB")
+    bars[-1].set_color("#0072B2")
+    left.bar_label(bars, fmt=" %.1f s")
     left.axvline(found.bound, color="black", linestyle=":")
     left.set(xlabel=f"simulated iteration in seconds (dotted: bound, {found.bound:.2f})", xlim=(0, 1.35 * max(r["seconds"] for r in rows)))
     left.invert_yaxis()
+    place = {r: i + s for i, (s, r) in enumerate((s, r) for s, stage in enumerate(network.stages) for r in stage)}
     # One hue per origin (Okabe and Ito's, which the colour-blind tell apart), one shade and number per microbatch.
     hues = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
-    place = {r: i + s for i, (s, r) in enumerate((s, r) for s, stage in enumerate(network.stages) for r in stage)}
-    count, mine = len(found.paths), {}
-    for u in sorted({task[1] for task in found.result.timeline}):
-        mine.setdefault(found.paths[u % count][0], []).append(u)
+    last = max(task[1] for task in found.result.timeline)
     for (rank, u, what, start, end), (_, came) in zip(found.result.timeline, found.result.hops):
-        family, hue = mine[found.paths[u % count][0]], hues[list(mine).index(found.paths[u % count][0]) % len(hues)]
-        color = [1 - (1 - c) * (1 - 0.6 * family.index(u) / len(family)) for c in colors.to_rgb(hue)]
-        right.plot([came, start], [place[rank] + 0.45] * 2, color=hue, linewidth=2, solid_capstyle="butt")
-        right.barh(place[rank], end - start, left=start, height=0.76, color="black" if what == LOSS else color, edgecolor="black",
-                   linewidth=0.4, hatch="////" if what == BACKWARD else None)
+        y, origin = place[rank], found.paths[u % len(found.paths)][0]
+        hue = hues[network.stages[0].index(origin) % len(hues)]
+        color = "black" if what == LOSS else (hue, 1 - 0.7 * u / max(1, last))
+        right.hlines(y + 0.45, came, start, color=hue, linewidth=2)
+        right.barh(y, end - start, left=start, height=0.76, color=color, edgecolor="black", hatch="////" if what == BACKWARD else None)
         if what == FORWARD:
-            ink = "white" if sum(color) < 1.5 else "black"
-            right.text((start + end) / 2, place[rank], u, ha="center", va="center", fontsize=6, color=ink)
-    right.set_yticks(list(place.values()), [f"{names[r]} {r}" if names else f"node {r}" for r in place], fontsize=8)
-    for s, stage in enumerate(network.stages):
-        right.text(1.01 * found.makespan, sum(place[r] for r in stage) / len(stage), f"stage {s}", va="center")
-    right.set(xlabel="simulated seconds", title=title, xlim=(0, 1.07 * found.makespan), ylim=(max(place.values()) + 1, -1))
-    marks = [Patch(facecolor=c, edgecolor="black", hatch=h, label=t) for c, h, t in (
-        ("white", None, "forward, with its microbatch"), ("black", None, "loss"), ("white", "////", "backward"))]
-    figure.legend(handles=[*marks, *right.plot([], [], color="grey", linewidth=2, label="a task waits for its node (line below)")],
-                  loc="outside lower right", ncols=4, frameon=False)
+            right.text((start + end) / 2, y, u, ha="center", va="center", fontsize=6)
+    right.set_yticks(list(place.values()), [f"stage {network.stage_of[r]}: {names[r] if names else 'node'} {r}" for r in place])
+    right.invert_yaxis()
+    right.set(xlabel="simulated seconds; numbered: forward, black: loss, hatched: backward, line below: the task waits for its node",
+              title=f"SkipPipe's plan: {rows[-1]['microbatches']} microbatches in {found.makespan:.2f} s")
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
 
 
 def read_network(o, progress):
     """The Network that the options ask for, and the names of its nodes."""
+    given = {name: value for name, value in (("compute", o.compute), ("memory", o.memory)) if value is not None}
     if o.instance:
         data = json.loads(Path(o.instance).read_text())
         if not isinstance(data, dict) or not {"delay", "compute", "stages"} <= set(data):
             raise ValueError(f"{o.instance} must hold an object with delay, compute and stages")
-        compute = data["compute"] if isinstance(data["compute"], list) else [data["compute"]] * len(data["delay"])
-        optional = {key: data[key] for key in ("memory", "overhead", "origin_overhead") if key in data}
-        network = Network(data["delay"], compute, data["stages"], **optional)
-        names = data.get("names")
+        names = data.pop("names", None)
+        network = Network(**data | given)
     elif o.links or o.nodes or o.sizes:
         links, sizes = city_links(o.links), o.sizes or [5, 3, 3, 3, 3, 3]
+        if not links:
+            raise ValueError(f"{o.links} holds no links")
         cities, count = list(dict.fromkeys(a for a, _ in links)), o.nodes or sum(sizes)
-        if not cities or count < 1:
-            raise ValueError("the link table is empty, or --nodes is below 1")
         names = [cities[i % len(cities)] for i in range(count)]
+        times = dict(memory=3, overhead=0.13, origin_overhead=0.09)
         delay, compute = city_delays(names, links), [0.44 if o.compute is None else o.compute] * count
-        stages = assign_stages(delay, compute, sizes, o.kept, o.microbatches, o.rounds, o.swaps, o.memory or 3, 0.13, 0.09, o.seconds,
-                               o.seed, progress=progress)
-        network = Network(delay, compute, stages, 3, 0.13, 0.09)
+        stages = assign_stages(delay, compute, sizes, o.kept, o.microbatches, o.rounds, **times, seconds=o.seconds, progress=progress)
+        network = Network(delay, compute, stages, **times | given)
     else:
         network, names = published_network()
-    compute = network.compute if o.compute is None else [o.compute] * len(network.compute)
-    return Network(network.delay, compute, network.stages, network.memory if o.memory is None else o.memory, network.overhead,
-                   network.origin_overhead), names
+        network = replace(network, **given)
+    return network, names and per_node(names, len(network.delay), "names")
+
+
+def save(file, data):
+    if file:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(json.dumps(data) + "\n")
 
 
 def main(argv=None):
@@ -902,11 +884,13 @@ def main(argv=None):
             ("links", str, None, "csv file a,b,latency_ms,bandwidth_gib_s with every pair of cities, in place of the built-in twelve"),
             ("nodes", int, None, "nodes, spread over the cities in turn and assigned to stages by search"),
             ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5,5,5,5,5,5, assigned to stages by search"),
-            ("compute", float, None, "seconds of one forward on a node"), ("memory", int, None, "microbatches that a node holds at once"),
-            ("kept", int, 4, "stages that a microbatch visits, the first included"), ("microbatches", int, 3, "paths per origin"),
-            ("rounds", int, 2, "microbatches per path, one after the other"), ("swaps", int, 2, "swaps of neighbouring stages in a path"),
+            ("compute", float, None, "seconds of one forward on a node"),
+            ("memory", int, None, "microbatches that a node holds at once"),
+            ("kept", int, 4, "stages that a microbatch visits, the first included"),
+            ("microbatches", int, 3, "paths per origin"),
+            ("rounds", int, 2, "microbatches per path, one after the other"),
             ("dead", numbers, [], "nodes that are not there, e.g. 5,17"),
-            ("seconds", float, 10.0, "limit of the planning, and of the assignment"), ("seed", int, 0, "of the search"),
+            ("seconds", float, 10.0, "limit of the planning, and of the assignment"),
             ("figure", str, "figures/skippipe.png", "the picture; '' for none"),
             ("results", str, "results/skippipe.json", "the numbers behind table and picture; '' for none"),
             ("save", str, None, "write the network to this file, in the form of --instance")):
@@ -920,27 +904,17 @@ def main(argv=None):
 
     try:
         network, names = read_network(o, progress)
-        if not set(o.dead) <= set(network.stage_of) or o.seconds < 0 or names and len(names) != len(network.compute):
-            raise ValueError("--dead takes nodes of the network, --seconds a time from 0; names, if any, are one per node")
-        rows, found = compare(network, o.kept, o.microbatches, o.rounds, o.swaps, o.dead, o.seconds, o.seed, progress)
-        sizes = ", ".join(str(len(stage)) for stage in network.stages)
-        print(f"\n{len(network.compute)} nodes in stages of {sizes}; {o.kept} stages kept; lower bound "
-              f"{found.bound:.3f} s. Simulated:\n\n{'method':33}{'microbatches':33}{'iteration':>9}{'gap':>8}{'planning':>11}"
-              f"{'collisions':>12}{'waiting':>10}{'published' if rows[-1]['published'] else '':>12}")
-        for r in rows:      # the bound is for paths that skip, so it says nothing of the full pipeline
-            gap = "" if "full" in r["method"] else f"{r['seconds'] / found.bound - 1:.1%}"
-            print(f"{r['method']:33}{str(r['microbatches']) + '  ' + r['note']:33}{r['seconds']:7.3f} s{gap:>8}{r['planning']:9.2f} s"
-                  f"{r['collisions']:12}{r['waiting']:8.1f} s" + (f"{r['published']:10.2f} s" if r["published"] else ""))
+        if not set(o.dead) <= set(network.stage_of) or o.seconds < 0:
+            raise ValueError("--dead takes nodes of the network, --seconds a time from 0")
+        rows, found = compare(network, o.kept, o.microbatches, o.rounds, o.dead, o.seconds, progress)
+        print(f"\n{len(network.delay)} nodes in stages of {[len(stage) for stage in network.stages]}; {o.kept} stages kept; lower bound "
+              f"{found.bound:.3f} s. Simulated:\n")
+        print_table(rows, found.bound)
         if o.figure:
-            title = f"SkipPipe's plan: {rows[-1]['microbatches']} microbatches in {found.makespan:.2f} s, each through {o.kept} stages"
-            draw(o.figure, network, names, rows, found, title)
-        results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows, stages=network.stages, names=names,
-                       rounds=o.rounds, paths=found.paths, order=found.order)
-        fields = ("delay", "compute", "stages", "memory", "overhead", "origin_overhead")
-        for file, data in ((o.results, results), (o.save, dict({f: getattr(network, f) for f in fields}, names=names))):
-            if file:
-                Path(file).parent.mkdir(parents=True, exist_ok=True)
-                Path(file).write_text("{" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items()) + "}\n")
+            draw(o.figure, network, names, rows, found)
+        save(o.results, dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows, stages=network.stages, names=names,
+                             rounds=o.rounds, paths=found.paths, order=found.order))
+        save(o.save, dict(asdict(network), names=names))
     except (ValueError, Deadlock, OSError, KeyError, TypeError, IndexError, AttributeError) as error:
         parser.error(error if type(error) in (ValueError, Infeasible, Deadlock) else f"{type(error).__name__} {error}")
 

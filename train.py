@@ -108,7 +108,7 @@ class Options:
     eval_sequences: int = option(128, "held-out sequences per evaluation and replica")
     save_every: int = option(100, "steps between checkpoints")
     skip: float = option(0.0, "share of the stages that each microbatch leaves out, on planned paths (SkipPipe)")
-    links: str = option(None, "JSON with delays_s and compute_s for these ranks (README), instead of measuring them at the start")
+    links: str = option(None, "JSON with delay and compute, in seconds, of these ranks (README), instead of measuring them at the start")
     emulate: bool = option(False, "no message arrives and no task ends earlier than the links say (Gloo)")
     time_scale: float = option(1.0, "with --emulate: seconds of ours per second of the links")
     eval_stages: list = option(None, "with --resume: no training; held-out loss with these shares of the stages running, e.g. 1,0.75,0.5",
