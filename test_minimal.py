@@ -478,6 +478,37 @@ def any_paths(stages, count, r):
     return [(origin, *(r.choice(s) for s in r.sample(stages[1:], r.randint(0, len(stages) - 1)))) for _ in range(count) for origin in stages[0]]
 
 
+def replay(paths, ranks, order=None):
+    """Every rank's program over channels that are first in, first out and where a receive blocks; True when all come to their end."""
+    chains, programs, channels, moved = [chain(p) for p in paths], {}, {}, True
+    for rank in ranks:
+        mine = order[rank] if order else train.tasks(chains, rank)
+        posted, program = {}, programs.setdefault(rank, deque())
+        for source, *message in train.incoming(chains, rank, mine, order):
+            posted.setdefault(source, deque()).append(tuple(message))
+        for u, hop in mine:
+            way = chains[u]
+            if hop and way[hop - 1] != rank:
+                while (u, hop) in posted[way[hop - 1]]:     # NCCL: what the pair posted before comes first
+                    program.append(("receive", way[hop - 1], posted[way[hop - 1]].popleft()))
+            if hop + 1 < len(way) and way[hop + 1] != rank:
+                program.append(("send", way[hop + 1], (u, hop + 1)))
+    while moved:
+        moved = False
+        for rank, program in programs.items():
+            while program:
+                what, peer, message = program[0]
+                if what == "send":
+                    channels.setdefault((rank, peer), deque()).append(message)
+                elif channels.get((peer, rank)):
+                    assert channels[peer, rank].popleft() == message        # the pair agrees on the order, without tags
+                else:
+                    break
+                program.popleft()
+                moved = True
+    return not any(programs.values())
+
+
 def test_message_lists_replayed_as_blocking_fifo_channels_finish():
     r = random.Random(0)
     for trial in range(400):
@@ -485,29 +516,22 @@ def test_message_lists_replayed_as_blocking_fifo_channels_finish():
         ranks = iter(range(sum(sizes)))
         stages = [[next(ranks) for _ in range(s)] for s in sizes]
         paths = any_paths(stages, r.randint(1, 5), r) if trial % 2 else random_paths(stages, r.randint(1, 5), trial, 0)
-        programs = {rank: deque() for stage in stages for rank in stage}
-        for rank, program in programs.items():
-            for u, hop in train.tasks([chain(p) for p in paths], rank):
-                ranks = chain(paths[u])
-                if hop and ranks[hop - 1] != rank:
-                    program.append(("receive", ranks[hop - 1], (u, hop)))
-                if hop + 1 < len(ranks) and ranks[hop + 1] != rank:
-                    program.append(("send", ranks[hop + 1], (u, hop + 1)))
-        channels, moved = {}, True
-        while moved:
-            moved = False
-            for rank, program in programs.items():
-                while program:
-                    what, peer, message = program[0]
-                    if what == "send":
-                        channels.setdefault((rank, peer), deque()).append(message)
-                    elif channels.get((peer, rank)):
-                        assert channels[peer, rank].popleft() == message        # the pair agrees on the order, without tags
-                    else:
-                        break
-                    program.popleft()
-                    moved = True
-        assert not any(programs.values()), f"deadlock: {paths}"
+        assert replay(paths, range(sum(sizes))), f"deadlock: {paths}"
+
+
+def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
+    draw = random.Random(3)
+    for trial in range(40):
+        network = random_network(draw, (2, 2, 1, 2), speeds=(0.1, 0.5))
+        try:
+            paths, order = skippipe.plan(network, 3, draw.randint(1, 4), 2, seconds=None, iterations=30, seed=trial)
+        except skippipe.Infeasible:
+            continue
+        assert replay(paths * 2, range(7), order)
+    # rank 1 runs the second microbatch first, though the first is sent first
+    order = [[(0, 0), (1, 0), (1, 2), (0, 2), (1, 4), (0, 4)], [(1, 1), (0, 1), (1, 3), (0, 3)]]
+    assert train.incoming([chain((0, 1))] * 2, 1, order[1], order) == [(0, 0, 1), (0, 1, 1), (0, 1, 3), (0, 0, 3)]
+    assert replay([(0, 1)] * 2, range(2), order)
 
 
 def stage_layers(stages):
@@ -767,7 +791,7 @@ def bad(*argv, error):
     bad("--stages", "x", error="numbers with commas"),
     bad("--stages", "1,0", error="needs 1 processes"),
     bad("--method", "ddp", "--alpha", 0.5, error="ddp has no --alpha"),
-    bad("--dead", 7, error="need --resume"),
+    bad("--dead", 7, error="needs --resume"),
     bad("--method", "fedavg", error="invalid choice"),
     bad("--data", "nowhere.txt", error="no such file"),
     bad("--data", "empty", error="no such file, or a folder without files"),
@@ -792,9 +816,14 @@ def bad(*argv, error):
     bad("--skip", 1.5, error="from 0 to below 1"),
     bad("--skip", 0.5, "--routing", "random", error="planned routing"),
     bad("--emulate", error="needs --links"),
+    bad("--skip", 0.9, "--stages", 1, error="at least 3 stages"),
+    bad("--lr", -1, error="--lr must be at least"),
+    bad("--time-scale", 0, error="--time-scale must be at least"),
+    bad("--hel", error="unrecognized"),
     bad("--links", "nowhere.json", error="nowhere.json"),
     bad("--links", "short.txt", error="short.txt"),
-    bad("--eval-stages", 1, error="need --resume"),
+    bad("--eval-stages", 1, error="needs --resume"),
+    bad("--eval-stages", "nan", error="above 0"),
 ])
 def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -986,6 +1015,38 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
                 adams[rank].step()
     for (theta, _), state in zip(flats, states):
         assert torch.allclose(theta, state["theta"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("routing, method", [("dtfm", "ddp"), ("dtfm-skip", "diloco"), ("no-tc2", "noloco")])
+def test_every_planned_routing_runs_emulated_with_every_method(routing, method, skip_run, corpus):
+    run(5, "--stages", "2,1,2", "--skip", 0.33, "--routing", routing, "--method", method, *(["--inner-steps", 2] if method != "ddp" else []),
+        "--links", "links.json", "--emulate", "--microbatches", 2, "--steps", 3, "--data", corpus, "--name", routing, *SMALL, cwd=skip_run)
+    line, plan = metrics(skip_run / "runs" / routing)[-1], checkpoint(skip_run / "runs" / routing, 3, 0)["plan"]
+    assert all(len(path) == (3 if routing == "dtfm" else 2) for path in plan["paths"])
+    assert line["iteration_seconds"] >= plan["makespan"] * 0.999 and line["skipped_steps"] == 0
+
+
+def _measured(rank, world):
+    """`measure` with one slow pair: messages from rank 1 to rank 2 take 30 ms more, and rank 0's forward 20 ms."""
+    dist.init_process_group("gloo")
+    job = train.Job.__new__(train.Job)
+    job.rank, job.world, job.device, job.nccl = rank, world, torch.device("cpu"), False
+    model = Llama(Config(hidden_size=32, intermediate_size=32, num_hidden_layers=1))
+    pipeline = train.Pipeline(model, job, [[r] for r in range(world)], (1, 8, 32), torch.float32)
+    send, blocks = pipeline.send, model.blocks
+    pipeline.send = lambda tensor, to, u, hop: (time.sleep(0.03 * ((rank, to) == (1, 2))), send(tensor, to, u, hop))[1]
+    model.blocks = lambda x: (time.sleep(0.02 * (rank == 0)), blocks(x))[1]
+    result = train.measure(pipeline, job)
+    dist.barrier()
+    return result
+
+
+def test_measure_finds_the_slow_pair_and_the_slow_node():
+    (delay, compute), *others = processes(4, _measured)
+    assert others == [(None, None)] * 3
+    flat = [(delay[a][b], {a, b}) for a in range(4) for b in range(4) if a != b]
+    assert sorted(flat, key=lambda x: -x[0])[0][1] == sorted(flat, key=lambda x: -x[0])[1][1] == {1, 2}     # both ends saw it
+    assert delay[1][2] >= 0.015 and all(delay[a][a] == 0 for a in range(4)) and max(range(4), key=compute.__getitem__) == 0
 
 
 def test_an_emulated_iteration_is_never_shorter_than_simulated(skip_run):

@@ -50,13 +50,20 @@ METHODS = {
     "ddp": {},
     "local": {},
 }
-# The planned routings: the paths of a round and, for SkipPipe, their order; the baselines run first come first served.
+# The planned routings, in the paper's words SkipPipe, SkipPipe without TC2, DT-FM skip (random valid paths) and DT-FM (every stage). A budget of
+# work, not of time, so that a plan depends on the network and the seed alone. The last two run in the order that first come, first served gives.
 PLANNERS = {
-    "skippipe": lambda network, kept, each, rounds, seed: skippipe.plan(network, kept, each, rounds, seed=seed),
-    "no-tc2": lambda network, kept, each, rounds, seed: (skippipe.plan(network, kept, each, rounds, seed=seed, collisions=False).paths, None),
-    "dtfm-skip": lambda network, kept, each, rounds, seed: (skippipe.random_valid_paths(network, kept, each, seed=seed), None),
-    "dtfm": lambda network, kept, each, rounds, seed: (full_paths(network.stages, each), None),
+    "skippipe": lambda network, kept, each, rounds, seed: skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed),
+    "no-tc2": lambda network, kept, each, rounds, seed: skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed,
+                                                                      collisions=False),
+    "dtfm-skip": lambda network, kept, each, rounds, seed: served(network, kept, each, rounds,
+                                                                  skippipe.random_valid_paths(network, kept, each, seed=seed)),
+    "dtfm": lambda network, _, each, rounds, seed: served(network, len(network.stages), each, rounds, full_paths(network.stages, each)),
 }
+
+
+def served(network, kept, each, rounds, paths):
+    return paths, skippipe.Search(network, kept, each, rounds).dispatch(paths).order()
 
 
 def numbers(kind):
@@ -109,11 +116,11 @@ class Options:
     save_every: int = option(100, "steps between checkpoints")
     skip: float = option(0.0, "share of the stages that each microbatch leaves out, on planned paths (SkipPipe)")
     links: str = option(None, "JSON with delay and compute, in seconds, of these ranks (README), instead of measuring them at the start")
-    emulate: bool = option(False, "no message arrives and no task ends earlier than the links say (Gloo)")
+    emulate: bool = option(False, "in training no message arrives and no task ends earlier than the links say (one machine, CPU)")
     time_scale: float = option(1.0, "with --emulate: seconds of ours per second of the links")
     eval_stages: list = option(None, "with --resume: no training; held-out loss with these shares of the stages running, e.g. 1,0.75,0.5",
                                type=numbers(float))
-    dead: list = option((), "with --eval-stages: ranks that are missing, e.g. 3,5; paths go round them", type=numbers(int))
+    dead: list = option((), "with --eval-stages: ranks that no path visits, e.g. 3,5 (their processes still run)", type=numbers(int))
     name: str = option(None, "the run is kept in runs/NAME (default: method, stages and time)")
     resume: str = option(None, "run folder to go on with; its options hold unless given again")
     seed: int = option(0, "of weights, data order, routes and groups")
@@ -122,7 +129,8 @@ class Options:
 
 
 # What shapes the weights and the ranks: a checkpoint fits only the same.
-LAYOUT = ("stages", "layers_per_stage", "method", "model", "hidden", "layers", "heads", "kv_heads", "mlp", "vocab", "seq_len", "seed", "data", "tokenizer")
+LAYOUT = ("stages", "layers_per_stage", "method", "model", "hidden", "layers", "heads", "kv_heads", "mlp", "vocab", "seq_len", "seed", "data", "tokenizer",
+          "routing", "skip", "microbatches", "batch")
 
 
 class BadInput(Exception):
@@ -133,7 +141,7 @@ def parse(argv, world=1):
     class Parser(argparse.ArgumentParser):
         def error(self, message):
             raise BadInput(f"{message} (see --help)")
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for f in fields(Options):
         how = dict(action="store_true") if f.type is bool else dict(type=f.metadata.get("type", f.type), choices=f.metadata.get("choices"))
         default = "" if f.default in (None, False, ()) else f" (default: {f.default})"
@@ -141,7 +149,7 @@ def parse(argv, world=1):
     given, old = vars(parser.parse_args(argv)), {}
     if given.get("resume"):
         try:
-            old = asdict(Options(**json.loads((Path(given["resume"]) / "config.json").read_text())))
+            old = {**asdict(Options(**json.loads((Path(given["resume"]) / "config.json").read_text()))), "eval_stages": None, "dead": ()}
         except (OSError, ValueError, TypeError) as error:
             raise BadInput(f"--resume {given['resume']}: no readable config.json there ({error})")
         for key in LAYOUT:
@@ -160,15 +168,18 @@ def parse(argv, world=1):
     o.routing = o.routing or ("skippipe" if o.skip else "random")
     if o.gamma is None:
         o.gamma = o.beta
-    for name, least in dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1, inner_steps=1, group_size=2).items():
-        if getattr(o, name) is not None and getattr(o, name) < least:
+    for name, least in dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1, inner_steps=1, group_size=2,
+                            lr=0.0, time_scale=1e-6, clip=1e-6).items():
+        if getattr(o, name) is not None and not least <= getattr(o, name) < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(o, name)}")
     if not 0 <= o.skip < 1 or (o.skip and o.routing not in PLANNERS):
         raise BadInput(f"--skip takes a share from 0 to below 1 and a planned routing, got {o.skip} and {o.routing}")
-    if o.emulate and not o.links:
-        raise BadInput("--emulate needs --links FILE")
-    if (o.eval_stages or o.dead) and not o.resume:
-        raise BadInput("--eval-stages and --dead need --resume RUN")
+    if o.emulate:       # the processes' clock is one machine's
+        if not o.links or world == 1 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
+            raise BadInput("--emulate needs --links FILE and several processes, all on one machine")
+        o.device, o.backend = "cpu", "gloo"
+    if o.eval_stages and not (o.resume and all(0 < share <= 1 for share in o.eval_stages)) or o.dead and not o.eval_stages:
+        raise BadInput("--eval-stages takes shares above 0, at most 1, and needs --resume RUN; --dead goes with it")
     return o
 
 
@@ -182,8 +193,8 @@ def layout(o, world):
         depths = [(o.layers + s) // len(sizes) for s in range(len(sizes))]
     if len(depths) != len(sizes) or min(depths) < 1 or sum(depths) != o.layers:
         raise BadInput(f"{len(sizes)} stages must share the model's {o.layers} layers, at least one each; got {depths}")
-    if o.skip and len(sizes) < 3:
-        raise BadInput(f"--skip needs at least 3 stages, got {len(sizes)}")
+    if o.skip and (len(sizes) < 3 or round((1 - o.skip) * len(sizes)) < 1):
+        raise BadInput(f"--skip needs at least 3 stages, of which round((1 - skip) x stages) >= 1 are kept; got {len(sizes)} and {o.skip}")
     if o.routing == "fixed" and sizes[0] * o.microbatches < max(sizes):
         raise BadInput(f"--routing fixed leaves replicas without work for ever: give at least {-(-max(sizes) // sizes[0])} --microbatches")
     cuts = lambda parts: [list(range(end - n, end)) for n, end in zip(parts, accumulate(parts))]
@@ -241,7 +252,7 @@ class Job:
         if gpus:
             self.device = torch.device("cuda", local_rank % gpus)
             torch.cuda.set_device(self.device)
-        self.nccl = o.backend != "gloo" and all(self.share("own GPU" if local_world <= gpus else ""))
+        self.nccl = self.world > 1 and o.backend != "gloo" and all(self.share("own GPU" if local_world <= gpus else ""))
         if self.world > 1:
             if self.world > 64:     # Gloo connects every pair at start-up; with hundreds of ranks only those that talk to each other should
                 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -426,13 +437,24 @@ def tasks(chains, rank):
     return [task[3:] for task in sorted(mine)]
 
 
+def incoming(chains, rank, mine, order=None):
+    """(source, microbatch, hop) of this rank's messages in the order in which their receives are posted: that of its own tasks, but from any
+    one rank in the order in which that rank sends, since NCCL matches so. (Under a planned order the two can differ.)"""
+    receives = [(chains[u][hop - 1], u, hop) for u, hop in mine if hop and chains[u][hop - 1] != rank]
+    if order:
+        sent = {r: iter([(u, hop + 1) for u, hop in order[r] if chains[u][hop + 1:hop + 2] == (rank,)]) for r in range(len(order))}
+        receives = [(r, *next(sent[r])) for r, *_ in receives]
+    return receives
+
+
 class Pipeline:
     """Runs paths: forward along them, loss at home, backward the same way back, gradients summed into the parameters."""
 
     def __init__(self, model, job, stages, shape, dtype):
         self.model, self.rank, self.device, self.shape, self.dtype = model, job.rank, job.device, shape, dtype
         self.bytes_sent, self.trace = 0, bool(os.environ.get("TRACE"))
-        self.emulated = None        # a Network in seconds of ours: with --emulate
+        self.cast = torch.autocast(job.device.type, torch.bfloat16) if dtype == torch.bfloat16 else contextlib.nullcontext()
+        self.emulated, self.scale = None, 1.0       # with --emulate: the Network, and seconds of ours per second of its
         self.staged = job.device.type == "cuda" and not job.nccl            # Gloo sends host memory only
         self.up = self.down = None
         if job.nccl:
@@ -453,7 +475,7 @@ class Pipeline:
             print(f"rank {self.rank} -> {to}: microbatch {u}, hop {hop}, {tensor.nbytes} bytes", file=sys.stderr, flush=True)
         self.bytes_sent += tensor.nbytes
         if self.emulated:       # a note goes ahead: when the message is to arrive, on the clock that all processes of a machine share
-            note = torch.tensor([time.monotonic() + self.emulated.delay[self.rank][to]], dtype=torch.float64)
+            note = torch.tensor([time.monotonic() + self.emulated.delay[self.rank][to] * self.scale], dtype=torch.float64)
             self.notes.append((dist.isend(note, to, tag=tag(u, hop) + NOTE), note))
         return dist.isend(tensor, to, group=self.up if self.rank < to else self.down, tag=tag(u, hop)), tensor
 
@@ -463,9 +485,9 @@ class Pipeline:
 
     def pace(self, start, path, hop):
         """Emulation: the task ends no earlier than the network says; returns the time at which the rank can be used again."""
-        seconds = {FORWARD: 1.0, LOSS: 0.25, BACKWARD: 1.5}[kind(path, hop)] * self.emulated.compute[self.rank]
-        sleep_until(start + seconds)
-        return max(time.monotonic(), start + seconds) + (self.emulated.overhead if hop else self.emulated.origin_overhead)
+        work = {FORWARD: 1.0, LOSS: 0.25, BACKWARD: 1.5}[kind(path, hop)] * self.emulated.compute[self.rank]
+        sleep_until(start + work * self.scale)
+        return time.monotonic() + (self.emulated.overhead if hop else self.emulated.origin_overhead) * self.scale
 
     def run(self, paths, batches, train=True, order=None):
         """Run the paths; batches[u] is (B, T + 1) tokens for this rank's own microbatches u. order[rank] lists each rank's tasks for
@@ -474,13 +496,9 @@ class Pipeline:
         model, count = self.model, self.shape[0] * self.shape[1]
         chains = [chain(path)[:None if train else len(path) + 1] for path in paths]     # evaluation ends with the loss
         mine = order[self.rank] if order else tasks(chains, self.rank)
-        receives = [(chains[u][hop - 1], u, hop) for u, hop in mine if hop and chains[u][hop - 1] != self.rank]
-        if order:       # planned ranks need not receive in the order in which a peer sends; NCCL matches in the order of sending
-            sent = {r: iter([(u, hop + 1) for u, hop in order[r] if chains[u][hop + 1:hop + 2] == (self.rank,)]) for r in range(len(order))}
-            receives = [(r, *next(sent[r])) for r, *_ in receives]
+        receives = incoming(chains, self.rank, mine, order)
         inbox, sends, saved, needed, posted = {}, {}, {}, 0, 0
         total, tokens, self.notes, usable = torch.zeros((), device=self.device), 0, [], 0.0
-        cast = torch.autocast(self.device.type, torch.bfloat16) if self.dtype == torch.bfloat16 else contextlib.nullcontext()
         for u, hop in mine:
             length, ranks = len(paths[u]), chains[u]
             if hop and ranks[hop - 1] != self.rank:
@@ -501,7 +519,7 @@ class Pipeline:
                 sleep_until(usable)
                 start = time.monotonic()
             if hop < length:
-                with torch.set_grad_enabled(train), cast:
+                with torch.set_grad_enabled(train), self.cast:
                     x = x.requires_grad_(train) if hop else model.embed(batches[u][:, :-1])
                     y = model.blocks(x.float()).to(self.dtype)      # the residual stream is fp32 in every stage
                 if train:
@@ -509,7 +527,7 @@ class Pipeline:
                 out = y.detach()
                 tokens += count
             elif hop == length:
-                with torch.set_grad_enabled(train), cast:
+                with torch.set_grad_enabled(train), self.cast:
                     loss = model.loss(x.requires_grad_(train).float(), batches[u][:, 1:])
                 if train:
                     loss.backward()
@@ -534,11 +552,11 @@ class Pipeline:
         return total, tokens
 
 
-NOTE = 128      # a path has fewer hops
+NOTE = 2048     # a path has fewer hops
 
 
 def tag(u, hop):
-    return 16 + 256 * u + hop
+    return 16 + 2 * NOTE * u + hop
 
 
 def sleep_until(moment):
@@ -568,13 +586,16 @@ def measure(pipeline, job):
             work, _ = pipeline.send(message, peer, 0, 0) if sends else pipeline.receive(peer, 0, 0)
             work.wait()
 
-    delays, even = [0.0] * job.world, job.world + job.world % 2
-    for turn in range(even - 1):            # a tournament: in each turn every rank meets one other
-        peer = turn * (even // 2) % (even - 1) if job.rank == even - 1 else (turn - job.rank) % (even - 1)
-        peer = even - 1 if peer == job.rank else peer
-        if peer < job.world:
+    def forward():
+        with pipeline.cast:
+            pipeline.model.blocks(message.float().requires_grad_())
+
+    delays = [0.0] * job.world
+    for pair in combinations(range(job.world), 2):          # in one order for all, so nobody waits in a circle
+        if job.rank in pair:
+            peer = sum(pair) - job.rank
             delays[peer] = median(lambda: there_and_back(peer)) / 2
-    compute = median(lambda: pipeline.model.blocks(message.float().requires_grad_()))
+    compute = median(forward)
     pipeline.bytes_sent = kept
     rows = job.collect([*delays, compute])
     return rows and [row[:-1] for row in rows], rows and [row[-1] for row in rows]
@@ -590,20 +611,20 @@ def read_links(o, stages):
         each = lambda value: [value[n] for n in nodes] if isinstance(value, list) else [value] * len(nodes)
         return Network([[links["delay"][a][b] for b in nodes] for a in nodes], each(links["compute"]), stages, each(links.get("memory", 3)),
                        links.get("overhead", 0.0), links.get("origin_overhead"))
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise BadInput(f"--links {o.links}: {type(error).__name__} {error}")
 
 
 def plan_paths(o, network, stages):
     """Rank 0's plan, as JSON: the paths of all rounds, every rank's tasks in order, the iteration's simulated seconds."""
-    kept = len(stages) if o.routing == "dtfm" else round((1 - o.skip) * len(stages))
-    rounds = next(r for r in range(1, o.microbatches + 1) if o.microbatches % r == 0 and o.microbatches // r <= min(network.memory))
+    m = o.microbatches      # an origin sends as many at once as nodes hold, the rest in further rounds where that divides
+    rounds = next((r for r in range(1, m) if m % r == 0 and m // r <= min(network.memory)), 1)
     try:
-        paths, order = PLANNERS[o.routing](network, kept, o.microbatches // rounds, rounds, o.seed)
-    except ValueError as error:
-        raise BadInput(f"--skip {o.skip}: {error}")
-    result = simulate(network, paths, rounds=rounds, order=order)
-    return json.dumps(dict(paths=paths * rounds, order=result.order(), makespan=result.makespan))
+        paths, order = PLANNERS[o.routing](network, round((1 - o.skip) * len(stages)), m // rounds, rounds, o.seed)
+        makespan = simulate(network, paths, rounds=rounds, order=order).makespan
+    except (ValueError, skippipe.Deadlock) as error:
+        raise BadInput(f"--routing {o.routing}: {error}")
+    return json.dumps(dict(paths=paths * rounds, order=order, makespan=makespan))
 
 
 # ---------------------------------------------------------------- evaluation, checkpoints
@@ -648,8 +669,11 @@ def partial_inference(pipeline, stages, corpus, o, job, folder):
     for share in o.eval_stages:
         kept = max(1, round(share * len(stages)))
         running = [s for s in range(1, len(stages)) if alive[s]]        # a stage without a living replica is skipped by all
-        choices = list(combinations(running, min(kept - 1, len(running))))
-        choices = random.Random(o.seed).sample(choices, min(16, len(choices)))
+        kept, draw = min(kept - 1, len(running)), random.Random(o.seed)
+        if math.comb(len(running), kept) <= 16:
+            choices = list(combinations(running, kept))
+        else:
+            choices = sorted({tuple(sorted(draw.sample(running, kept))) for _ in range(64)})[:16]
         for choice in choices:
             losses = job.collect([evaluate(pipeline, [alive[0], *(alive[s] for s in choice)], corpus, o)])
             if job.rank == 0:
@@ -728,7 +752,7 @@ def prepare(o, job):
         config = Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.kv_heads)
     except ValueError as error:
         raise BadInput(str(error))
-    network = read_links(o, stages) if o.links else None
+    network = read_links(o, stages) if o.links and not o.eval_stages and (o.emulate or job.rank == 0 and not o.resume) else None
     if not set(o.dead) < set(range(job.world)) or set(stages[0]) <= set(o.dead):
         raise BadInput(f"--dead {o.dead}: ranks of this run, and not every origin")
     corpus = load_corpus(o) if stage == 0 else None
@@ -776,7 +800,6 @@ def main(argv=None):
     totals = dict(seconds=0.0, sync_bytes=0, skipped=0, loss=0.0, tokens=0)     # loss and tokens since the last evaluation
     if o.resume:
         state, stale = job.together(load, folder, job, corpus)
-        forget(folder, job.rank, stale)
         theta.copy_(state["theta"])
         adam.load_state_dict(state["adam"])
         torch.set_rng_state(state["rng"].cpu())
@@ -788,6 +811,8 @@ def main(argv=None):
     if o.eval_stages:
         partial_inference(pipeline, stages, corpus, o, job, folder)
         return job.close()
+    if o.resume:
+        forget(folder, job.rank, stale)
 
     # what runs, in a few lines
     whole, inner = count_parameters(config)
@@ -804,15 +829,13 @@ def main(argv=None):
 
     # planned paths, links
     if o.routing in PLANNERS and plan is None:
-        if not network:
+        if not o.links:
             delay, compute = measure(pipeline, job)
             network = Network(delay, compute, stages) if job.rank == 0 else None
         say(f"planning {o.routing} paths")
         plan = json.loads(job.share(job.together(lambda: plan_paths(o, network, stages) if job.rank == 0 else ""))[0])
-    if o.emulate:
-        slow = lambda row: [x * o.time_scale for x in row]
-        pipeline.emulated = Network([slow(row) for row in network.delay], slow(network.compute), stages, network.memory,
-                                    network.overhead * o.time_scale, network.origin_overhead * o.time_scale)
+        if idle := set(range(job.world)) - {r for path in plan["paths"] for r in path}:
+            say(f"warning: ranks {sorted(idle)} get no work in this plan: more --microbatches, or fewer replicas")
 
     if job.rank == 0:
         replace(folder / "config.json", json.dumps(asdict(o), indent=1))
@@ -834,8 +857,10 @@ def main(argv=None):
         grad.zero_()
         if o.emulate:
             dist.barrier()          # so that an iteration's time is its own
+            pipeline.emulated, pipeline.scale = network, o.time_scale
         start = time.perf_counter()
         loss, tokens = pipeline.run(paths, batches, order=plan and plan["order"])
+        pipeline.emulated = None
         iterations.append(time.perf_counter() - start)
         totals["loss"], totals["tokens"] = totals["loss"] + loss, totals["tokens"] + len(batches) * o.batch * o.seq_len
 
