@@ -39,7 +39,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from noloco import PIECE, DiLoCo, NoLoCo, flatten, outer_update, random_groups, total
-from train import BadInput, Job
+from train import BadInput, Job, Parser
 
 PAPER = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}       # parameters, as the paper states them
 COUNTS = (4, 16, 64, 256, 1024, 4096)
@@ -49,9 +49,6 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7")    
 
 
 def parse(argv):
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise BadInput(f"{message} (see --help)")
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--simulate", action="store_true", help="the simulations and their picture")
     p.add_argument("--plot", action="store_true", help="draw the pictures again from what --out holds")
@@ -73,8 +70,8 @@ def parse(argv):
         value = getattr(o, name)
         if value is not None and not least <= value < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {value:g}")
-    if min(o.mbit or [1]) <= 0 or o.step_seconds <= 0:
-        raise BadInput("--mbit and --step-seconds must be positive")
+    if not all(0 < x < math.inf for x in (*(o.mbit or ()), o.step_seconds)) or o.simulate and (o.latency_std or 0) > 5:
+        raise BadInput("--mbit and --step-seconds must be positive numbers, and --latency-std at most 5 in simulations (beyond, means need too many draws)")
     if min(o.replicas or [2]) < 2:
         raise BadInput(f"--replicas must be at least 2, got {min(o.replicas)}")
     o.emulate = world > 1 and not (o.latency_ms is None and o.latency_std is None and o.mbit is None)

@@ -137,10 +137,14 @@ class BadInput(Exception):
     """Something the user can put right; the message is the one line that rank 0 prints."""
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line."""
+
+    def error(self, message):
+        raise BadInput(f"{message} (see --help)")
+
+
 def parse(argv, world=1):
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise BadInput(f"{message} (see --help)")
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for f in fields(Options):
         how = dict(action="store_true") if f.type is bool else dict(type=f.metadata.get("type", f.type), choices=f.metadata.get("choices"))
