@@ -5,7 +5,7 @@ export OMP_NUM_THREADS = 1
 
 .PHONY: train test figures emulate clean
 train: .venv/ready
-	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 500 --inner-steps 10
+	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600 --inner-steps 10
 
 test: .venv/ready
 	$(BIN)/python -m pytest -q
