@@ -609,10 +609,10 @@ def test_simulator_equals_hand_computation():
     assert simulate(network, [(0, 1), (0, 1)]).makespan == pytest.approx(2 * 15.75 + 0.1)
     assert simulate(network, [(0, 1)], rounds=2).makespan == pytest.approx(2 * 15.75 + 0.1)
     assert simulate(network, [(0, 1)], release=[5]).makespan == pytest.approx(20.75)
-    order = {0: [(0, 0), (0, 2), (0, 4)], 1: [(0, 1), (0, 3)]}
+    order = [[(0, 0), (0, 2), (0, 4)], [(0, 1), (0, 3)]]
     assert simulate(network, [(0, 1)], order=order).makespan == pytest.approx(15.75)
     with pytest.raises(Deadlock):
-        simulate(network, [(0, 1)], order={0: [(0, 2), (0, 0), (0, 4)], 1: [(0, 1), (0, 3)]})
+        simulate(network, [(0, 1)], order=[[(0, 2), (0, 0), (0, 4)], [(0, 1), (0, 3)]])
     for bad in (dict(delay=[[0]]), dict(stages=[[0], [0]]), dict(stages=[[0], []]), dict(memory=[1])):
         with pytest.raises(ValueError):
             Network(**{**dict(delay=[[0, 2], [2, 0]], compute=[1, 2], stages=[[0], [1]]), **bad})
