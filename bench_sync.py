@@ -61,11 +61,13 @@ def parse(argv):
     p.add_argument("--step-seconds", type=float, default=1.0, help="time of an inner step in the table on paper (default: 1)")
     p.add_argument("--trials", type=int, default=11, help="measurements of each kind, interleaved (default: 11)")
     p.add_argument("--seed", type=int, default=0, help="of all drawn times and groups")
-    p.add_argument("--out", default=".", help="folder of results/ and figures/ (default: here)")
+    p.add_argument("--out", help="folder of results/ and figures/ (default: here; runs with your own numbers of parameters or trials)")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl"])
     o = p.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))
+    own = o.params or o.trials != 11 or o.simulate and any(x is not None for x in (o.mbit, o.latency_ms, o.latency_std))
+    o.out = o.out or ("runs" if own else ".")       # the README's figures are not overwritten by an experiment
     for name, least in dict(params=1, latency_ms=0, latency_std=0, trials=1).items():
         value = getattr(o, name)
         if value is not None and not least <= value < math.inf:

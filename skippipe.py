@@ -803,7 +803,7 @@ def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds
 def print_table(rows, bound):
     print(f"{'method':33}{'microbatches':25}{'iteration':>9}{'gap':>8}{'planning':>11}{'collisions':>12}{'waiting':>10}{'published':>12}")
     for r in rows:
-        gap = "" if "full" in r["method"] else f"{r['seconds'] / bound - 1:.1%}"    # the bound is for paths that skip
+        gap = "" if "full" in r["method"] else f"{max(0.0, r['seconds'] / bound - 1):.1%}"    # the bound is for paths that skip
         published = f"{r['published']:.2f} s" if r["published"] else ""
         print(f"{r['method']:33}{r['microbatches']:<4}{r['note']:21}{r['seconds']:7.3f} s{gap:>8}{r['planning']:9.2f} s"
               f"{r['collisions']:12}{r['waiting']:8.1f} s{published:>12}")
@@ -891,8 +891,8 @@ def main(argv=None):
             ("rounds", int, 2, "microbatches per path, one after the other"),
             ("dead", numbers, [], "nodes that are not there, e.g. 5,17"),
             ("seconds", float, 10.0, "limit of the planning, and of the assignment"),
-            ("figure", str, "figures/skippipe.png", "the picture; '' for none"),
-            ("results", str, "results/skippipe.json", "the numbers behind table and picture; '' for none"),
+            ("figure", str, None, "the picture; '' for none (default: figures/skippipe.png, other networks: runs/skippipe.png)"),
+            ("results", str, None, "the numbers behind table and picture; '' for none (default: results/skippipe.json or runs/skippipe.json)"),
             ("save", str, None, "write the network to this file, in the form of --instance")):
         parser.add_argument("--" + name, type=kind_, default=default, help=text)
     o = parser.parse_args(argv)
@@ -910,6 +910,9 @@ def main(argv=None):
         print(f"\n{len(network.delay)} nodes in stages of {[len(stage) for stage in network.stages]}; {o.kept} stages kept; lower bound "
               f"{found.bound:.3f} s. Simulated:\n")
         print_table(rows, found.bound)
+        own = network != published_network()[0]        # the README's figure is not overwritten by another network
+        o.figure = ("runs" if own else "figures") + "/skippipe.png" if o.figure is None else o.figure
+        o.results = ("runs" if own else "results") + "/skippipe.json" if o.results is None else o.results
         if o.figure:
             draw(o.figure, network, names, rows, found)
         save(o.results, dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows, stages=network.stages, names=names,

@@ -159,7 +159,7 @@ def parse(argv, world=1):
         for key in LAYOUT:
             if key in given and given[key] != old[key]:
                 raise BadInput(f"--{key.replace('_', '-')} {given[key]} differs from the {old[key]} of {given['resume']}: "
-                               "a checkpoint fits only the layout that wrote it; leave the option out or start a new run")
+                               "a run goes on only with the weights, ranks and data order it began with; leave the option out or start a new run")
     o = Options(**{**old, **given})
     for name in METHODS["noloco"]:
         if name in given and name not in METHODS[o.method]:
@@ -609,9 +609,11 @@ def read_links(o, stages):
     """The network in the file of --links, its nodes in the order of this run's ranks."""
     try:
         links = json.loads(Path(o.links).read_text())
-        nodes = [n for stage in links.get("stages", stages) for n in stage]
+        if not all(isinstance(s, list) for s in links.get("stages", stages)):
+            raise BadInput(f"{o.links}: stages must be lists of nodes, e.g. [[0, 1], [2, 3]]")
         if [len(s) for s in links.get("stages", stages)] != [len(s) for s in stages]:
             raise BadInput(f"{o.links} has stages of {[len(s) for s in links['stages']]} nodes, this run of {[len(s) for s in stages]}: give --stages as there")
+        nodes = [n for stage in links.get("stages", stages) for n in stage]
         each = lambda value: [value[n] for n in nodes] if isinstance(value, list) else [value] * len(nodes)
         return Network([[links["delay"][a][b] for b in nodes] for a in nodes], each(links["compute"]), stages, each(links.get("memory", 3)),
                        links.get("overhead", 0.0), links.get("origin_overhead"))
@@ -670,14 +672,14 @@ def partial_inference(pipeline, stages, corpus, o, job, folder):
     """Held-out loss with only some of the stages running and without the dead ranks: stage 0 always, all or 16 sampled choices of the others."""
     alive = [[r for r in stage if r not in o.dead] for stage in stages]
     rows = []
-    for share in o.eval_stages:
-        kept = max(1, round(share * len(stages)))
+    for kept in dict.fromkeys(max(1, round(share * len(stages))) for share in o.eval_stages):
         running = [s for s in range(1, len(stages)) if alive[s]]        # a stage without a living replica is skipped by all
-        kept, draw = min(kept - 1, len(running)), random.Random(o.seed)
-        if math.comb(len(running), kept) <= 16:
-            choices = list(combinations(running, kept))
+        others, draw = min(kept - 1, len(running)), random.Random(o.seed)
+        share = (others + 1) / len(stages)
+        if math.comb(len(running), others) <= 16:
+            choices = list(combinations(running, others))
         else:
-            choices = sorted({tuple(sorted(draw.sample(running, kept))) for _ in range(64)})[:16]
+            choices = sorted({tuple(sorted(draw.sample(running, others))) for _ in range(64)})[:16]
         for choice in choices:
             losses = job.collect([evaluate(pipeline, [alive[0], *(alive[s] for s in choice)], corpus, o)])
             if job.rank == 0:
@@ -685,7 +687,7 @@ def partial_inference(pipeline, stages, corpus, o, job, folder):
                 rows.append(dict(share=share, stages=[0, *choice], dead=sorted(o.dead), heldout_loss=mean, perplexity=perplexity(mean)))
         if job.rank == 0:
             last = [row["perplexity"] for row in rows[-len(choices):]]
-            print(f"{len(choices[0]) + 1} of {len(stages)} stages ({share:.0%}), {len(choices)} choices: perplexity {sum(last) / len(last):.3f} "
+            print(f"{others + 1} of {len(stages)} stages ({share:.0%}), choices {len(choices)}: perplexity {sum(last) / len(last):.3f} "
                   f"(best {min(last):.3f}, worst {max(last):.3f})" + (f", without ranks {sorted(o.dead)}" if o.dead else ""), flush=True)
     if job.rank == 0:
         (folder / "partial.json").write_text(json.dumps(rows, indent=1))
@@ -758,14 +760,16 @@ def prepare(o, job):
         raise BadInput(str(error))
     network = read_links(o, stages) if o.links and not o.eval_stages and (o.emulate or job.rank == 0 and not o.resume) else None
     if not set(o.dead) < set(range(job.world)) or set(stages[0]) <= set(o.dead):
-        raise BadInput(f"--dead {o.dead}: ranks of this run, and not every origin")
+        raise BadInput(f"--dead {','.join(map(str, o.dead))}: takes ranks of this run, and must leave one of the origins {stages[0]}")
     corpus = load_corpus(o) if stage == 0 else None
     reader = Reader.of(o, corpus, stages[0].index(job.rank), len(stages[0])) if corpus else None
     folder = Path(o.resume) if o.resume else Path("runs") / o.name
     if job.rank == 0:
-        if not o.resume and (folder / "config.json").exists():
-            raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")
         folder.mkdir(parents=True, exist_ok=True)
+        try:            # "x": of two runs that start at once with one name, one gets it
+            o.resume or open(folder / "config.json", "x").close()
+        except FileExistsError:
+            raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")
     return stages, layers[stage], stage, config, network, corpus, reader, folder
 
 
@@ -830,6 +834,9 @@ def main(argv=None):
     if o.method == "noloco" and groups and not 0 < o.gamma < gamma_bound(o.alpha, min(groups)):
         say(f"warning: gamma {o.gamma} is outside 0 < gamma < {gamma_bound(o.alpha, min(groups)):.3f} = 2 (1 - alpha^2) / (1 - alpha + 2 alpha / n): "
             "the replicas will drift apart")
+
+    if outer and o.steps < o.inner_steps:
+        say(f"warning: {o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never synchronise")
 
     # planned paths, links
     if o.routing in PLANNERS and plan is None:
