@@ -35,6 +35,8 @@ from itertools import chain as joined, islice
 from pathlib import Path
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
+WORK = {FORWARD: 1.0, LOSS: 0.25, BACKWARD: 1.5}        # Eq. 2: seconds of a task per forward second of its node
+SLOTS = {FORWARD: -1, LOSS: 0, BACKWARD: 1}             # memory slots that a task frees
 
 
 def per_node(value, nodes, name):
@@ -181,7 +183,7 @@ def simulate(network, paths, release=None, rounds=1, order=None):
         _, came, u, hop = task
         ranks, what = chains[u % count], kind(paths[u % count], hop)
         # A backward's slot counts as free from its start: the node is busy until its end anyway.
-        work, slot = {FORWARD: (1, -1), LOSS: (0.25, 0), BACKWARD: (1.5, 1)}[what]
+        work, slot = WORK[what], SLOTS[what]
         end = round(now + work * network.compute[node], 9)
         usable = round(end + (network.overhead if hop else network.origin_overhead), 9)
         idle[node] = False

@@ -35,7 +35,7 @@ from tqdm import tqdm
 import skippipe
 from model import Config, Llama, count_parameters
 from noloco import DiLoCo, NoLoCo, flatten, gamma_bound
-from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths, simulate
+from skippipe import WORK, Network, chain, full_paths, kind, random_paths, simulate
 
 # The paper's table (arXiv 2506.10911); tiny is for two laptop cores. Rates are those of the inner optimizer.
 MODELS = {
@@ -489,7 +489,7 @@ class Pipeline:
 
     def pace(self, start, path, hop):
         """Emulation: the task ends no earlier than the network says; returns the time at which the rank can be used again."""
-        work = {FORWARD: 1.0, LOSS: 0.25, BACKWARD: 1.5}[kind(path, hop)] * self.emulated.compute[self.rank]
+        work = WORK[kind(path, hop)] * self.emulated.compute[self.rank]
         sleep_until(start + work * self.scale)
         return time.monotonic() + (self.emulated.overhead if hop else self.emulated.origin_overhead) * self.scale
 
@@ -690,7 +690,7 @@ def partial_inference(pipeline, stages, corpus, o, job, folder):
             print(f"{others + 1} of {len(stages)} stages ({share:.0%}), choices {len(choices)}: perplexity {sum(last) / len(last):.3f} "
                   f"(best {min(last):.3f}, worst {max(last):.3f})" + (f", without ranks {sorted(o.dead)}" if o.dead else ""), flush=True)
     if job.rank == 0:
-        (folder / "partial.json").write_text(json.dumps(rows, indent=1))
+        replace(folder / "partial.json", json.dumps(rows, indent=1))
 
 
 def save(folder, step, rank, state):
@@ -861,7 +861,7 @@ def main(argv=None):
     while step < o.steps:
         # paths, data, forward and backward
         if plan:
-            paths = [tuple(p) for p in plan["paths"]]
+            paths = plan["paths"]
         else:
             paths = random_paths(stages, o.microbatches, step, o.seed) if o.routing == "random" else full_paths(stages, o.microbatches)
         batches = {u: reader.next(o.batch).to(job.device) for u, path in enumerate(paths) if path[0] == job.rank}
@@ -899,12 +899,12 @@ def main(argv=None):
                                      + (f", held-out {heldout:.3f}" if heldout else ""), refresh=False)
         progress.update()
 
-        last = step == o.steps
-        if last or step % o.eval_every == 0 or step % o.save_every == 0:
+        evaluates, saves = (step == o.steps or step % every == 0 for every in (o.eval_every, o.save_every))
+        if evaluates or saves:
             totals["seconds"] += time.perf_counter() - clock
             if outer:
                 totals["sync_bytes"], outer.bytes_sent = totals["sync_bytes"] + outer.bytes_sent, 0
-        if last or step % o.eval_every == 0:
+        if evaluates:
             row = dict(loss=float(totals["loss"]), tokens=totals["tokens"], heldout=evaluate(pipeline, stages, corpus, o),
                        spread=weight_spread(theta, replicas, job.rank, pipeline.staged), weights=theta.numel(), skipped=totals["skipped"],
                        sync=totals["sync_bytes"], pipeline=pipeline.bytes_sent, norm=float(norm), iteration=sorted(iterations)[len(iterations) // 2])
@@ -913,7 +913,7 @@ def main(argv=None):
                 rows = [dict(zip(row, values)) for values in rows]
                 heldout = report(rows, folder, progress, o, stages, step, totals["seconds"], corpus, plan)
             totals["loss"], totals["tokens"], iterations = 0.0, 0, []
-        if last or step % o.save_every == 0:
+        if saves:
             save(folder, step, job.rank, dict(
                 step=step, theta=theta, adam=adam.state_dict(), rng=torch.get_rng_state(), outer=outer and outer.state_dict(),
                 cursor=reader and reader.cursor, corpus=corpus and corpus.digest, plan=plan, options=asdict(o),
@@ -921,7 +921,7 @@ def main(argv=None):
             # When rank 0 takes this message it has everyone's message of the checkpoint before: that one is whole, older ones can go.
             job.collect([step])
             forget(folder, job.rank, saved_steps(folder, job.rank)[:-2])
-        if last or step % o.eval_every == 0 or step % o.save_every == 0:
+        if evaluates or saves:
             clock = time.perf_counter()
     progress.close()
     if job.rank == 0:
