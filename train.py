@@ -850,9 +850,10 @@ def main(argv=None):
 
     if job.rank == 0:
         replace(folder / "config.json", json.dumps(asdict(o), indent=1))
-        kept = []
-        with contextlib.suppress(OSError, ValueError):      # none yet, or a crash cut the last line short
-            kept = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if step and json.loads(line)["step"] <= step]
+        kept, history = [], folder / "metrics.jsonl"
+        for line in history.read_text().splitlines() if step and history.exists() else []:
+            with contextlib.suppress(ValueError):           # a crash cut the line short
+                kept += [line] if json.loads(line)["step"] <= step else []
         replace(folder / "metrics.jsonl", "".join(line + "\n" for line in kept))        # what came after the checkpoint comes again
         say(f"{folder}{f', from step {step}' if step else ''}")
     progress = tqdm(total=o.steps, initial=step, disable=job.rank != 0, unit="step", dynamic_ncols=True)
