@@ -24,9 +24,16 @@ What travels. Eq. 2 regroups to
 
 so theta is all that must be sent while training waits. phi is known right after the previous outer step: it is sent then and arrives
 during the inner steps. With gamma = beta the last term is zero and phi never travels.
+
+Replicas that may die, hang, be late or come back (`store`; Gloo only): each outer step meets in a process group of its own, and Eq. 2 is done
+with those who came and whose numbers are finite. Theta and phi then travel together, in one meeting; nothing is sent ahead.
 """
+import contextlib
 import functools
+import os
 import random
+import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -101,20 +108,71 @@ def flatten(params):
     return theta, grad
 
 
+def meet(store, key, rank, ranks, timeout):
+    """Those of `ranks` who come within `timeout` seconds, in the order of ranks, and a new Gloo group of them: (members, group).
+
+    A wait that times out closes every connection of its process group, and a restarted process can never be in an old group: hence a
+    new one. Whoever finds everyone here, or has waited long enough, writes down who is in. The first to do so counts (compare_set), so
+    all go by the same list. Who comes later is not in it and gets no group (None), nor does who is alone. Who was waited for in vain is marked
+    absent, and nobody waits for it again until it has come back. Raises RuntimeError when the store or a member is lost.
+    """
+    def settle(who):
+        return store.compare_set(f"{key}/members", "", " ".join(map(str, who))).decode()
+
+    end, seat = time.monotonic() + timeout, {r: f"{key}/{r}" for r in ranks}
+    here = lambda: [r for r in ranks if store.check([seat[r]])]
+    store.set(seat[rank], "here")
+    if store.check(list(seat.values())) or all(store.check([seat[r]]) or store.check([f"absent/{r}"]) for r in ranks):
+        members = settle(here())
+    else:
+        try:
+            store.wait([f"{key}/members"], timedelta(seconds=timeout))
+            members = store.get(f"{key}/members").decode()
+        except dist.DistStoreError:             # nobody has settled it in time
+            came = here()
+            for r in set(ranks) - set(came):
+                store.set(f"absent/{r}", key)
+            members = settle(came)
+    members = tuple(int(r) for r in members.split())
+    if rank not in members:
+        store.delete_key(f"absent/{rank}")      # late, but back
+    if rank not in members or len(members) == 1:
+        return members, None
+    return members, gloo_group(store, key, members.index(rank), len(members), max(0.001, end - time.monotonic()))
+
+
+def gloo_group(store, key, place, size, timeout):
+    """A new Gloo group of `size` processes, this one at `place`, who find each other under `key`; timeout: seconds for that and for each message."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._threads, options._timeout = [gloo_device()], 1, timedelta(seconds=timeout)
+    return dist.ProcessGroupGloo(dist.PrefixStore(key, store), place, size, options)
+
+
+@functools.cache
+def gloo_device():
+    """One for all groups of the process: a device of its own would double what a new group costs."""
+    return dist.ProcessGroupGloo.create_default_device()
+
+
 class NoLoCo:
     """Eqs. 1-3 for any torch model and optimizer: call `step()` after every inner optimizer step.
 
     params: the model's parameters, equal on all replicas at the start; made flat (see `flatten`).
     ranks: the global ranks of this model's (or this stage's) replicas; default all. Without torch.distributed, this process alone.
     inner_steps: optimizer steps per outer step (m). group_size: n, from 2 to all. seed: of the random groups.
+    store: a torch.distributed store that every replica reaches: then no failure of a partner is an error (`meet`), an outer step waits for
+    its partners at most `timeout` seconds, and neither NCCL nor a default process group is used (ranks come from RANK and WORLD_SIZE).
+    events: what did not go as drawn, one dict each, until the caller takes them away. adopted: whether this replica's numbers were not finite
+    in the last outer step, so that it took a partner's; reset the inner optimizer's state then. A replica that came too late cuts its
+    next inner steps short as soon as a partner waits for it (unless catch_up is set to False). A lost store raises RuntimeError, after the step.
     Memory beside the model: phi, delta and one receive buffer per partner, each of the parameters' size; twice the buffers when
     gamma != beta. With fewer than two replicas an outer step is Eqs. 1-3 with n = 1.
     """
 
-    def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=0.7, group_size=2, seed=0):
-        joined = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if joined else 0
-        self.ranks = list(ranks) if ranks is not None else list(range(dist.get_world_size() if joined else 1))
+    def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=0.7, group_size=2, seed=0, store=None, timeout=60.0):
+        joined = store is None and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if joined else int(os.environ["RANK"]) if store else 0
+        self.ranks = list(ranks) if ranks is not None else list(range(dist.get_world_size() if joined else int(os.environ["WORLD_SIZE"]) if store else 1))
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
         if inner_steps < 1:
@@ -128,9 +186,10 @@ class NoLoCo:
         self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
         self.alpha, self.beta, self.gamma = alpha, beta, gamma
         self.steps, self.bytes_sent, self.ahead, self.buffers = 0, 0, None, {}
+        self.store, self.timeout, self.events, self.adopted, self.late, self.catch_up = store, timeout, [], False, False, True
         nccl = joined and self.theta.is_cuda and "nccl" in str(dist.get_backend_config())
-        self.staged = joined and self.theta.is_cuda and not nccl        # Gloo sends host memory only
-        self.ahead_group = None
+        self.staged = (joined or store is not None) and self.theta.is_cuda and not nccl         # Gloo sends host memory only
+        self.ahead_group, self.served = None, store.add(f"joins/{self.ranks[0]}", 0) if store else 0
         if nccl:        # the first use of a group must have everyone in it; every rank of the job makes its NoLoCo, so everyone is here
             dist.barrier()
             if gamma != beta:       # NCCL runs what is posted on a group in turn: phi, long in flight, must not hold up what follows it
@@ -141,34 +200,51 @@ class NoLoCo:
         """The sorted ranks that do outer step number `outer` together, this one among them."""
         return next(g for g in random_groups(self.ranks, self.group_size, outer, self.seed) if self.rank in g)
 
+    def meeting(self):
+        """Under which key the outer step that ends the present inner steps meets, and its group."""
+        outer = (self.steps - 1) // self.inner_steps
+        group = self.group(outer)
+        return f"outer/{outer}/{group[0]}", group
+
     def step(self):
         """Count one inner step and, when it is due, do the outer step; returns whether it did one."""
         if self.ahead is None:          # the first call, or the first after loading
             self.send_ahead()
         self.steps += 1
+        if self.late and self.catch_up:
+            key, group = self.meeting()
+            if any(self.store.check([f"{key}/{r}"]) for r in group if r != self.rank):
+                self.steps += -self.steps % self.inner_steps
         if self.steps % self.inner_steps:
             return False
         if [p.data_ptr() for p in self.params] != self.addresses:
             raise RuntimeError("parameters were moved after NoLoCo took them: move the model first (.to, .cuda), then build NoLoCo")
-        self.outer_step(*self.exchange())
-        self.send_ahead()
+        if vectors := self.exchange():
+            self.outer_step(*vectors)
+        if self.store is None:
+            self.send_ahead()
+        else:
+            self.serve()
         return True
 
     def send_ahead(self):
         """phi to the next partners, if Eq. 2' needs it: it arrives during the inner steps."""
-        if self.gamma != self.beta:
+        if self.gamma != self.beta and self.store is None:
             self.ahead = IN_FLIGHT[id(self)] = self.post("phi", self.phi, self.group(self.steps // self.inner_steps), self.ahead_group)
 
     def post(self, name, vector, group, process_group=None):
         """Post one message each way with every partner at once, so that no pair waits for another; returns {rank: vector} and works."""
-        partners = [r for r in group if r != self.rank]
+        partners, tag = [r for r in group if r != self.rank], int(name == "phi")
         if self.staged:
             host = self.buffer(name, "out", vector)
             vector = host.copy_(vector)
         vectors = {r: vector if r == self.rank else self.buffer(name, partners.index(r), vector) for r in group}
-        ops = [dist.P2POp(dist.irecv, vectors[r], r, process_group, tag=name == "phi") for r in partners]
-        ops += [dist.P2POp(dist.isend, vector, r, process_group, tag=name == "phi") for r in partners]
         self.bytes_sent += len(partners) * vector.nbytes
+        if self.store is not None:      # a group of just these, its ranks are places in it
+            return vectors, [process_group.recv([vectors[r]], group.index(r), tag) for r in partners] \
+                + [process_group.send([vector], group.index(r), tag) for r in partners]
+        ops = [dist.P2POp(dist.irecv, vectors[r], r, process_group, tag=tag) for r in partners]
+        ops += [dist.P2POp(dist.isend, vector, r, process_group, tag=tag) for r in partners]
         return vectors, dist.batch_isend_irecv(ops) if ops else []
 
     def buffer(self, name, place, like):
@@ -178,11 +254,57 @@ class NoLoCo:
 
     def exchange(self):
         """The group's theta and phi vectors in the order of its ranks; without phi (None) when Eq. 2' does not need it."""
-        thetas, works = self.post("theta", self.theta, self.group(self.steps // self.inner_steps - 1))
+        outer = self.steps // self.inner_steps - 1
+        if self.store is not None:
+            return self.accept(outer, *self.tentative())
+        thetas, works = self.post("theta", self.theta, self.group(outer))
         phis, more = self.ahead or (None, [])
         for work in works + more:
             work.wait()             # our own sends too: what they read is about to change
-        return list(thetas.values()), phis and list(phis.values())
+        return self.accept(outer, thetas, phis)
+
+    def tentative(self):
+        """The exchange with those who come, and of these the ones whose vectors arrive whole; when all are lost, our own."""
+        (key, group), end = self.meeting(), time.monotonic() + self.timeout
+        partners, works, error, thetas, phis = [], [], "", {self.rank: self.theta}, {self.rank: self.phi}
+        try:
+            members, link = meet(self.store, key, self.rank, group, self.timeout)
+            self.late = self.rank not in members
+            if link:
+                partners = [r for r in members if r != self.rank]
+                thetas, works = self.post("theta", self.theta, members, link)
+                if self.gamma != self.beta:
+                    phis, more = self.post("phi", self.phi, members, link)
+                    works += more
+                self.link = link        # lives until the next one: what we sent may still be on its way
+        except RuntimeError as lost:    # the store, or a member as we met
+            partners, error = [], str(lost)[:100]
+        missing = set(group) - {self.rank, *partners}
+        for place, work in enumerate(works):
+            try:
+                work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+            except RuntimeError as lost:
+                missing.add(partners[place % len(partners)])
+                error = str(lost)[:100]
+        if missing:
+            self.events.append(dict(event="outer step without partners", outer=self.steps // self.inner_steps, rank=self.rank,
+                                    missing=sorted(missing), late=self.late, error=error))
+        thetas, phis = ({r: v for r, v in vectors.items() if r not in missing} for vectors in (thetas, phis))
+        return thetas, None if self.gamma == self.beta else phis
+
+    def accept(self, outer, thetas, phis):
+        """What is finite of these, as lists. A replica that is itself not finite takes a partner's theta as theta and phi, and delta = 0: None."""
+        finite = lambda r: all(bool(torch.isfinite(v[r].sum())) for v in (thetas, phis) if v)
+        sound = [r for r in thetas if finite(r)]
+        self.adopted = self.rank not in sound
+        if len(sound) < len(thetas):
+            self.events.append(dict(event="not finite", outer=outer + 1, rank=self.rank, refused=sorted(set(thetas) - set(sound)),
+                                    adopted=(sound or [self.rank])[0] if self.adopted else None))
+        if not self.adopted:
+            return [thetas[r] for r in sound], phis and [phis[r] for r in sound]
+        self.phi.copy_(thetas[sound[0]] if sound else self.phi)         # alone: back to the last outer step
+        self.theta.copy_(self.phi)
+        self.delta.zero_()
 
     def outer_step(self, thetas, phis=None, n=None):
         """Eqs. 1-3 in pieces that stay in cache: the update is bound by memory, not by arithmetic. n: how many replicas' theta the
@@ -201,6 +323,43 @@ class NoLoCo:
     def state_dict(self):
         """phi, delta and the number of inner steps; theta is in the model. A phi in flight is sent again after loading."""
         return {"phi": self.phi, "delta": self.delta, "steps": self.steps}
+
+    def join(self):
+        """A replica that comes back takes phi (theta is phi after an outer step), delta and the number of steps from a live one, which gives them
+        after its next outer step. Raises RuntimeError when none answers within 60 timeouts."""
+        key = f"join/{self.ranks[0]}/{self.store.add(f'joins/{self.ranks[0]}', 1)}"
+        self.store.delete_key(f"absent/{self.rank}")
+        self.store.set(key, str(self.rank))
+        self.store.wait([f"{key}/by"], timedelta(seconds=60 * self.timeout))
+        giver, self.steps = map(int, self.store.get(f"{key}/by").decode().split())
+        self.hand_over(key, giver, gives=False)
+        self.theta.copy_(self.phi)
+
+    def serve(self):
+        """After an outer step: give phi and delta to whoever asked to join since the last time, unless another replica does."""
+        asked = self.store.add(f"joins/{self.ranks[0]}", 0)
+        for number in range(self.served + 1, asked + 1):
+            key = f"join/{self.ranks[0]}/{number}"
+            if not self.store.check([key]):         # it is about to write who it is
+                return
+            mine, joiner = f"{self.rank} {self.steps}", int(self.store.get(key))
+            if joiner != self.rank and self.store.compare_set(f"{key}/by", "", mine).decode() == mine:
+                self.events.append(dict(event="joined", outer=self.steps // self.inner_steps, rank=joiner, given_by=self.rank))
+                with contextlib.suppress(RuntimeError):         # it may die again
+                    self.hand_over(key, joiner, gives=True)
+            self.served = number
+
+    def hand_over(self, key, other, gives):
+        """phi and delta to or from one other replica."""
+        members, link = meet(self.store, key, self.rank, sorted((self.rank, other)), self.timeout)
+        if link is None:
+            raise RuntimeError(f"replica {other} did not come")
+        for tag, vector in enumerate((self.phi, self.delta)):
+            host = vector.cpu() if self.staged else vector
+            (link.send if gives else link.recv)([host], members.index(other), tag).wait(timedelta(seconds=self.timeout))
+            if not gives:
+                vector.copy_(host)
+            self.bytes_sent += gives * vector.nbytes
 
     def load_state_dict(self, state):
         """All replicas load together. Raises ValueError when the state is of another model."""

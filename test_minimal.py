@@ -542,7 +542,6 @@ def stage_layers(stages):
     return [list(range(a, b)) for a, b in zip(marks, marks[1:])]
 
 
-@gloo
 def _gradients(rank, world, stages, all_paths, shape, dtype):
     """The largest relative error of this rank's gradients over all the path sets, against the whole model in one process."""
     layers = stage_layers(stages)
@@ -550,14 +549,14 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
     stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
     model, whole = Llama(config, layers[stage], ends=stage == 0), Llama(config).double()
     theta, grad = flatten(model.parameters())
-    job = types.SimpleNamespace(rank=rank, device=torch.device("cpu"), nccl=False)
+    job = train.Job()
     pipeline = train.Pipeline(model, job, stages, shape, dtype)
     worst = 0.0
     for t, paths in enumerate(all_paths):
         tokens = torch.randint(256, (len(paths), shape[0], shape[1] + 1), generator=torch.Generator().manual_seed(t))
         grad.zero_()
-        loss, count = pipeline.run(paths, {u: tokens[u] for u, p in enumerate(paths) if p[0] == rank})
-        assert count == shape[0] * shape[1] * sum(rank in p for p in paths)
+        loss, home, count = pipeline.run(paths, {u: tokens[u] for u, p in enumerate(paths) if p[0] == rank})
+        assert count == shape[0] * shape[1] * sum(rank in p for p in paths) and home == shape[0] * shape[1] * sum(rank == p[0] for p in paths)
         whole.zero_grad()
         want_loss = 0.0
         for u, path in enumerate(paths):
@@ -580,6 +579,7 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
                 worst = max(worst, ((p.grad.double() - want).norm() / want.norm()).item())
         if any(rank in p for p in paths) and stage == 0:
             assert all(p.grad.any() for p in model.parameters())      # embedding, gains and head included
+    job.close()
     return worst
 
 
@@ -1028,16 +1028,15 @@ def test_every_planned_routing_runs_emulated_with_every_method(routing, method, 
 
 def _measured(rank, world):
     """`measure` with one slow pair: messages from rank 1 to rank 2 take 0.3 s more, and rank 0's forward 0.2 s: far above any noise."""
-    dist.init_process_group("gloo")
-    job = train.Job.__new__(train.Job)
-    job.rank, job.world, job.device, job.nccl = rank, world, torch.device("cpu"), False
+    job = train.Job()
     model = Llama(Config(hidden_size=32, intermediate_size=32, num_hidden_layers=1))
-    pipeline = train.Pipeline(model, job, [[r] for r in range(world)], (1, 8, 32), torch.float32)
+    stages = [[r] for r in range(world)]
+    pipeline = train.Pipeline(model, job, stages, (1, 8, 32), torch.float32)
     send, blocks = pipeline.send, model.blocks
     pipeline.send = lambda tensor, to, u, hop: (time.sleep(0.3 * ((rank, to) == (1, 2))), send(tensor, to, u, hop))[1]
     model.blocks = lambda x: (time.sleep(0.2 * (rank == 0)), blocks(x))[1]
-    result = train.measure(pipeline, job)
-    dist.barrier()
+    result = train.measure(pipeline, stages, job)
+    job.close()
     return result
 
 

@@ -5,11 +5,15 @@
     torchrun --nproc-per-node 8 train.py --method ddp                       8 replicas of 1 stage, all-reduce at every step
     torchrun --nproc-per-node 7 train.py --stages 3,2,2 --layers 6 --layers-per-stage 1,2,3
     torchrun --nproc-per-node 8 train.py --resume runs/NAME                 goes on from the newest checkpoint, bit for bit
+    torchrun --nproc-per-node 8 --max-restarts 3 train.py                   ... and by itself when a process dies
 
 One step: every origin cuts its batch into microbatches, each of which takes its path through the stages and comes home for its loss
 (skippipe.py says what a path is); backward retraces it. Each rank then divides its gradient by the tokens that came home through it,
 clips it, takes an Adam step on its own flat vector, and meets the other replicas of its stage as the method says (noloco.py).
-Set TRACE=1 to see who sends what to whom.
+
+With noloco and local over Gloo training outlives its processes (--sync-timeout). A node that dies or falls silent takes the microbatches on it
+along: whoever should pass one on passes on a message that says so. The first rank to begin an iteration writes down who is dead in it,
+and all draw or plan their paths round these. Set TRACE=1 to see who sends what to whom.
 """
 import argparse
 import contextlib
@@ -22,9 +26,11 @@ import random
 import re
 import sys
 import sysconfig
+import threading
 import time
 import zlib
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from itertools import accumulate, combinations, islice
 from pathlib import Path
 
@@ -34,7 +40,7 @@ from tqdm import tqdm
 
 import skippipe
 from model import Config, Llama, count_parameters
-from noloco import DiLoCo, NoLoCo, flatten, gamma_bound
+from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, gloo_group, meet
 from skippipe import WORK, Network, chain, full_paths, kind, random_paths, simulate
 
 # The paper's table (arXiv 2506.10911); tiny is for two laptop cores. Rates are those of the inner optimizer.
@@ -53,17 +59,24 @@ METHODS = {
 # The planned routings, in the paper's words SkipPipe, SkipPipe without TC2, DT-FM skip (random valid paths) and DT-FM (every stage). A budget of
 # work, not of time, so that a plan depends on the network and the seed alone. The last two run in the order that first come, first served gives.
 PLANNERS = {
-    "skippipe": lambda network, kept, each, rounds, seed: skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed),
-    "no-tc2": lambda network, kept, each, rounds, seed: skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed,
-                                                                      collisions=False),
-    "dtfm-skip": lambda network, kept, each, rounds, seed: served(network, kept, each, rounds,
-                                                                  skippipe.random_valid_paths(network, kept, each, seed=seed)),
-    "dtfm": lambda network, _, each, rounds, seed: served(network, len(network.stages), each, rounds, full_paths(network.stages, each)),
+    "skippipe": lambda network, kept, each, rounds, seed, dead: skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed,
+                                                                              dead=dead),
+    "no-tc2": lambda network, kept, each, rounds, seed, dead: skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed,
+                                                                            dead=dead, collisions=False),
+    "dtfm-skip": lambda network, kept, each, rounds, seed, dead: served(
+        network, kept, each, rounds, dead, skippipe.random_valid_paths(network, kept, each, seed=seed, dead=dead)),
+    "dtfm": lambda network, _, each, rounds, seed, dead: served(
+        network, len(living(network.stages, dead)), each, rounds, dead, full_paths(living(network.stages, dead), each)),
 }
 
 
-def served(network, kept, each, rounds, paths):
-    return paths, skippipe.Search(network, kept, each, rounds).dispatch(paths).order()
+def served(network, kept, each, rounds, dead, paths):
+    return paths, skippipe.Search(network, kept, each, rounds, dead=dead).dispatch(paths).order()
+
+
+def living(stages, dead):
+    """The ranks of each stage that are not dead, without the stages of which none is left."""
+    return [alive for stage in stages if (alive := [r for r in stage if r not in dead])]
 
 
 def numbers(kind):
@@ -121,6 +134,9 @@ class Options:
     eval_stages: list = option(None, "with --resume: no training; held-out loss with these shares of the stages running, e.g. 1,0.75,0.5",
                                type=numbers(float))
     dead: list = option((), "with --eval-stages: ranks that no path visits, e.g. 3,5 (their processes still run)", type=numbers(int))
+    sync_timeout: float = option(60.0, "seconds that a replica waits for its partners in an outer step, and after which a silent pipeline node is "
+                                 "declared dead (0: no failure is survived; so with ddp, diloco and nccl)")
+    join: bool = option(False, "on a restarted process of a running job without pipeline: take the weights from a living replica and go on")
     name: str = option(None, "the run is kept in runs/NAME (default: method, stages and time)")
     resume: str = option(None, "run folder to go on with; its options hold unless given again")
     seed: int = option(0, "of weights, data order, routes and groups")
@@ -135,6 +151,10 @@ LAYOUT = ("stages", "layers_per_stage", "method", "model", "hidden", "layers", "
 
 class BadInput(Exception):
     """Something the user can put right; the message is the one line that rank 0 prints."""
+
+
+class Gone(Exception):
+    """What training cannot go on without is gone: each survivor writes a checkpoint and the message, one line."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -173,11 +193,13 @@ def parse(argv, world=1):
     if o.gamma is None:
         o.gamma = o.beta
     for name, least in dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1, inner_steps=1, group_size=2,
-                            lr=0.0, time_scale=1e-6, clip=1e-6).items():
+                            lr=0.0, time_scale=1e-6, clip=1e-6, sync_timeout=0.0).items():
         if getattr(o, name) is not None and not least <= getattr(o, name) < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(o, name)}")
     if not 0 <= o.skip < 1 or (o.skip and o.routing not in PLANNERS):
         raise BadInput(f"--skip takes a share from 0 to below 1 and a planned routing, got {o.skip} and {o.routing}")
+    if o.join and (o.method != "noloco" or len(o.stages) > 1 or not o.sync_timeout):
+        raise BadInput("--join is for --method noloco on one stage with a --sync-timeout; pipelines and other methods resume from a checkpoint")
     if o.emulate:       # the processes' clock is one machine's
         if not o.links or world == 1 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
             raise BadInput("--emulate needs --links FILE and several processes, all on one machine")
@@ -214,10 +236,10 @@ class Job:
     def __init__(self):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.store = next(iter(dist.rendezvous("env://")))[0] if self.world > 1 else None
-        self.rounds, self.device, self.nccl = 0, torch.device("cpu"), False
+        self.rounds, self.device, self.nccl, self.timeout, self.joining, self.told = 0, torch.device("cpu"), False, 0.0, False, 0
 
     def share(self, text):
-        """Every rank's text, in the order of ranks."""
+        """Every rank's text, in the order of ranks. (Who joins later finds what the others wrote when they started.)"""
         if self.world == 1:
             return [text]
         self.rounds += 1
@@ -232,8 +254,10 @@ class Job:
         except (BadInput, OSError) as error:
             problem = " ".join(str(error).split())
         if problems := [p for p in self.share(problem) if p]:
-            if self.rank == 0:
+            if self.rank == 0 or self.joining:
                 print("error: " + problems[0], file=sys.stderr, flush=True)
+            if self.joining:
+                sys.exit(2)
             self.share("")          # torchrun stops everyone when the first one leaves: not before the line is out
             if self.rank:
                 self.store.set(f"left/{self.rank}", "=")
@@ -242,8 +266,8 @@ class Job:
             sys.exit(2)
         return result
 
-    def connect(self, o):
-        """Choose the device and the backend and make the process group."""
+    def connect(self, o, collectives=True):
+        """Choose the device and the backend; make the default process group if it is needed: for collectives, or NCCL."""
         local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         gpus = torch.cuda.device_count() if torch.cuda.is_available() and o.device != "cpu" else 0
 
@@ -257,27 +281,46 @@ class Job:
             self.device = torch.device("cuda", local_rank % gpus)
             torch.cuda.set_device(self.device)
         self.nccl = self.world > 1 and o.backend != "gloo" and all(self.share("own GPU" if local_world <= gpus else ""))
-        if self.world > 1:
+        if self.world > 1 and (collectives or self.nccl):
             if self.world > 64:     # Gloo connects every pair at start-up; with hundreds of ranks only those that talk to each other should
                 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             dist.init_process_group("nccl" if self.nccl else "gloo", store=dist.PrefixStore("job", self.store), rank=self.rank, world_size=self.world)
             dist.barrier()          # NCCL: the first use of a group must have everyone in it
 
-    def collect(self, values):
-        """Numbers for the log, point to point: rank 0 gets every rank's list of floats in the order of ranks, the others None."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device if self.nccl else "cpu")
-        if self.rank:
-            dist.send(mine, 0)
-            if self.nccl:
-                torch.cuda.synchronize()        # Gloo's send returns when rank 0 has taken the message; so must this
-            return None
-        rows = [mine] + [torch.empty_like(mine) for _ in range(self.world - 1)]
-        for r in range(1, self.world):
-            dist.recv(rows[r], r)
-        return [row.tolist() for row in rows]
+    def patience(self):
+        """Seconds to wait for another rank."""
+        return self.timeout or 1e6
 
-    def close(self):
+    def collect(self, key, values, dead=()):
+        """What every rank tells for the log, through the store: rank 0 gets {rank: values} of those who answer in time, the others None."""
+        if self.world == 1:
+            return {0: values}
+        self.store.set(f"{key}/{self.rank}", json.dumps(values))
+        if self.rank:
+            return None
+        awaited = {r: f"{key}/{r}" for r in range(self.world) if r not in dead and not self.store.check([f"absent/{r}"])}
+        try:
+            self.store.wait(list(awaited.values()), timedelta(seconds=self.patience()))
+        except dist.DistStoreError:
+            for r in awaited:
+                if not self.store.check([awaited[r]]):
+                    self.store.set(f"absent/{r}", key)          # nobody waits for it again until it comes back (noloco.meet)
+        return {r: json.loads(self.store.get(f"{key}/{r}")) for r in range(self.world) if self.store.check([f"{key}/{r}"])}
+
+    def tell(self, events):
+        """For rank 0's log."""
+        for event in events:
+            self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
+
+    def news(self):
+        """On rank 0: what has been told since the last time."""
+        first, self.told = self.told + 1, self.store.add("events", 0) if self.world > 1 else 0
+        return [json.loads(self.store.get(f"event/{n}")) for n in range(first, self.told + 1)]
+
+    def close(self, dead=()):
         if self.world > 1:
+            self.collect("done", 0, dead)       # rank 0 may host the store, so it leaves last
+        if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 
@@ -452,24 +495,118 @@ def incoming(chains, rank, mine, order=None):
 
 
 class Pipeline:
-    """Runs paths: forward along them, loss at home, backward the same way back, gradients summed into the parameters."""
+    """Runs paths: forward along them, loss at home, backward the same way back, gradients summed into the parameters.
+
+    With a timeout a dead or silent peer is no error: what it should have sent is lost, and so is what could only have come from that. Each pair of
+    ranks has a Gloo group of its own, because a wait that is broken off closes all connections of its group.
+    """
 
     def __init__(self, model, job, stages, shape, dtype):
-        self.model, self.rank, self.device, self.shape, self.dtype = model, job.rank, job.device, shape, dtype
-        self.bytes_sent, self.trace = 0, bool(os.environ.get("TRACE"))
+        self.model, self.job, self.rank, self.device, self.shape, self.dtype = model, job, job.rank, job.device, shape, dtype
+        self.bytes_sent, self.lost, self.trace = 0, 0, bool(os.environ.get("TRACE"))
         self.cast = torch.autocast(job.device.type, torch.bfloat16) if dtype == torch.bfloat16 else contextlib.nullcontext()
         self.emulated, self.scale = None, 1.0       # with --emulate: the Network, and seconds of ours per second of its
         self.staged = job.device.type == "cuda" and not job.nccl            # Gloo sends host memory only
-        self.up = self.down = None
+        self.pairs, self.step, self.dead, self.agreed = {}, 0, set(), set()     # the dead: known here; agreed on for this iteration
+        self.waiting, self.since, self.stopped = None, math.inf, threading.Event()
+        stage_of = {r: s for s, ranks in enumerate(stages) for r in ranks}
+        pairs = [(a, b) for a, b in combinations(range(job.world), 2) if self.rank in (a, b) and stage_of[a] != stage_of[b]]
         if job.nccl:
             # NCCL ignores tags and runs what two ranks exchange within a group in the order posted. So each direction of a pair has a
             # group of its own, and all pairs connect here, in one order: later each would wait for the other's first message.
-            self.up, self.down = dist.new_group(), dist.new_group()
-            one, stage_of = torch.zeros(1, device=job.device), {r: s for s, ranks in enumerate(stages) for r in ranks}
-            for a, b in combinations(range(job.world), 2):
-                for group, source, to in ((self.up, a, b), (self.down, b, a)):
-                    if self.rank in (a, b) and stage_of[a] != stage_of[b]:
-                        (dist.send if self.rank == source else dist.recv)(one, b if self.rank == a else a, group=group)
+            self.up, self.down, one = dist.new_group(), dist.new_group(), torch.zeros(1, device=job.device)
+            for a, b in pairs:
+                for group, source in ((self.up, a), (self.down, b)):
+                    (dist.send if self.rank == source else dist.recv)(one, a + b - self.rank, group=group)
+        else:
+            for a, b in pairs:      # in one order for all, so nobody waits in a circle
+                self.pairs[a + b - self.rank] = gloo_group(job.store, f"pair/{a}/{b}", int(self.rank == b), 2, 1e6)
+        self.timeout = job.timeout if self.pairs else 0.0
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+        if self.timeout:
+            self.watcher.start()
+
+    def post(self, peer, tensor, tag, sends):
+        """Post a message; None when the peer is dead."""
+        if self.job.nccl:
+            return (dist.isend if sends else dist.irecv)(tensor, peer, group=self.up if (self.rank < peer) == sends else self.down)
+        if peer in self.dead:
+            return None
+        try:
+            return (self.pairs[peer].send if sends else self.pairs[peer].recv)([tensor], int(peer > self.rank), tag)
+        except RuntimeError as error:
+            return self.bury(peer, error)
+
+    def finish(self, work, peer):
+        """Wait for a posted message; False when it is lost with its peer."""
+        try:
+            self.waiting = peer
+            return work is not None and (work.wait() or True)
+        except RuntimeError as error:
+            return bool(self.bury(peer, error))
+        finally:
+            self.waiting, self.since = None, time.monotonic()
+
+    def bury(self, peer, error):
+        """Declare a peer dead, from the first iteration on that nobody has begun."""
+        if not self.timeout:
+            raise error
+        if peer in self.dead:
+            return
+        self.dead.add(peer)
+        self.job.tell([dict(event="lost", step=self.step, rank=self.rank, peer=peer, error=" ".join(str(error).split())[:100])])
+        step = self.step + 1
+        while not self.dead <= self.agree(step):
+            step += 1
+
+    def agree(self, step):
+        """Who is dead in iteration `step`: what the first to ask wrote down."""
+        mine = " ".join(map(str, sorted(self.dead))) or "-"         # a store takes no empty values
+        agreed = {int(r) for r in self.job.store.compare_set(f"dead/{step}", "", mine).decode().split() if r != "-"}
+        self.dead |= agreed
+        return agreed
+
+    def begin(self, step):
+        """Start an iteration; returns whether its dead are others than before. Raises Gone when this rank, or rank 0, is among them."""
+        self.step, before = step, self.agreed
+        if self.timeout:
+            self.agreed = self.agree(step)
+        if self.rank in self.agreed:
+            print(f"rank {self.rank} leaves at step {step}: it had been silent for so long that the others declared it dead", file=sys.stderr, flush=True)
+            sys.exit(0)
+        if 0 in self.agreed:
+            raise Gone("rank 0 is gone")
+        return self.agreed != before
+
+    def watch(self):
+        """A thread: say every now and then that this rank is alive, which it is while it waits or its task is not overdue; and break off
+        waiting for a peer that has not said so for --sync-timeout seconds, by a wait on the pair's group that times out at once."""
+        store, beat, seen = self.job.store.clone(), 0, {}       # a client of its own: a waiting one serves nobody else
+        while not self.stopped.wait(self.timeout / 4):
+            now, peer, silent = time.monotonic(), self.waiting, False
+            try:
+                if peer is not None or now - self.since < self.timeout:
+                    beat += 1
+                    store.set(f"beat/{self.rank}", str(beat))
+                if peer is not None:
+                    last = store.get(f"beat/{peer}") if store.check([f"beat/{peer}"]) else b""
+                    if seen.get(peer, (None, 0.0))[0] != last:
+                        seen[peer] = last, now
+                    silent = now - seen[peer][1] > self.timeout
+            except RuntimeError:        # the store is lost: so is everything
+                silent = peer is not None
+            if silent and self.waiting == peer:
+                with contextlib.suppress(RuntimeError):
+                    self.pairs[peer].recv([torch.empty(1)], int(peer > self.rank), 0).wait(timedelta(milliseconds=1))
+
+    def pause(self, seconds):
+        """What comes now is no task and may take as long."""
+        self.since = time.monotonic() + seconds
+
+    def stop(self):
+        self.stopped.set()
+        if self.timeout:
+            self.watcher.join()
 
     def send(self, tensor, to, u, hop):
         tensor = tensor.contiguous()
@@ -480,12 +617,12 @@ class Pipeline:
         self.bytes_sent += tensor.nbytes
         if self.emulated:       # a note goes ahead: when the message is to arrive, on the clock that all processes of a machine share
             note = torch.tensor([time.monotonic() + self.emulated.delay[self.rank][to] * self.scale], dtype=torch.float64)
-            self.notes.append((dist.isend(note, to, tag=tag(u, hop) + NOTE), note))
-        return dist.isend(tensor, to, group=self.up if self.rank < to else self.down, tag=tag(u, hop)), tensor
+            self.notes.append((self.post(to, note, tag(u, hop) + NOTE, True), note, to))
+        return self.post(to, tensor, tag(u, hop), True), tensor, to
 
     def receive(self, source, u, hop):
         buffer = torch.empty(self.shape, dtype=self.dtype, device="cpu" if self.staged else self.device, pin_memory=self.staged)
-        return dist.irecv(buffer, source, group=self.up if source < self.rank else self.down, tag=tag(u, hop)), buffer
+        return self.post(source, buffer, tag(u, hop), False), buffer, source
 
     def pace(self, start, path, hop):
         """Emulation: the task ends no earlier than the network says; returns the time at which the rank can be used again."""
@@ -495,65 +632,84 @@ class Pipeline:
 
     def run(self, paths, batches, train=True, order=None):
         """Run the paths; batches[u] is (B, T + 1) tokens for this rank's own microbatches u. order[rank] lists each rank's tasks for
-        planned paths (default: `tasks`). Returns (loss in nats summed over this origin's tokens, on the device; tokens that went
-        through this rank)."""
+        planned paths (default: `tasks`). Returns (loss in nats summed over this origin's tokens, on the device; how many tokens that
+        are; tokens whose gradient went through this rank)."""
         model, count = self.model, self.shape[0] * self.shape[1]
         chains = [chain(path)[:None if train else len(path) + 1] for path in paths]     # evaluation ends with the loss
         mine = order[self.rank] if order else tasks(chains, self.rank)
         receives = incoming(chains, self.rank, mine, order)
         inbox, sends, saved, needed, posted = {}, {}, {}, 0, 0
-        total, tokens, self.notes, usable = torch.zeros((), device=self.device), 0, [], 0.0
+        total, home, tokens, self.notes, usable = torch.zeros((), device=self.device), 0, 0, [], 0.0
         for u, hop in mine:
-            length, ranks = len(paths[u]), chains[u]
+            length, ranks, x = len(paths[u]), chains[u], None
             if hop and ranks[hop - 1] != self.rank:
                 while posted < min(needed + AHEAD, len(receives)) or (u, hop) not in inbox:
                     inbox[receives[posted][1:]] = self.receive(*receives[posted])
                     posted += 1
                 needed += 1
-                work, x = inbox.pop((u, hop))
-                work.wait()
+                work, x, source = inbox.pop((u, hop))
+                arrived = self.finish(work, source)
                 if self.emulated:
                     note = torch.empty(1, dtype=torch.float64)
-                    dist.recv(note, ranks[hop - 1], tag=tag(u, hop) + NOTE)
-                    sleep_until(note.item())
-                x = x.to(self.device, non_blocking=True)
+                    arrived = self.finish(self.post(source, note, tag(u, hop) + NOTE, False), source) and arrived
+                    sleep_until(note.item() if arrived else 0.0)
+                x = x.to(self.device, non_blocking=True) if arrived and not (self.timeout and is_lost(x)) else None
             elif hop:
                 x = inbox.pop((u, hop))                     # from this rank's own task before
             if self.emulated:
                 sleep_until(usable)
                 start = time.monotonic()
-            if hop < length:
+            out = None                                      # what is passed on when x is lost
+            if hop < length and (x is not None or not hop):
                 with torch.set_grad_enabled(train), self.cast:
                     x = x.requires_grad_(train) if hop else model.embed(batches[u][:, :-1])
                     y = model.blocks(x.float()).to(self.dtype)      # the residual stream is fp32 in every stage
                 if train:
                     saved[u, hop] = x, y
                 out = y.detach()
-                tokens += count
-            elif hop == length:
+            elif hop == length and x is not None:
                 with torch.set_grad_enabled(train), self.cast:
                     loss = model.loss(x.requires_grad_(train).float(), batches[u][:, 1:])
                 if train:
                     loss.backward()
-                total += loss.detach()
-                out = x.grad
-            else:
+                total, home, out = total + loss.detach(), home + count, x.grad
+            elif hop > length:
                 forward = 2 * length - hop
-                h, y = saved.pop((u, forward))
-                y.backward(x)
+                h, y = saved.pop((u, forward), (None, None))
+                if x is not None:
+                    y.backward(x)
+                    tokens += count
+                    out = h.grad if forward else None
+                elif not forward:
+                    self.lost += 1
                 if (u, forward + 1) in sends:               # its gradient is back, so the activation has long arrived: let it go
-                    sends.pop((u, forward + 1))[0].wait()
-                out = h.grad if hop < 2 * length else None
+                    work, _, to = sends.pop((u, forward + 1))
+                    self.finish(work, to)
             if self.emulated:
                 usable = self.pace(start, paths[u], hop)
             if hop + 1 < len(ranks):
                 if ranks[hop + 1] == self.rank:
                     inbox[u, hop + 1] = out
                 else:
-                    sends[u, hop + 1] = self.send(out, ranks[hop + 1], u, hop + 1)
-        for work, _ in [*sends.values(), *self.notes]:
-            work.wait()
-        return total, tokens
+                    sends[u, hop + 1] = self.send(lost(self.shape, self.dtype) if out is None else out, ranks[hop + 1], u, hop + 1)
+        for work, _, to in [*sends.values(), *self.notes]:
+            self.finish(work, to)
+        return total, home, tokens
+
+
+LOST = {torch.float32: (torch.int32, 0x7FC0DEAD), torch.bfloat16: (torch.int16, 0x7FEB)}     # a NaN that no arithmetic makes: a real NaN stays visible
+
+
+def lost(shape, dtype):
+    """The message that says that there is none."""
+    message, (integer, bits) = torch.zeros(shape, dtype=dtype), LOST[dtype]
+    message.view(-1)[:1].view(integer).fill_(bits)
+    return message
+
+
+def is_lost(message):
+    integer, bits = LOST[message.dtype]
+    return int(message.view(-1)[:1].view(integer)) == bits
 
 
 NOTE = 2048     # a path has fewer hops
@@ -570,10 +726,11 @@ def sleep_until(moment):
 # ---------------------------------------------------------------- planned paths
 
 
-def measure(pipeline, job):
-    """On rank 0: delay[i][j], seconds of one message between every two ranks, and compute[i], seconds of one microbatch's forward on each rank
+def measure(pipeline, stages, job):
+    """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages (no path joins others), and compute[i], seconds of one microbatch's forward on each rank
     while all compute; medians of 5 (other ranks: None)."""
     message, kept = torch.zeros(pipeline.shape, dtype=pipeline.dtype, device=job.device), pipeline.bytes_sent
+    own = next(stage for stage in stages if job.rank in stage)
 
     def median(work):
         times = []
@@ -587,7 +744,7 @@ def measure(pipeline, job):
 
     def there_and_back(peer):
         for sends in (job.rank < peer, job.rank > peer):
-            work, _ = pipeline.send(message, peer, 0, 0) if sends else pipeline.receive(peer, 0, 0)
+            work, *_ = pipeline.send(message, peer, 0, 0) if sends else pipeline.receive(peer, 0, 0)
             work.wait()
 
     def forward():
@@ -596,13 +753,13 @@ def measure(pipeline, job):
 
     delays = [0.0] * job.world
     for pair in combinations(range(job.world), 2):          # in one order for all, so nobody waits in a circle
-        if job.rank in pair:
+        if job.rank in pair and not set(pair) <= set(own):
             peer = sum(pair) - job.rank
             delays[peer] = median(lambda: there_and_back(peer)) / 2
     compute = median(forward)
     pipeline.bytes_sent = kept
-    rows = job.collect([*delays, compute])
-    return rows and [row[:-1] for row in rows], rows and [row[-1] for row in rows]
+    rows = job.collect("measured", [*delays, compute])
+    return rows and [rows[r][:-1] for r in range(job.world)], rows and [rows[r][-1] for r in range(job.world)]
 
 
 def read_links(o, stages):
@@ -621,41 +778,47 @@ def read_links(o, stages):
         raise BadInput(f"--links {o.links}: {type(error).__name__} {error}")
 
 
-def plan_paths(o, network, stages):
-    """Rank 0's plan, as JSON: the paths of all rounds, every rank's tasks in order, the iteration's simulated seconds."""
+def plan_paths(o, network, dead=()):
+    """Rank 0's plan, as JSON: the paths of all rounds, every rank's tasks in order, the iteration's simulated seconds, and for what network."""
     m = o.microbatches      # an origin sends as many at once as nodes hold, the rest in further rounds where that divides
     rounds = next((r for r in range(1, m) if m % r == 0 and m // r <= min(network.memory)), 1)
-    try:
-        paths, order = PLANNERS[o.routing](network, round((1 - o.skip) * len(stages)), m // rounds, rounds, o.seed)
-        makespan = simulate(network, paths, rounds=rounds, order=order).makespan
-    except (ValueError, skippipe.Deadlock) as error:
-        raise BadInput(f"--routing {o.routing}: {error}")
-    return json.dumps(dict(paths=paths * rounds, order=order, makespan=makespan))
+    kept = min(round((1 - o.skip) * len(network.stages)), len(living(network.stages, dead)))
+    while True:
+        try:
+            paths, order = PLANNERS[o.routing](network, kept, m // rounds, rounds, o.seed, tuple(dead))
+            makespan = simulate(network, paths, rounds=rounds, order=order).makespan
+            return json.dumps(dict(paths=paths * rounds, order=order, makespan=makespan, network=asdict(network)))
+        except (ValueError, skippipe.Deadlock) as error:
+            if not dead or kept == 1:
+                raise BadInput(f"--routing {o.routing}: {error}")
+            kept -= 1       # the living have less room
 
 
 # ---------------------------------------------------------------- evaluation, checkpoints
 
 
-def weight_spread(theta, replicas, rank, staged):
-    """Sum over the replicas of |theta - mean|^2 on the first of them (others 0), point to point: each sends its theta there.
+def weight_spread(theta, replicas, job, key):
+    """(sum over the replicas of |theta - mean|^2, how many they are) on the first of them, (0, 0) on the others: each sends its theta there.
 
     Differences to the first replica are summed, so that nothing cancels: sum |d - mean d|^2 = sum |d|^2 - |sum d|^2 / N.
     """
-    if rank != replicas[0]:
-        dist.send(theta.cpu() if staged else theta, replicas[0])
-        return 0.0
-    other, square = torch.empty_like(theta, device="cpu" if staged else theta.device), lambda d: float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2
-    total, squares = torch.zeros_like(theta), 0.0
-    for r in replicas[1:]:
-        dist.recv(other, r)
-        d = other.to(theta.device) - theta
-        total += d
-        squares += square(d)
-    return squares - square(total) / len(replicas)
+    total, squares, count, square = torch.zeros_like(theta), 0.0, 1, lambda d: float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2
+    with contextlib.suppress(RuntimeError):         # who is lost on the way does not count
+        members, link = meet(job.store, key, job.rank, replicas, job.patience()) if len(replicas) > 1 else (replicas, None)
+        if link and job.rank != members[0]:
+            link.send([theta.cpu()], 0, 0).wait(timedelta(seconds=job.patience()))
+            return 0.0, 0
+        other = torch.empty_like(theta, device="cpu") if link else None
+        for place in range(1, len(members) if link else 1):
+            link.recv([other], place, 0).wait(timedelta(seconds=job.patience()))
+            d = other.to(theta.device) - theta
+            total += d
+            squares, count = squares + square(d), count + 1
+    return squares - square(total) / count, count
 
 
 def evaluate(pipeline, stages, corpus, o):
-    """Held-out loss in nats per token of this origin's pipeline on its fixed route through these stages (other ranks: 0)."""
+    """Held-out loss in nats per token of this origin's pipeline on its fixed route through these stages (None: other ranks, and if all was lost)."""
     rounds = -(-o.eval_sequences // o.batch)
     paths = full_paths(stages, 1) * rounds
     batches = {}
@@ -664,8 +827,8 @@ def evaluate(pipeline, stages, corpus, o):
         starts = [round(i * last / max(1, rounds * o.batch - 1)) for i in range(rounds * o.batch)]     # the same on all replicas
         rows = torch.stack([corpus.heldout[a:a + o.seq_len + 1] for a in starts]).long().to(pipeline.device)
         batches = {u: rows[u // len(stages[0]) * o.batch:][:o.batch] for u, path in enumerate(paths) if path[0] == pipeline.rank}
-    total, _ = pipeline.run(paths, batches, train=False)
-    return float(total) / (rounds * o.batch * o.seq_len)
+    total, home, _ = pipeline.run(paths, batches, train=False)
+    return float(total) / home if home else None
 
 
 def partial_inference(pipeline, stages, corpus, o, job, folder):
@@ -681,9 +844,9 @@ def partial_inference(pipeline, stages, corpus, o, job, folder):
         else:
             choices = sorted({tuple(sorted(draw.sample(running, others))) for _ in range(64)})[:16]
         for choice in choices:
-            losses = job.collect([evaluate(pipeline, [alive[0], *(alive[s] for s in choice)], corpus, o)])
+            losses = job.collect(f"partial/{choice}", evaluate(pipeline, [alive[0], *(alive[s] for s in choice)], corpus, o))
             if job.rank == 0:
-                mean = sum(losses[r][0] for r in alive[0]) / len(alive[0])
+                mean = sum(losses[r] for r in alive[0]) / len(alive[0])
                 rows.append(dict(share=share, stages=[0, *choice], dead=sorted(o.dead), heldout_loss=mean, perplexity=perplexity(mean)))
         if job.rank == 0:
             last = [row["perplexity"] for row in rows[-len(choices):]]
@@ -712,18 +875,23 @@ def forget(folder, rank, steps):
     """Remove this rank's part of these checkpoints."""
     for step in steps:
         place = folder / "checkpoints" / f"{step:08d}"
-        (place / f"rank{rank}.pt").unlink()
+        for file in [place / f"rank{rank}.pt", *(place.glob("rank*.dead") if rank == 0 else [])]:
+            file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):      # the last rank to leave takes the folder
             place.rmdir()
 
 
-def load(folder, job, corpus):
-    """This rank's part of the newest checkpoint that every rank holds. Newer parts, which only some hold, go: training passes there again."""
-    held = saved_steps(folder, job.rank)
-    common = set.intersection(*(set(json.loads(text)) for text in job.share(json.dumps(held))))
+def load(folder, job, corpus, replicas):
+    """This rank's part of the newest checkpoint that every rank holds (none yet: None). Newer parts, which only some hold, go: training passes
+    there again. Where a rank was dead when the others wrote (a file rankR.dead says so), any replica of its stage will do."""
+    held = {step: f"rank{job.rank}.pt" for step in saved_steps(folder, job.rank)}
+    for place in (folder / "checkpoints").glob(f"*/rank{job.rank}.dead"):
+        others = [file.name for r in replicas if (file := place.with_name(f"rank{r}.pt")).exists()]
+        held = {**{int(place.parent.name): name for name in others[:1]}, **held}
+    common = set.intersection(*(set(json.loads(text)) for text in job.share(json.dumps(list(held)))))
     if not common:
-        raise BadInput(f"{folder} has no checkpoint that all {job.world} ranks hold")
-    file = folder / "checkpoints" / f"{max(common):08d}" / f"rank{job.rank}.pt"
+        return None, list(held)
+    file = folder / "checkpoints" / f"{max(common):08d}" / held[max(common)]
     try:
         state = torch.load(file, weights_only=True, map_location=job.device)
     except Exception as error:
@@ -767,21 +935,33 @@ def prepare(o, job):
     if job.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         try:            # "x": of two runs that start at once with one name, one gets it
-            o.resume or open(folder / "config.json", "x").close()
+            o.resume or open(folder / "config.json", "w" if restarts() else "x").close()
         except FileExistsError:
             raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")
     return stages, layers[stage], stage, config, network, corpus, reader, folder
 
 
+def refuse(line):
+    raise BadInput(line)
+
+
+def restarts():
+    """How often torchrun has started these processes again (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
 def main(argv=None):
     job = Job()
+    job.joining = job.rank > 0 and "--join" in (sys.argv if argv is None else argv)
     if job.rank and {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
         return
     o = job.together(lambda: parse(argv, job.world) if job.rank == 0 else None)     # rank 0's options hold for all
-    if job.rank == 0 and o.name is None:
-        o.name = f"{o.method}-{'x'.join(map(str, o.stages))}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if job.rank == 0 and o.name is None:        # a restarted run must find its folder again
+        launch = os.environ.get("TORCHELASTIC_RUN_ID", "none") if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else "none"
+        o.name = f"{o.method}-{'x'.join(map(str, o.stages))}-{time.strftime('%Y%m%d-%H%M%S') if launch == 'none' else launch}"
     o = Options(**json.loads(job.share(json.dumps(asdict(o)) if o else "")[0]))
-    job.connect(o)
+    job.connect(o, collectives=o.method in ("ddp", "diloco"))
+    job.timeout = o.sync_timeout if job.world > 1 and not dist.is_initialized() else 0.0
     stages, layers, stage, config, network, corpus, reader, folder = job.together(prepare, o, job)
     say = print if job.rank == 0 else lambda *_: None
 
@@ -798,16 +978,21 @@ def main(argv=None):
     outer = group = None
     if o.method == "noloco":
         outer = NoLoCo(model.parameters(), replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
-                       group_size=o.group_size, seed=o.seed)
+                       group_size=o.group_size, seed=o.seed, store=job.store if job.timeout else None, timeout=job.timeout)
+        outer.catch_up = len(stages) == 1           # in a pipeline the iterations of all go together
     elif o.method == "diloco":
         outer = DiLoCo(model.parameters(), replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
     elif o.method == "ddp" and len(replicas) > 1:
         group = dist.new_group(replicas, use_local_synchronization=True)
     pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     step, plan = 0, None
-    totals = dict(seconds=0.0, sync_bytes=0, skipped=0, loss=0.0, tokens=0)     # loss and tokens since the last evaluation
-    if o.resume:
-        state, stale = job.together(load, folder, job, corpus)
+    totals = dict(seconds=0.0, sync_bytes=0, skipped=0, seen=0, loss=0.0, tokens=0)     # loss and tokens since the last evaluation
+    state = None
+    if (o.resume or restarts()) and not job.joining:
+        state, stale = job.together(load, folder, job, corpus, replicas)
+        if not state and not restarts():
+            job.together(refuse, f"{folder} has no checkpoint that all {job.world} ranks hold")
+    if state:
         theta.copy_(state["theta"])
         adam.load_state_dict(state["adam"])
         torch.set_rng_state(state["rng"].cpu())
@@ -815,17 +1000,24 @@ def main(argv=None):
             outer.load_state_dict(state["outer"])
         if reader:
             reader.cursor = state["cursor"]
-        step, plan, totals, pipeline.bytes_sent = state["step"], state["plan"], state["totals"], state["pipeline_bytes"]
+        step, plan, totals, pipeline.bytes_sent, pipeline.lost = (state[key] for key in ("step", "plan", "totals", "pipeline_bytes", "lost"))
     if o.eval_stages:
         partial_inference(pipeline, stages, corpus, o, job, folder)
         return job.close()
-    if o.resume:
+    if state or restarts():
         forget(folder, job.rank, stale)
+    if job.joining:
+        try:
+            outer.join()
+        except RuntimeError as error:
+            job.together(refuse, f"--join: no living replica answered ({str(error)[:100]})")
+        step = outer.steps
+        reader.cursor = step * o.microbatches * o.batch
 
     # what runs, in a few lines
     whole, inner = count_parameters(config)
     say(f"{o.method}, stages {'x'.join(map(str, o.stages))}, {o.routing} routing, {job.world} processes on {job.device.type}"
-        + (f" over {dist.get_backend()}" if job.world > 1 else ""))
+        + (f" over {'NCCL' if job.nccl else 'Gloo'}" if job.world > 1 else ""))
     say(f"{o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without embedding and head; {o.dtype}")
     if corpus:
         say(f"{len(corpus.train) / 1e6:.1f}M training and {len(corpus.heldout) / 1e6:.2f}M held-out tokens, corpus {corpus.digest}"
@@ -841,10 +1033,10 @@ def main(argv=None):
     # planned paths, links
     if o.routing in PLANNERS and plan is None:
         if not o.links:
-            delay, compute = measure(pipeline, job)
+            delay, compute = measure(pipeline, stages, job)
             network = Network(delay, compute, stages) if job.rank == 0 else None
         say(f"planning {o.routing} paths")
-        plan = json.loads(job.share(job.together(lambda: plan_paths(o, network, stages) if job.rank == 0 else ""))[0])
+        plan = json.loads(job.share(job.together(lambda: plan_paths(o, network) if job.rank == 0 else ""))[0])
         if idle := set(range(job.world)) - {r for path in plan["paths"] for r in path}:
             say(f"warning: ranks {sorted(idle)} get no work in this plan: more --microbatches, or fewer replicas")
 
@@ -857,98 +1049,158 @@ def main(argv=None):
         replace(folder / "metrics.jsonl", "".join(line + "\n" for line in kept))        # what came after the checkpoint comes again
         say(f"{folder}{f', from step {step}' if step else ''}")
     progress = tqdm(total=o.steps, initial=step, disable=job.rank != 0, unit="step", dynamic_ncols=True)
-    clock, heldout, iterations, norm = time.perf_counter(), None, [], 0.0
+    clock, heldout, iterations, norm, latest, alive, first_plan = time.perf_counter(), None, [], 0.0, {}, stages, plan
+    if plan:
+        network = network or Network(**plan["network"])
+
+    def keep(cursor):
+        save(folder, step, job.rank, dict(
+            step=step, theta=theta, adam=adam.state_dict(), rng=torch.get_rng_state(), outer=outer and outer.state_dict(),
+            cursor=cursor, corpus=corpus and corpus.digest, plan=first_plan, options=asdict(o),
+            totals={**totals, "loss": float(totals["loss"])}, pipeline_bytes=pipeline.bytes_sent, lost=pipeline.lost))
 
     while step < o.steps:
-        # paths, data, forward and backward
-        if plan:
-            paths = plan["paths"]
-        else:
-            paths = random_paths(stages, o.microbatches, step, o.seed) if o.routing == "random" else full_paths(stages, o.microbatches)
-        batches = {u: reader.next(o.batch).to(job.device) for u, path in enumerate(paths) if path[0] == job.rank}
-        grad.zero_()
-        if o.emulate:
-            dist.barrier()          # so that an iteration's time is its own
-            pipeline.emulated, pipeline.scale = network, o.time_scale
-        start = time.perf_counter()
-        loss, tokens = pipeline.run(paths, batches, order=plan and plan["order"])
-        pipeline.emulated = None
-        iterations.append(time.perf_counter() - start)
-        totals["loss"], totals["tokens"] = totals["loss"] + loss, totals["tokens"] + len(batches) * o.batch * o.seq_len
+        before, cursor = step, reader and reader.cursor
+        try:
+            # who is dead, paths, data, forward and backward
+            if pipeline.begin(step):
+                alive, plan = go_round(o, job, pipeline, stages, plan, network, step)
+                if outer:
+                    outer.ranks = next(s for s in alive if job.rank in s)
+            if plan:
+                paths = plan["paths"]
+            else:
+                paths = random_paths(alive, o.microbatches, step, o.seed) if o.routing == "random" else full_paths(alive, o.microbatches)
+            batches = {u: reader.next(o.batch).to(job.device) for u, path in enumerate(paths) if path[0] == job.rank}
+            grad.zero_()
+            if o.emulate:
+                job.share("")           # all begin together, so that an iteration's time is its own
+                pipeline.emulated, pipeline.scale = network, o.time_scale
+            start = time.perf_counter()
+            loss, home, tokens = pipeline.run(paths, batches, order=plan and plan["order"])
+            pipeline.emulated = None
+            iterations.append(time.perf_counter() - start)
+            pipeline.pause(job.timeout)
+            totals["loss"], totals["tokens"], totals["seen"] = totals["loss"] + loss, totals["tokens"] + home, totals["seen"] + home
 
-        # the gradient: a mean over the tokens that came home through this rank (ddp: through this stage), clipped
-        if group:
-            count = torch.tensor(float(tokens), device=job.device)
-            works = [dist.all_reduce(t, group=group, async_op=True) for t in (count, grad)]
-            for work in works:
-                work.wait()
-            tokens = float(count)
-            totals["sync_bytes"] += 2 * (len(replicas) - 1) * grad.nbytes // len(replicas)      # of a ring all-reduce
-        if tokens:
-            norm = torch.linalg.vector_norm(grad) / tokens
-            if torch.isfinite(norm):
-                grad.mul_((o.clip / norm).clamp(max=1.0) / tokens)
-                adam.param_groups[0]["lr"] = schedule(step, o)
-                adam.step()
-            else:                   # one Inf would reach every replica in a few outer steps
-                totals["skipped"] += 1
-        if outer:
-            outer.step()
-        step += 1
+            # the gradient: a mean over the tokens that came home through this rank (ddp: through this stage), clipped
+            if group:
+                count = torch.tensor(float(tokens), device=job.device)
+                works = [dist.all_reduce(t, group=group, async_op=True) for t in (count, grad)]
+                for work in works:
+                    work.wait()
+                tokens = float(count)
+                totals["sync_bytes"] += 2 * (len(replicas) - 1) * grad.nbytes // len(replicas)      # of a ring all-reduce
+            if tokens:
+                norm = torch.linalg.vector_norm(grad) / tokens
+                if torch.isfinite(norm):
+                    grad.mul_((o.clip / norm).clamp(max=1.0) / tokens)
+                    adam.param_groups[0]["lr"] = schedule(step, o)
+                    adam.step()
+                else:                   # one Inf would reach every replica in a few outer steps
+                    totals["skipped"] += 1
+            step, cursor = step + 1, reader and reader.cursor
+            if outer:
+                outer.step()
+                step = outer.steps              # a late replica may have caught up
+                if outer.adopted:
+                    adam.state.clear()
+                    outer.adopted = False
+            if job.timeout and outer and outer.events:
+                job.tell([{"step": step, **event} for event in outer.events])
+                outer.events.clear()
+        except (Gone, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not ("gloo" in str(error) or isinstance(error, dist.DistError)):
+                raise
+            if isinstance(error, Gone) or job.timeout:
+                keep(cursor)
+            progress.close()
+            reason = error if isinstance(error, Gone) else f"the store on node 0 is lost" if job.timeout else f"--method {o.method} needs every process, and one is gone"
+            sys.exit(f"stopped: rank {job.rank} at step {step}: {reason}; go on with --resume {folder}")
         if step % 10 == 0 or step == 1:
-            progress.set_postfix_str(f"loss {float(loss) / max(1, len(batches) * o.batch * o.seq_len):.3f}"
-                                     + (f", held-out {heldout:.3f}" if heldout else ""), refresh=False)
-        progress.update()
+            progress.set_postfix_str(f"loss {float(loss) / max(1, home):.3f}" + (f", held-out {heldout:.3f}" if heldout else ""), refresh=False)
+        progress.update(step - before)
 
-        evaluates, saves = (step == o.steps or step % every == 0 for every in (o.eval_every, o.save_every))
+        evaluates, saves = step == o.steps or step // o.eval_every > before // o.eval_every, step == o.steps or step % o.save_every == 0
         if evaluates or saves:
+            pipeline.pause(10 * job.timeout)
             totals["seconds"] += time.perf_counter() - clock
             if outer:
                 totals["sync_bytes"], outer.bytes_sent = totals["sync_bytes"] + outer.bytes_sent, 0
         if evaluates:
-            row = dict(loss=float(totals["loss"]), tokens=totals["tokens"], heldout=evaluate(pipeline, stages, corpus, o),
-                       spread=weight_spread(theta, replicas, job.rank, pipeline.staged), weights=theta.numel(), skipped=totals["skipped"],
-                       sync=totals["sync_bytes"], pipeline=pipeline.bytes_sent, norm=float(norm), iteration=sorted(iterations)[len(iterations) // 2])
-            rows = job.collect(list(row.values()))
+            heldout = evaluate(pipeline, alive, corpus, o)
+            spread, among = weight_spread(theta, next(s for s in alive if job.rank in s), job, f"spread/{step // o.eval_every}/{stage}/{step == o.steps}")
+            rows = job.collect(f"row/{step // o.eval_every}/{step == o.steps}", dict(
+                loss=float(totals["loss"]), tokens=totals["tokens"], seen=totals["seen"], heldout=heldout, spread=spread, weights=among * theta.numel(),
+                skipped=totals["skipped"], lost=pipeline.lost, sync=totals["sync_bytes"], pipeline=pipeline.bytes_sent, norm=float(norm),
+                iteration=sorted(iterations)[len(iterations) // 2]), pipeline.agreed)
             if job.rank == 0:
-                rows = [dict(zip(row, values)) for values in rows]
-                heldout = report(rows, folder, progress, o, stages, step, totals["seconds"], corpus, plan)
+                latest.update(rows)
+                heldout = report(rows, latest, job.news(), folder, progress, o, step, totals["seconds"], corpus, plan)
             totals["loss"], totals["tokens"], iterations = 0.0, 0, []
         if saves:
-            save(folder, step, job.rank, dict(
-                step=step, theta=theta, adam=adam.state_dict(), rng=torch.get_rng_state(), outer=outer and outer.state_dict(),
-                cursor=reader and reader.cursor, corpus=corpus and corpus.digest, plan=plan, options=asdict(o),
-                totals={**totals, "loss": float(totals["loss"])}, pipeline_bytes=pipeline.bytes_sent))
-            # When rank 0 takes this message it has everyone's message of the checkpoint before: that one is whole, older ones can go.
-            job.collect([step])
-            forget(folder, job.rank, saved_steps(folder, job.rank)[:-2])
+            keep(cursor)
+            whole = int(job.store.get("whole")) if job.world > 1 and job.store.check(["whole"]) else 0      # the newest that all are known to have
+            held = saved_steps(folder, job.rank)
+            forget(folder, job.rank, set(held[:-2]) - {whole})
+            saved = job.collect(f"saved/{step}", 0, pipeline.agreed)
+            if job.rank == 0 and len(saved) == job.world > 1:
+                job.store.set("whole", str(step))
+            for r in set(range(job.world)) - set(saved or range(job.world)):        # a replica's part will have to do for it
+                (folder / "checkpoints" / f"{step:08d}" / f"rank{r}.dead").touch()
         if evaluates or saves:
             clock = time.perf_counter()
+            pipeline.pause(0.0)
     progress.close()
+    pipeline.stop()
     if job.rank == 0:
         summary(folder)
-    job.close()
+    job.close(pipeline.agreed)
+
+
+def go_round(o, job, pipeline, stages, plan, network, step):
+    """The living of each stage and, where paths are planned, rank 0's new plan for them. Raises Gone when there is none."""
+    dead = pipeline.agreed
+    out = [s for s, ranks in enumerate(stages) if set(ranks) <= dead]
+    if 0 in out or out and not o.skip:
+        raise Gone(f"every replica of stage {out[0]} is gone" + (" and without --skip no microbatch can leave it out" if out[0] else ""))
+    if job.rank == 0:
+        job.tell([dict(event="dead", step=step, ranks=sorted(dead), stages_left_out=out)])
+    if plan:
+        if job.rank == 0:
+            try:
+                job.store.set(f"plan/{step}", plan_paths(o, network, dead))
+            except BadInput as error:
+                job.store.set(f"plan/{step}", json.dumps(dict(error=str(error))))
+        pipeline.pause(10 * job.timeout)
+        plan = json.loads(job.store.get(f"plan/{step}"))
+        if "error" in plan:
+            raise Gone(plan["error"])
+    return living(stages, dead), plan
 
 
 def perplexity(loss):
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def report(rows, folder, progress, o, stages, step, seconds, corpus, plan):
-    """One line of metrics.jsonl from every rank's numbers; returns the mean held-out loss."""
-    origins, total = [rows[r] for r in stages[0]], lambda key: sum(row[key] for row in rows)
-    heldout, tokens = [row["heldout"] for row in origins], step * len(origins) * o.microbatches * o.batch * o.seq_len
-    mean = sum(heldout) / len(heldout)
+def report(rows, latest, news, folder, progress, o, step, seconds, corpus, plan):
+    """Events and one line of metrics.jsonl from every rank's numbers (`latest` also has those that no longer answer); returns the mean held-out loss."""
+    origins, total = [row for row in rows.values() if row["tokens"]], lambda key, rows=latest: sum(row[key] for row in rows.values())
+    heldout = [row["heldout"] for row in rows.values() if row["heldout"] is not None] or [math.nan]
+    mean, tokens, spread = sum(heldout) / len(heldout), total("seen"), total("spread", rows)
     line = dict(
         step=step, tokens=tokens, seconds=seconds, tokens_per_second=tokens / seconds, lr=schedule(step - 1, o),
-        train_loss=sum(row["loss"] for row in origins) / sum(row["tokens"] for row in origins),
+        train_loss=sum(row["loss"] for row in origins) / max(1, sum(row["tokens"] for row in origins)),
         heldout_loss=mean, heldout_min=min(heldout), heldout_max=max(heldout), perplexity=perplexity(mean),
         heldout_nats_per_byte=corpus.bytes_per_token and mean / corpus.bytes_per_token,
-        weight_spread=math.sqrt(max(total("spread"), 0.0) / total("weights")) if math.isfinite(total("spread")) else math.nan,
-        gradient_norm=total("norm") / len(rows), skipped_steps=total("skipped"), sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
-        iteration_seconds=max(row["iteration"] for row in rows) / (o.time_scale if o.emulate else 1), simulated_seconds=plan and plan["makespan"])
+        weight_spread=math.sqrt(max(spread, 0.0) / total("weights", rows)) if math.isfinite(spread) else math.nan,
+        gradient_norm=total("norm", rows) / len(rows), skipped_steps=total("skipped"), lost_microbatches=total("lost"), ranks=len(rows),
+        sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
+        iteration_seconds=max(row["iteration"] for row in rows.values()) / (o.time_scale if o.emulate else 1), simulated_seconds=plan and plan["makespan"])
+    for event in news:
+        progress.write(", ".join(f"{key} {value}" for key, value in event.items() if value not in ("", None)), file=sys.stdout)
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
+        file.writelines(json.dumps(row) + "\n" for row in [*news, line])
     progress.write(f"step {step}: held-out {mean:.4f}, train {line['train_loss']:.4f}, weight spread {line['weight_spread']:.2e}, "
                    f"sent {line['sync_bytes'] / 1e6:.1f} MB to synchronise + {line['pipeline_bytes'] / 1e6:.1f} MB in the pipeline, "
                    f"{line['tokens_per_second']:.0f} tokens/s"
@@ -964,7 +1216,8 @@ def summary(folder):
           f"weight spread   {line['weight_spread']:.3e} over the replicas of a stage\n"
           f"bytes sent      {line['sync_bytes'] / 1e6:.1f} MB to synchronise, {line['pipeline_bytes'] / 1e6:.1f} MB in the pipeline, all ranks\n"
           f"speed           {line['tokens_per_second']:.0f} tokens/s, {line['seconds']:.0f} s of training, evaluation not counted"
-          + (f"\nskipped         {line['skipped_steps']:.0f} optimizer steps with a gradient that was not finite" if line["skipped_steps"] else ""))
+          + (f"\nskipped         {line['skipped_steps']:.0f} optimizer steps with a gradient that was not finite" if line["skipped_steps"] else "")
+          + (f"\nlost            {line['lost_microbatches']:.0f} microbatches with ranks that died" if line["lost_microbatches"] else ""))
 
 
 if __name__ == "__main__":
