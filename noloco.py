@@ -109,7 +109,7 @@ def flatten(params):
 
 
 def meet(store, key, rank, ranks, timeout):
-    """Those of `ranks` who come within `timeout` seconds, in the order of ranks, and a new Gloo group of them: (members, group).
+    """Those of `ranks` who come within three quarters of `timeout` seconds, in the order of ranks, and a new Gloo group of them: (members, group).
 
     A wait that times out closes every connection of its process group, and a restarted process can never be in an old group: hence a
     new one. Whoever finds everyone here, or has waited long enough, writes down who is in. The first to do so counts (compare_set), so
@@ -126,7 +126,7 @@ def meet(store, key, rank, ranks, timeout):
         members = settle(here())
     else:
         try:
-            store.wait([f"{key}/members"], timedelta(seconds=timeout))
+            store.wait([f"{key}/members"], timedelta(seconds=0.75 * timeout))
             members = store.get(f"{key}/members").decode()
         except dist.DistStoreError:             # nobody has settled it in time
             came = here()
@@ -163,8 +163,8 @@ class NoLoCo:
     store: a torch.distributed store that every replica reaches: then no failure of a partner is an error (`meet`), an outer step waits for
     its partners at most `timeout` seconds, and neither NCCL nor a default process group is used (ranks come from RANK and WORLD_SIZE).
     events: what did not go as drawn, one dict each, until the caller takes them away. adopted: whether this replica's numbers were not finite
-    in the last outer step, so that it took a partner's; reset the inner optimizer's state then. A replica that came too late cuts its
-    next inner steps short as soon as a partner waits for it (unless catch_up is set to False). A lost store raises RuntimeError, after the step.
+    in the last outer step, so that it took a partner's; reset the inner optimizer's state then. A replica that came too late, or waited in
+    vain, cuts its next inner steps short as soon as a partner waits for it (unless catch_up is set to False). A lost store raises RuntimeError, after the step.
     Memory beside the model: phi, delta and one receive buffer per partner, each of the parameters' size; twice the buffers when
     gamma != beta. With fewer than two replicas an outer step is Eqs. 1-3 with n = 1.
     """
@@ -265,11 +265,11 @@ class NoLoCo:
 
     def tentative(self):
         """The exchange with those who come, and of these the ones whose vectors arrive whole; when all are lost, our own."""
-        (key, group), end = self.meeting(), time.monotonic() + self.timeout
+        (key, group), start = self.meeting(), time.monotonic()
         partners, works, error, thetas, phis = [], [], "", {self.rank: self.theta}, {self.rank: self.phi}
         try:
             members, link = meet(self.store, key, self.rank, group, self.timeout)
-            self.late = self.rank not in members
+            self.late = self.rank not in members or len(members) < len(group) and time.monotonic() - start > self.timeout / 2
             if link:
                 partners = [r for r in members if r != self.rank]
                 thetas, works = self.post("theta", self.theta, members, link)
@@ -282,7 +282,7 @@ class NoLoCo:
         missing = set(group) - {self.rank, *partners}
         for place, work in enumerate(works):
             try:
-                work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+                work.wait(timedelta(seconds=max(0.001, start + self.timeout - time.monotonic())))
             except RuntimeError as lost:
                 missing.add(partners[place % len(partners)])
                 error = str(lost)[:100]

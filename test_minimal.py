@@ -4,6 +4,8 @@
 """
 import contextlib
 import csv
+import enum
+import functools
 import gzip
 import io
 import itertools
@@ -15,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +25,7 @@ import time
 import traceback
 import types
 from collections import Counter, deque
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -46,10 +50,17 @@ fork = multiprocessing.get_context("forkserver")
 fork.set_forkserver_preload(["test_minimal"])
 
 
-def _child(pipe, rank, world, port, cwd, function, args):
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _child(pipe, rank, world, port, agent, cwd, function, args):
     os.chdir(cwd)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", TORCHELASTIC_USE_AGENT_STORE=str(agent),
+                      TORCHELASTIC_RESTART_COUNT="0")
     torch.set_num_threads(1)
     try:
         pipe.send((True, function(rank, world, *args)))
@@ -57,28 +68,32 @@ def _child(pipe, rank, world, port, cwd, function, args):
         pipe.send((False, traceback.format_exc()))
 
 
-def processes(world, function, *args, cwd=".", limit=120):
-    """function(rank, world, *args) on `world` processes: their results in the order of ranks. All end here, whatever happens."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+def processes(world, function, *args, cwd=".", limit=120, port=None, fallen=()):
+    """function(rank, world, *args) on `world` processes: their results in the order of ranks. All end here, whatever happens.
+
+    port: of a store hosted elsewhere, as torchrun does. fallen: ranks that need not finish; their result is None.
+    """
+    agent, port = port is not None, port or free_port()
     pipes, children = [], []
     try:
         for rank in range(world):
             ours, theirs = fork.Pipe()
-            children.append(fork.Process(target=_child, args=(theirs, rank, world, port, str(cwd), function, args)))
+            children.append(fork.Process(target=_child, args=(theirs, rank, world, port, agent, str(cwd), function, args)))
             children[-1].start()
             theirs.close()
             pipes.append(ours)
         results, waiting, end = {}, dict(zip(pipes, range(world))), time.monotonic() + limit
-        while waiting:
+        while set(waiting.values()) - set(fallen):
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0, end - time.monotonic()))
             assert ready, f"ranks {sorted(waiting.values())} did not finish within {limit} s"
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                good, results[rank] = pipe.recv()
+                try:
+                    good, results[rank] = pipe.recv()
+                except EOFError:
+                    good, results[rank] = rank in fallen, None
                 assert good, f"rank {rank}: {results[rank]}"
-        return [results[r] for r in range(world)]
+        return [results.get(r) for r in range(world)]
     finally:
         for child in children:
             child.kill()
@@ -970,6 +985,290 @@ def test_torchrun_launch_line(corpus, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "weight spread" in done.stdout, done.stderr
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["stages"] == [2, 2]
+
+
+# ---------------------------------------------------------------- failures
+
+
+class Fault(enum.Enum):
+    DIE_BEFORE_EXCHANGE = enum.auto()
+    DIE_IN_EXCHANGE = enum.auto()
+    HANG = enum.auto()
+    SLOW = enum.auto()
+    SEND_NAN = enum.auto()
+    DIE_IN_FORWARD = enum.auto()
+    DIE_IN_BACKWARD = enum.auto()
+    CRASH_IN_CHECKPOINT = enum.auto()
+    LOSE_STORE = enum.auto()
+
+
+FAULTS = ["--steps", 60, "--inner-steps", 5, "--sync-timeout", 2, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20, "--save-every", 20, "--name", "x", *SMALL]
+JOBS = {    # ranks, options, the rank that fails
+    "one stage": (4, ["--stages", "4"], 2),
+    "pipeline": (4, ["--stages", "2,2"], 3),
+    "skip": (6, ["--stages", "2,2,2", "--skip", 0.33, "--microbatches", 4, "--links", "links.json"], 4),
+}
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def inject(faults, store):
+    """This process is to fail so: [(fault, at step)] in the order of steps. Those before the step at which it starts are over."""
+    begin, tentative, post, blocks, backward, save = (
+        train.Pipeline.begin, NoLoCo.tentative, NoLoCo.post, Llama.blocks, torch.Tensor.backward, torch.save)
+    now = types.SimpleNamespace(fault=None, queue=None)
+
+    def beginning(pipeline, step):
+        if now.queue is None:
+            now.queue = [f for f in faults if f[1] >= step]
+        if now.queue and step >= now.queue[0][1]:
+            now.fault = now.queue.pop(0)[0]
+            if now.fault is Fault.HANG:
+                pipeline.job.store.set("stopped", str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if now.fault is Fault.LOSE_STORE:
+                os.kill(store, signal.SIGKILL)
+        return begin(pipeline, step)
+
+    def meeting(outer):
+        if now.fault is Fault.DIE_BEFORE_EXCHANGE:
+            die()
+        if now.fault is Fault.SEND_NAN:
+            outer.theta[7], now.fault = math.nan, None
+        return tentative(outer)
+
+    def posting(outer, *args):
+        posted = post(outer, *args)
+        if now.fault is Fault.DIE_IN_EXCHANGE:
+            die()
+        return posted
+
+    def forward(model, x):
+        if now.fault is Fault.DIE_IN_FORWARD:
+            die()
+        if now.fault is Fault.SLOW:
+            time.sleep(0.02)        # the fault itself
+        return blocks(model, x)
+
+    def backwards(*args):
+        if now.fault is Fault.DIE_IN_BACKWARD:
+            die()
+        return backward(*args)
+
+    def saving(state, file):
+        if now.fault is Fault.CRASH_IN_CHECKPOINT:
+            file.write(b"half of it")
+            file.flush()
+            die()
+        save(state, file)
+
+    train.Pipeline.begin, NoLoCo.tentative, NoLoCo.post, Llama.blocks, torch.Tensor.backward, torch.save = (
+        beginning, meeting, posting, forward, backwards, saving)
+
+
+def _faulty(rank, world, argv, faults, store):
+    inject([(fault, at) for fault, victim, at in faults if victim == rank], store)
+    return _main(rank, world, argv)
+
+
+def _host(pipe):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+@contextlib.contextmanager
+def store_host():
+    """A process that hosts the store, as node 0's torchrun does: (port, pid)."""
+    ours, theirs = fork.Pipe()
+    host = fork.Process(target=_host, args=(theirs,))
+    host.start()
+    try:
+        yield ours.recv(), host.pid
+    finally:
+        host.kill()
+        host.join()
+
+
+def failing(job, faults, cwd, *extra, fallen=(), limit=120):
+    """Run a job with faults [(fault, rank, step)]: {rank: (exit status, output)} of those that ended by themselves."""
+    world, options, _ = JOBS[job]
+    (cwd / "links.json").write_text(json.dumps(dict(delay=[[0.01] * 6] * 6, compute=0.01)))
+    with store_host() as (port, pid):
+        return processes(world, _faulty, [str(a) for a in [*FAULTS, *options, *extra]], faults, pid, cwd=cwd, limit=limit, port=port, fallen=fallen)
+
+
+@pytest.fixture(scope="module")
+def sound(corpus, tmp_path_factory):
+    """Held-out loss of each job when nothing fails, run once."""
+    @functools.cache
+    def loss(job):
+        folder = tmp_path_factory.mktemp("sound")
+        assert all(code == 0 for code, _ in failing(job, [], folder, "--data", corpus))
+        return metrics(folder / "runs/x")[-1]["heldout_loss"]
+    return loss
+
+
+SMOKE = [(Fault.DIE_IN_EXCHANGE, "one stage"), (Fault.SEND_NAN, "one stage"), (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.HANG, "skip"), (Fault.LOSE_STORE, "pipeline")]
+
+
+@pytest.mark.parametrize("fault, job", [pytest.param(f, j, id=f"{f.name}-{j}", marks=[] if (f, j) in SMOKE else pytest.mark.faults) for j in JOBS for f in Fault])
+def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, corpus, tmp_path):
+    world, _, victim = JOBS[job]
+    dies = fault not in (Fault.SLOW, Fault.SEND_NAN, Fault.LOSE_STORE)
+    results = failing(job, [(fault, victim, 22)], tmp_path, "--data", corpus, fallen=[victim] if dies else [])
+    print(*results, sep="\n")
+    rows = metrics(tmp_path / "runs/x")
+    if fault is Fault.LOSE_STORE:           # all write a checkpoint and stop with one line; a new job goes on from there
+        for r, (code, _) in enumerate(results):         # at the latest at the next outer step
+            assert re.fullmatch(rf"stopped: rank {r} at step 2[2-5]: the store on node 0 is lost; go on with --resume runs/x", code)
+        results = processes(world, _main, ["--resume", "runs/x"], cwd=tmp_path)
+        rows = metrics(tmp_path / "runs/x")
+    ends = [result for rank, result in enumerate(results) if rank != victim or not dies]
+    assert all(result and result[0] == 0 for result in ends)
+    events = [row for row in rows if "event" in row]
+    if fault is Fault.SEND_NAN:
+        assert any(e.get("refused") == [victim] and e["rank"] != victim for e in events)
+        assert any(e.get("adopted") not in (None, victim) and e["rank"] == victim for e in events)
+        assert rows[-1]["weight_spread"] < 1
+    elif dies and job == "one stage":
+        assert {victim} == {r for e in events for r in e["missing"]} and rows[-1]["ranks"] == world - 1
+    elif dies:
+        assert [e["ranks"] for e in events if e["event"] == "dead"] == [[victim]] and rows[-1]["ranks"] == world - 1
+        # what went through it in one iteration, and in those that others, who do not need it, had begun by then: to the next outer step at most
+        assert 0 <= rows[-1]["lost_microbatches"] <= 4 * 6
+    assert rows[-1]["step"] == 60 and rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
+
+
+def _helped(rank, slots, helper, world, argv, faults, store):
+    """The ranks of a job, and in the last slot a helper from outside it."""
+    os.environ["WORLD_SIZE"] = str(world)
+    return _faulty(rank, world, argv, faults, store) if rank < world else helper(argv)
+
+
+def _wake(argv):
+    """Once the others are done, the hung process goes on."""
+    store = train.Job().store
+    store.wait(["done/0"], timedelta(seconds=100))
+    os.kill(int(store.get("stopped")), signal.SIGCONT)
+
+
+def test_a_node_that_wakes_after_it_was_declared_dead_leaves(corpus, tmp_path):
+    world, options, victim = JOBS["pipeline"]
+    with store_host() as (port, pid):
+        *results, _ = processes(world + 1, _helped, _wake, world, [str(a) for a in [*FAULTS, *options, "--data", corpus]], [(Fault.HANG, victim, 22)], pid,
+                                cwd=tmp_path, port=port)
+    assert [code for code, _ in results] == [0] * world and "declared it dead" in results[victim][1] and metrics(tmp_path / "runs/x")[-1]["ranks"] == world - 1
+
+
+def _return(argv):
+    """Rank 2 is started again once it is missed."""
+    os.environ["RANK"] = "2"
+    train.Job().store.wait(["absent/2"], timedelta(seconds=100))
+    return _main(2, 4, [*argv, "--join"])
+
+
+def test_a_restarted_replica_joins_and_takes_part(sound, corpus, tmp_path):
+    with store_host() as (port, pid):
+        *results, joined = processes(5, _helped, _return, 4, [str(a) for a in [*FAULTS, "--stages", 4, "--data", corpus, "--steps", 300]],
+                                     [(Fault.DIE_BEFORE_EXCHANGE, 2, 22)], pid, cwd=tmp_path, port=port, fallen=[2])
+    assert [result and result[0] for result in results] == [0, 0, None, 0] and joined[0] == 0, joined
+    rows = metrics(tmp_path / "runs/x")
+    back = next(row for row in rows if row.get("event") == "joined")
+    assert back["rank"] == 2 and [row["ranks"] for row in rows if "ranks" in row][-1] == 4
+    assert not [row for row in rows if row["step"] > back["step"] + 5 and 2 in row.get("missing", [])]     # partner again from the next outer step on
+    assert rows[-1]["weight_spread"] < 1e-2 and rows[-1]["heldout_loss"] < sound("one stage")
+    for rank in range(3):       # the same number of steps, and weights close to the others'
+        state = [checkpoint(tmp_path / "runs/x", 300, r) for r in (rank, 3)]
+        assert state[0]["step"] == state[1]["step"] and (state[0]["theta"] - state[1]["theta"]).norm() < 0.1 * state[1]["theta"].norm()
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_stage_without_replicas_is_left_out_or_ends_the_run_with_a_checkpoint(skip, corpus, tmp_path):
+    options = ["--stages", "1,1,1", "--microbatches", 4, "--links", "links.json", *(["--skip", 0.33] if skip else []), "--data", corpus]
+    (tmp_path / "links.json").write_text(json.dumps(dict(delay=[[0.01] * 3] * 3, compute=0.01)))
+    with store_host() as (port, pid):
+        results = processes(3, _faulty, [str(a) for a in [*FAULTS, *options]], [(Fault.DIE_IN_BACKWARD, 2, 22)], pid, cwd=tmp_path, port=port, fallen=[2])
+    rows = metrics(tmp_path / "runs/x")
+    if skip:
+        assert [code for code, _ in results[:2]] == [0, 0] and rows[-1]["step"] == 60 and rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
+        assert [row["stages_left_out"] for row in rows if row.get("event") == "dead"] == [[2]]
+    else:
+        line = "stopped: rank {} at step 23: every replica of stage 2 is gone and without --skip no microbatch can leave it out; go on with --resume runs/x"
+        assert [code for code, _ in results[:2]] == [line.format(r) for r in range(2)]
+        assert [checkpoint(tmp_path / "runs/x", 23, r)["step"] for r in range(2)] == [23, 23]
+
+
+def test_survivors_checkpoints_serve_the_dead(corpus, tmp_path):
+    world, _, victim = JOBS["one stage"]
+    results = failing("one stage", [(Fault.DIE_BEFORE_EXCHANGE, victim, 22)], tmp_path, "--data", corpus, fallen=[victim])
+    assert [result and result[0] for result in results] == [0, 0, None, 0]
+    folder = tmp_path / "runs/x/checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["00000020", "00000040", "00000060"]        # 20: the last that all hold
+    assert sorted(p.name for p in (folder / "00000060").iterdir()) == ["rank0.pt", "rank1.pt", "rank2.dead", "rank3.pt"]
+    run(world, "--resume", "runs/x", "--steps", 70, cwd=tmp_path)
+    assert metrics(tmp_path / "runs/x")[-1]["ranks"] == world and metrics(tmp_path / "runs/x")[-1]["step"] == 70
+
+
+def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
+    script = tmp_path / "crash.py"
+    script.write_text("import os, signal, sys, train\nbegin = train.Pipeline.begin\n"
+                      "def crash(pipeline, step):\n    if step == 7 and pipeline.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+                      "        os.kill(os.getpid(), signal.SIGKILL)\n    return begin(pipeline, step)\n"
+                      "train.Pipeline.begin = crash\ntrain.main()\n")
+    argv = ["--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--sync-timeout", 0, "--data", corpus, *SMALL]
+    env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(script),
+                           *map(str, argv)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    restarted, = (tmp_path / "runs").iterdir()
+    assert f"{Path('runs') / restarted.name}, from step 6" in done.stdout
+    run(2, *argv, "--name", "whole", cwd=tmp_path)
+    for rank in range(2):
+        assert torch.equal(checkpoint(restarted, 10, rank)["theta"], checkpoint(tmp_path / "runs/whole", 10, rank)["theta"])
+
+
+@pytest.mark.soak
+def test_soak(corpus, tmp_path):
+    """200 outer steps on 8 processes with a random fault every ten; who dies is started again and joins, who hangs goes on after 5 s."""
+    r, world, steps = random.Random(0), 8, 400
+    kinds = [f for f in Fault if f is not Fault.LOSE_STORE]
+    faults = [(r.choice(kinds), r.randrange(1, world), at) for at in range(20, steps, 20)]
+    argv = [str(a) for a in [*FAULTS, "--steps", steps, "--inner-steps", 2, "--stages", world, "--data", corpus]]
+    deaths, end = 0, time.monotonic() + 900
+    with store_host() as (port, pid):
+        children, pipes = {}, {}
+
+        def start(rank, *extra):
+            pipes[rank], theirs = fork.Pipe()
+            children[rank] = fork.Process(target=_child, args=(theirs, rank, world, port, True, str(tmp_path), _faulty, ([*argv, *extra], faults, pid)))
+            children[rank].start()
+            theirs.close()
+        try:
+            for rank in range(world):
+                start(rank)
+            while children[0].is_alive():
+                assert time.monotonic() < end, "did not finish"
+                multiprocessing.connection.wait([c.sentinel for c in children.values()], timeout=5)
+                for rank, child in list(children.items()):
+                    if child.exitcode is not None and child.exitcode != 0:
+                        deaths += 1
+                        start(rank, "--join")
+                    elif child.exitcode is None:
+                        os.kill(child.pid, signal.SIGCONT)      # who has hung goes on
+            good, (code, output) = pipes[0].recv()
+        finally:
+            for child in children.values():
+                child.kill()
+                child.join()
+    assert good and code == 0, output
+    rows = metrics(tmp_path / "runs/x")
+    events = Counter(row["event"] for row in rows if "event" in row)
+    print(f"\nfaults {dict(Counter(f.name for f, *_ in faults))}\nprocesses that died {deaths}\nevents {dict(events)}\n"
+          f"held-out {[round(row['heldout_loss'], 2) for row in rows if 'event' not in row]}")
+    assert rows[-1]["step"] == steps and rows[-1]["heldout_loss"] < 1 and events["joined"] >= deaths - 1
 
 
 # ---------------------------------------------------------------- planned paths in training, partial inference

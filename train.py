@@ -34,6 +34,7 @@ from datetime import timedelta
 from itertools import accumulate, combinations, islice
 from pathlib import Path
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")        # or each broken connection is a page of C++ stack
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -134,8 +135,8 @@ class Options:
     eval_stages: list = option(None, "with --resume: no training; held-out loss with these shares of the stages running, e.g. 1,0.75,0.5",
                                type=numbers(float))
     dead: list = option((), "with --eval-stages: ranks that no path visits, e.g. 3,5 (their processes still run)", type=numbers(int))
-    sync_timeout: float = option(60.0, "seconds that a replica waits for its partners in an outer step, and after which a silent pipeline node is "
-                                 "declared dead (0: no failure is survived; so with ddp, diloco and nccl)")
+    sync_timeout: float = option(60.0, "seconds that an outer step may wait for partners; a pipeline node silent for half of it is declared dead (0: no failure is "
+                                 "survived; so it is with ddp, diloco and nccl)")
     join: bool = option(False, "on a restarted process of a running job without pipeline: take the weights from a living replica and go on")
     name: str = option(None, "the run is kept in runs/NAME (default: method, stages and time)")
     resume: str = option(None, "run folder to go on with; its options hold unless given again")
@@ -235,7 +236,8 @@ class Job:
 
     def __init__(self):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.store = next(iter(dist.rendezvous("env://")))[0] if self.world > 1 else None
+        # torchrun keeps its store when it starts the processes again: what the dead ones wrote there must not be read
+        self.store = dist.PrefixStore(f"attempt{restarts()}", next(iter(dist.rendezvous("env://")))[0]) if self.world > 1 else None
         self.rounds, self.device, self.nccl, self.timeout, self.joining, self.told = 0, torch.device("cpu"), False, 0.0, False, 0
 
     def share(self, text):
@@ -580,19 +582,20 @@ class Pipeline:
 
     def watch(self):
         """A thread: say every now and then that this rank is alive, which it is while it waits or its task is not overdue; and break off
-        waiting for a peer that has not said so for --sync-timeout seconds, by a wait on the pair's group that times out at once."""
+        waiting for a peer that has not said so for half of --sync-timeout, by a wait on the pair's group that times out at once. (Half: the
+        other replicas then still wait in the outer step for those who were held up.)"""
         store, beat, seen = self.job.store.clone(), 0, {}       # a client of its own: a waiting one serves nobody else
-        while not self.stopped.wait(self.timeout / 4):
+        while not self.stopped.wait(self.timeout / 8):
             now, peer, silent = time.monotonic(), self.waiting, False
             try:
-                if peer is not None or now - self.since < self.timeout:
+                if peer is not None or now - self.since < self.timeout / 2:
                     beat += 1
                     store.set(f"beat/{self.rank}", str(beat))
                 if peer is not None:
                     last = store.get(f"beat/{peer}") if store.check([f"beat/{peer}"]) else b""
                     if seen.get(peer, (None, 0.0))[0] != last:
                         seen[peer] = last, now
-                    silent = now - seen[peer][1] > self.timeout
+                    silent = now - seen[peer][1] > self.timeout / 2
             except RuntimeError:        # the store is lost: so is everything
                 silent = peer is not None
             if silent and self.waiting == peer:
@@ -867,6 +870,16 @@ def save(folder, step, rank, state):
     os.replace(place / f"rank{rank}.tmp", place / f"rank{rank}.pt")
 
 
+def seal(folder, job, steps):
+    """On rank 0: find, without waiting for anyone, the newest of these checkpoints that all have written; mark in newer ones who has not."""
+    for step in reversed(steps):
+        missing = [r for r in range(job.world) if not job.store.check([f"saved/{step}/{r}"])]
+        if not missing:
+            return job.store.set("whole", str(step))
+        for r in missing if job.store.check([f"saved/{step}/0"]) else []:       # (else it is from before this job started)
+            (folder / "checkpoints" / f"{step:08d}" / f"rank{r}.dead").touch()
+
+
 def saved_steps(folder, rank):
     return sorted(int(p.parent.name) for p in (folder / "checkpoints").glob(f"*/rank{rank}.pt") if p.parent.name.isdigit())
 
@@ -960,7 +973,7 @@ def main(argv=None):
         launch = os.environ.get("TORCHELASTIC_RUN_ID", "none") if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else "none"
         o.name = f"{o.method}-{'x'.join(map(str, o.stages))}-{time.strftime('%Y%m%d-%H%M%S') if launch == 'none' else launch}"
     o = Options(**json.loads(job.share(json.dumps(asdict(o)) if o else "")[0]))
-    job.connect(o, collectives=o.method in ("ddp", "diloco"))
+    job.connect(o, collectives=o.method in ("ddp", "diloco") or not o.sync_timeout)
     job.timeout = o.sync_timeout if job.world > 1 and not dist.is_initialized() else 0.0
     stages, layers, stage, config, network, corpus, reader, folder = job.together(prepare, o, job)
     say = print if job.rank == 0 else lambda *_: None
@@ -1000,6 +1013,8 @@ def main(argv=None):
             outer.load_state_dict(state["outer"])
         if reader:
             reader.cursor = state["cursor"]
+        if job.world > 1:
+            job.store.set("whole", str(state["step"]))
         step, plan, totals, pipeline.bytes_sent, pipeline.lost = (state[key] for key in ("step", "plan", "totals", "pipeline_bytes", "lost"))
     if o.eval_stages:
         partial_inference(pipeline, stages, corpus, o, job, folder)
@@ -1140,14 +1155,13 @@ def main(argv=None):
             totals["loss"], totals["tokens"], iterations = 0.0, 0, []
         if saves:
             keep(cursor)
-            whole = int(job.store.get("whole")) if job.world > 1 and job.store.check(["whole"]) else 0      # the newest that all are known to have
-            held = saved_steps(folder, job.rank)
+            held, whole = saved_steps(folder, job.rank), 0
+            if job.world > 1:
+                job.store.set(f"saved/{step}/{job.rank}", "=")
+                if job.rank == 0:
+                    seal(folder, job, held[:-1])
+                whole = int(job.store.get("whole")) if job.store.check(["whole"]) else 0        # kept too, however old: it serves everyone
             forget(folder, job.rank, set(held[:-2]) - {whole})
-            saved = job.collect(f"saved/{step}", 0, pipeline.agreed)
-            if job.rank == 0 and len(saved) == job.world > 1:
-                job.store.set("whole", str(step))
-            for r in set(range(job.world)) - set(saved or range(job.world)):        # a replica's part will have to do for it
-                (folder / "checkpoints" / f"{step:08d}" / f"rank{r}.dead").touch()
         if evaluates or saves:
             clock = time.perf_counter()
             pipeline.pause(0.0)
@@ -1156,6 +1170,8 @@ def main(argv=None):
     if job.rank == 0:
         summary(folder)
     job.close(pipeline.agreed)
+    if job.rank == 0 and job.world > 1:
+        seal(folder, job, saved_steps(folder, 0)[-1:])
 
 
 def go_round(o, job, pipeline, stages, plan, network, step):
