@@ -328,11 +328,12 @@ class NoLoCo:
         """A replica that comes back takes phi (theta is phi after an outer step), delta and the number of steps from a live one, which gives them
         after its next outer step. Raises RuntimeError when none answers within 60 timeouts."""
         key = f"join/{self.ranks[0]}/{self.store.add(f'joins/{self.ranks[0]}', 1)}"
-        self.store.delete_key(f"absent/{self.rank}")
+        self.store.set(f"{key}/{self.rank}", "here")        # already at the meeting: being marked absent, we would not be waited for
         self.store.set(key, str(self.rank))
         self.store.wait([f"{key}/by"], timedelta(seconds=60 * self.timeout))
         giver, self.steps = map(int, self.store.get(f"{key}/by").decode().split())
         self.hand_over(key, giver, gives=False)
+        self.store.delete_key(f"absent/{self.rank}")
         self.theta.copy_(self.phi)
 
     def serve(self):

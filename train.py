@@ -255,11 +255,11 @@ class Job:
             result = function(*args)
         except (BadInput, OSError) as error:
             problem = " ".join(str(error).split())
+        if problem and self.joining:        # the others are under way
+            sys.exit(print("error: " + problem, file=sys.stderr, flush=True) or 2)
         if problems := [p for p in self.share(problem) if p]:
-            if self.rank == 0 or self.joining:
+            if self.rank == 0:
                 print("error: " + problems[0], file=sys.stderr, flush=True)
-            if self.joining:
-                sys.exit(2)
             self.share("")          # torchrun stops everyone when the first one leaves: not before the line is out
             if self.rank:
                 self.store.set(f"left/{self.rank}", "=")
