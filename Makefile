@@ -3,12 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS = 1
 
-.PHONY: train test figures emulate clean
+.PHONY: train test faults soak figures emulate clean
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600 --inner-steps 10
 
 test: .venv/ready
 	$(BIN)/python -m pytest -q
+
+# every failure in every kind of job; then 200 outer steps with a random one every ten
+faults: .venv/ready
+	$(BIN)/python -m pytest -q -m "faults or not faults" -k "survivors or wakes or joins or restarts or without_replicas"
+
+soak: .venv/ready
+	$(BIN)/python -m pytest -q -s -m soak
 
 # every picture, and the numbers behind it in results/: about 10 minutes on 2 cores, 14 GB of memory
 figures: .venv/ready
