@@ -32,7 +32,7 @@ import bench_sync
 import noloco
 import skippipe
 import train
-from model import Config, Llama, count_parameters
+from model import Config, Llama, count_parameters, load_weights, read_config, save_pretrained
 from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_groups
 from skippipe import Deadlock, Network, chain, full_paths, random_paths, simulate
 
@@ -800,7 +800,14 @@ def bad(*argv, error):
     bad("--data", "mixed", error="mixes"),
     bad("--data", "tokens.bin", error="give --vocab 60001 or more"),
     bad("--data", "broken.json.gz", error="broken.json.gz"),
-    bad("--data", "nulls.json.gz", error="line 2: no JSON object with a text"),
+    bad("--data", "nulls.json.gz", error="nulls.json.gz, line 21: no JSON object with a text"),
+    bad("--data", "few.json.gz", error="fewer than one sequence"),
+    bad("--export", "out", error="--export needs --resume RUN"),
+    bad("--init-from", "nowhere", error="nowhere"),
+    bad("--init-from", "torn", error="Unterminated"),
+    bad("--init-from", "foreign", error="model_type None is not supported, only llama"),
+    bad("--init-from", "llama", "--hidden", 64, error="--hidden 64 differs from the 32 of llama"),
+    bad("--init-from", "llama", "--data", "short.txt", error="No such file"),
     bad("--resume", "torn", error="no readable config.json there (Unterminated"),
     bad("--resume", "foreign", error="no readable config.json there"),
     bad("--vocab", 100, "--data", "short.txt", error="vocabulary of 256"),
@@ -834,10 +841,14 @@ def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, 
     Path("short.txt").write_text("too short " * 60)
     Path("tokens.bin").write_bytes(torch.tensor([1, 60000] * 2000, dtype=torch.uint16).numpy().tobytes())
     Path("broken.json.gz").write_bytes(b"not gzip")
-    Path("nulls.json.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n{"text": null}\n'))
+    Path("nulls.json.gz").write_bytes(gzip.compress(b'{"text": null}\n' * 30))
+    Path("few.json.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n' * 30))
     for name, text in (("torn", '{"method": "nol'), ("foreign", '{"unknown": 1}')):
         Path(name).mkdir()
         Path(name, "config.json").write_text(text)
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(json.dumps(dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                                         num_attention_heads=2)))
     with pytest.raises(SystemExit) as stop:
         train.main(argv)
     printed = capsys.readouterr()
@@ -889,37 +900,34 @@ def test_training_and_heldout_text_are_disjoint(tmp_path):
     for i in range(20):
         (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * 300)
     data = train.load_corpus(options("--data", tmp_path))
-    assert set(data.train.tolist()) & set(data.heldout.tolist()) == {0} and len(data.train) == 19 * 301 and len(data.heldout) == 301
+    train_, = data.train
+    assert set(train_.tolist()) & set(data.heldout.tolist()) == {0} and len(train_) == 19 * 301 and len(data.heldout) == 301
     one = tmp_path / "one"
     one.write_bytes(bytes(range(1, 201)) * 100)
     data = train.load_corpus(options("--data", one))
-    assert bytes(data.train.tolist() + data.heldout.tolist()) == one.read_bytes() + b"\0" and len(data.heldout) == 1000
+    assert bytes(data.train[0].tolist() + data.heldout.tolist()) == one.read_bytes() + b"\0" and len(data.heldout) == 1000
 
 
 def test_default_corpus_is_the_standard_library():
     data = train.load_corpus(options())
-    assert len(data.train) + len(data.heldout) > 5e6 and data.bytes_per_token == 1
+    assert len(data.train[0]) + len(data.heldout) > 5e6 and data.bytes_per_token == 1
     root, files = train.standard_library()
     assert (root / "random.py") in files and not any("site-packages" in p.parts for p in files)
     assert data.digest == train.load_corpus(options()).digest
 
 
-def test_c4_shards_and_nanogpt_tokens(tmp_path):
-    for name in ("c4-train.00000-of-00002", "c4-train.00001-of-00002", "c4-validation.00000-of-00001"):
-        with gzip.open(tmp_path / f"{name}.json.gz", "wt") as file:
-            for i in range(50):
-                file.write(json.dumps(dict(text=f"{name} document {i}", url="")) + "\n")
-    data = train.load_corpus(options("--data", tmp_path, "--seq-len", 64))
-    assert b"c4-train.00000-of-00002 document 49\0c4-train.00001" in bytes(data.train.tolist()) and b"train" not in bytes(data.heldout.tolist())
-    tokens = torch.arange(5000) % 3000
-    other = tmp_path / "bin"
-    other.mkdir()
-    for name, part in (("train.bin", tokens[:4000]), ("val.bin", tokens[4000:])):
-        (other / name).write_bytes(part.to(torch.uint16).numpy().tobytes())
-    data = train.load_corpus(options("--data", other, "--vocab", 3000))
-    assert torch.equal(data.train.long(), tokens[:4000]) and torch.equal(data.heldout.long(), tokens[4000:]) and data.bytes_per_token is None
+def test_nanogpt_tokens_of_several_files_are_mapped_and_read_once_per_epoch(tmp_path):
+    tokens = torch.arange(9000) % 3000
+    for name, part in (("train_0.bin", tokens[:4000]), ("train_1.bin", tokens[4000:4050]), ("train_2.bin", tokens[4050:8000]), ("val.bin", tokens[8000:])):
+        (tmp_path / name).write_bytes(part.to(torch.uint16).numpy().tobytes())
+    data = train.load_corpus(options("--data", tmp_path, "--vocab", 3000, "--eval-sequences", 4))
+    assert [len(part) for part in data.train] == [4000, 50, 3950] and torch.equal(torch.cat(data.train).long(), tokens[:8000])
+    assert torch.equal(data.heldout.long(), tokens[8000:]) and data.bytes_per_token is None and data.end is None
     reader = train.Reader(data.train, 128, 0)
-    assert reader.next(2).shape == (2, 129)
+    assert reader.next(2).shape == (2, 129) and reader.count == 31 + 30        # 50 tokens are no sequence
+    seen = [reader.next(1)[0] for _ in range(2 * 61 - 2)][-61:]
+    starts = [128 * i for i in range(31)] + [4050 + 128 * i for i in range(30)]
+    assert sorted(row.tolist() for row in seen) == sorted(tokens[a:a + 129].tolist() for a in starts)
 
 
 def test_tokenizer_file(tmp_path):
@@ -933,18 +941,26 @@ def test_tokenizer_file(tmp_path):
         (tmp_path / f"text/{i}.txt").write_text(" ".join(f"w{j % 50}" for j in range(400)))
     argv = ["--data", tmp_path / "text", "--tokenizer", tmp_path / "tokenizer.json"]
     data = train.load_corpus(options(*argv))
-    assert data.train.tolist() == [j % 50 + 2 for j in range(400)] + [1]
+    assert data.train[0].tolist() == [j % 50 + 2 for j in range(400)] + [1] and data.end == 1
     assert data.bytes_per_token == pytest.approx((tmp_path / "text/0.txt").stat().st_size / 400, rel=0.01)
     with pytest.raises(train.BadInput, match="give --vocab 52"):
         train.load_corpus(options(*argv, "--vocab", 40))
+    # another end token, named beside the tokenizer; a text that spells it does not end a document
+    tokenizer.add_special_tokens(["w7"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token=dict(content="w9"))))
+    assert train.load_tokenizer(options(*argv))[0]([b"w7 w9"])[0].tolist() == [9, 11, 11]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="nowhere")))
+    with pytest.raises(train.BadInput, match="has no nowhere to end a document"):
+        train.load_corpus(options(*argv))
 
 
 def test_reader_gives_each_sequence_once_per_epoch_and_resumes():
     tokens = torch.arange(1000)
-    reader = train.Reader(tokens, 10, 5)
+    reader = train.Reader([tokens], 10, 5)
     epochs = [sorted(int(reader.next(1)[0, 0]) for _ in range(reader.count)) for _ in range(2)]
     assert epochs[0] == epochs[1] == list(range(0, 990, 10))
-    other = train.Reader(tokens, 10, 5)
+    other = train.Reader([tokens], 10, 5)
     other.cursor = reader.cursor
     assert torch.equal(other.next(7), reader.next(7))
 
@@ -970,6 +986,202 @@ def test_torchrun_launch_line(corpus, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "weight spread" in done.stdout, done.stderr
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["stages"] == [2, 2]
+
+
+# ---------------------------------------------------------------- streams
+
+
+def write_shards(folder, count, lines, bad=()):
+    """C4 shards whose line i is the text 's.i' and some; lines in `bad` are broken. Returns the good documents in order, per shard, with their line numbers."""
+    folder.mkdir(exist_ok=True)
+    shards, spoilt = [], itertools.cycle([b"{", b'{"text": null}', b'["text"]', b'{"url": ""}', b"\xff\xfe", b'{"text": "\\ud800"}', b""])
+    for s in range(count):
+        texts = {i: f"{s}.{i} " + "x" * (7 * i % 23) for i in range(lines) if i not in bad}
+        rows = [json.dumps(dict(text=texts[i], url="")).encode() if i in texts else next(spoilt) for i in range(lines)]
+        (folder / f"c4-train.{s:05d}-of-{count:05d}.json.gz").write_bytes(gzip.compress(b"\n".join(rows) + b"\n"))
+        shards.append(texts)
+    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(gzip.compress(b"".join(json.dumps(dict(text=f"held out {i}")).encode() + b"\n" for i in range(90))))
+    return shards
+
+
+@pytest.mark.parametrize("shards, origins", [(3, 1), (3, 2), (2, 5)])
+def test_stream_equals_the_joined_documents_from_any_cursor(shards, origins, tmp_path):
+    texts = write_shards(tmp_path / "c4", shards, 240, bad=(0, 3, 77, 239))
+    data = train.load_corpus(options("--data", tmp_path / "c4", "--seq-len", 32, "--eval-sequences", 8))
+    assert bytes(data.heldout.tolist()).startswith(b"held out 0\0held out 1\0") and b"x" not in bytes(data.heldout.tolist()) and data.bytes_per_token == 1
+    every = set()
+    for origin in range(origins):
+        own = [(s, i) for s in range(shards) for i in texts[s] if (s % origins == origin if shards >= origins else i // 20 % origins == origin)]
+        assert not every & set(own)
+        every |= set(own)
+        want = b"".join(texts[s][i].encode() + b"\0" for s, i in own)
+        stream, cursors, count = train.Stream(data, 32, origin, origins), [], len(want) // 32
+        rows = []
+        for _ in range(count + 9):          # into the second epoch
+            cursors.append(stream.cursor)
+            rows += stream.next(1).tolist()
+        joined = want + want
+        assert rows == [list(joined[32 * k:32 * k + 33]) for k in range(count + 9)]
+        mine = [i for i in (0, 3, 77, 239) if shards >= origins or i // 20 % origins == origin]
+        share = len(stream.files)
+        passed = [cursor for cursor in cursors if cursor[0] < share]
+        assert cursors[-1][0] >= share and stream.bad_lines == share * len(mine) + sum(i in mine for i in (0, 3)) * (cursors[-1][0] == share and 3 < cursors[-1][1])
+        for k in (0, 1, len(passed) // 2, len(passed) - 1):
+            for again in (train.Stream(data, 32, origin, origins), stream):         # a new process, and one that goes back
+                again.cursor = cursors[k]
+                assert again.next(4).tolist() == rows[k:k + 4] and again.cursor == cursors[k + 4]
+    assert every == {(s, i) for s in range(shards) for i in texts[s]}
+
+
+def test_a_stream_reads_a_bounded_part_ahead(tmp_path, monkeypatch):
+    write_shards(tmp_path / "c4", 1, 6000)
+    data, drawn, real = train.load_corpus(options("--data", tmp_path / "c4", "--seq-len", 32)), Counter(), train.documents
+
+    def counted(*args):
+        for document in real(*args):
+            drawn["documents"] += 1
+            yield document
+    stream = train.Stream(data, 32, 0, 1)
+    monkeypatch.setattr(train, "documents", counted)
+    stream.next(1)
+    for future in stream.ready:
+        future.result()
+    assert train.READY * 32 / 30 < drawn["documents"] < 64 + (train.READY + 1) * 32 / 4        # documents of 5 to 30 bytes, 64 at a time
+
+
+def test_what_follows_where_a_shard_breaks_off_is_skipped_and_counted(tmp_path):
+    texts, = write_shards(tmp_path / "c4", 1, 6000)
+    torn = tmp_path / "c4/c4-train.00000-of-00001.json.gz"
+    torn.write_bytes(torn.read_bytes()[:-20])
+    (tmp_path / "c4/c4-train.00001-of-00001.json.gz").write_bytes(gzip.compress(b'{"text": "whole"}\n' * 600))
+    stream = train.Stream(train.load_corpus(options("--data", tmp_path / "c4", "--seq-len", 32)), 32, 0, 1)
+    text = b""
+    while b"whole" not in text:
+        text += bytes(stream.next(1)[0, :-1].tolist())
+    read = text[:text.index(b"whole")].split(b"\0")[:-1]
+    assert 3000 < len(read) < 6000 and read == [texts[i].encode() for i in range(len(read))] and stream.bad_lines == 1
+
+
+def test_of_a_single_shard_every_20th_line_is_held_out(tmp_path):
+    write_shards(tmp_path, 1, 400)
+    data = train.load_corpus(options("--data", tmp_path / "c4-train.00000-of-00001.json.gz", "--seq-len", 32, "--eval-sequences", 4))
+    numbers = lambda text: {int(n) for n in re.findall(rb"\x000\.(\d+) ", b"\0" + text)}
+    stream, read = train.Stream(data, 32, 0, 1), b""
+    while stream.cursor[0] == 0:
+        read += bytes(stream.next(1)[0, :-1].tolist())
+    assert numbers(read) == set(range(400)) - set(range(0, 400, 20)) and {0, 20, 40, 60} < numbers(bytes(data.heldout.tolist())) <= set(range(0, 400, 20))
+
+
+def test_a_run_on_streams_resumes_to_the_bit_and_reports_bad_lines(tmp_path):
+    write_shards(tmp_path / "c4", 3, 400, bad=(1, 2))
+    run(2, "--steps", 8, "--save-every", 4, "--eval-every", 4, "--data", "c4", "--name", "x", *SMALL, cwd=tmp_path)
+    whole = tmp_path / "runs/x"
+    again = shutil.copytree(whole, tmp_path / "runs/y")
+    shutil.rmtree(again / "checkpoints/00000008")
+    out = run(2, "--resume", again, cwd=tmp_path)
+    for rank in range(2):
+        a, b = checkpoint(whole, 8, rank), checkpoint(again, 8, rank)
+        assert torch.equal(a["theta"], b["theta"]) and a["cursor"] == b["cursor"] and a["cursor"][1] > 0
+    assert [line["bad_lines"] for line in metrics(again)] == [line["bad_lines"] for line in metrics(whole)] == [4, 4] and "bad lines       4" in out
+    write_shards(tmp_path / "c4", 3, 401)           # the digest knows sizes
+    (code, text), _ = processes(2, _main, ["--resume", str(again), "--steps", "9"], cwd=tmp_path)
+    assert code == 2 and "the data differ" in text
+
+
+# ---------------------------------------------------------------- Hugging Face's form
+
+
+def test_export_equals_ours_in_transformers(corpus, tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    run(3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local", "--kv-heads", 1, "--rope-theta", 500, "--steps", 6, "--lr", 0.01,
+        "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = Config(256, 32, 64, 4, 2, 1, 500.0)
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+    printed = {}
+    for choice, ranks in (("0", [0]), ("1", [1]), ("mean", [0, 1])):
+        train.main(["--resume", "runs/x", "--export", f"out{choice}", "--export-replica", choice])
+        printed[choice] = float(re.search(rf"{'mean of all' if choice == 'mean' else 'replica ' + choice} +(\S+)", capsys.readouterr().out)[1])
+        ours = [Llama(config, [0]), Llama(config, [1, 2, 3], ends=False)]
+        for part, held in zip(ours, (ranks, [2])):
+            flatten(part.parameters())[0].copy_(sum(checkpoint(tmp_path / "runs/x", 6, r)["theta"] for r in held) / len(held))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(f"out{choice}")
+        want = ours[0].logits(ours[1].blocks(ours[0].blocks(ours[0].embed(tokens))))
+        assert torch.allclose(theirs(tokens).logits, want, rtol=0, atol=1e-5) and theirs.dtype == torch.float32
+    line = metrics(tmp_path / "runs/x")[-1]
+    assert sorted([printed["0"], printed["1"]]) == pytest.approx([line["heldout_min"], line["heldout_max"]], abs=2e-6) and printed["mean"] != printed["0"]
+    said = theirs.generate(tokens[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=8, do_sample=False)
+    assert torch.equal(said[:, :5], tokens[:1, :5]) and 5 < said.shape[1] <= 13 and theirs.generation_config.eos_token_id == 0
+    for tokenizer in (transformers.AutoTokenizer.from_pretrained("outmean"), transformers.PreTrainedTokenizerFast(tokenizer_file="outmean/tokenizer.json")):
+        for text in ("def f(x):\n\treturn  x . 's , a", " \u0100\u0120 \u00e9 e\u0301 \u4f60\u597d \U0001f389\0\r\n", "".join(map(chr, range(300)))):
+            assert tokenizer(text).input_ids == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
+    for argv, error in ((["--export", "out0"], "not an empty folder"), (["--export", "new", "--export-replica", "2"], "takes 0, 1, mean, not 2")):
+        with pytest.raises(SystemExit):
+            train.main(["--resume", "runs/x", *argv])
+        assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_init_from_transformers_llama_and_back(tied, corpus, tmp_path, monkeypatch, capsys):
+    """At rate 0 the held-out loss is that of transformers' model; a resume does not need the folder; what is exported is the same model."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-3,
+        rope_parameters=dict(rope_type="default", rope_theta=700.0), initializer_range=0.1, tie_word_embeddings=tied))
+    theirs.save_pretrained(tmp_path / "llama", max_shard_size="20KB" if tied else "1GB")
+    assert tied == (tmp_path / "llama/model.safetensors.index.json").exists()
+    tokens = torch.randint(256, (2, 20))
+    parts = [Llama(read_config(tmp_path / "llama"), held, ends=0 in held, seed=9) for held in ([0, 1], [2, 3])]
+    for part in parts:
+        load_weights(part, tmp_path / "llama")
+    got = parts[0].logits(parts[1].blocks(parts[0].blocks(parts[0].embed(tokens))))
+    assert torch.allclose(got, theirs(tokens).logits, rtol=0, atol=1e-5)
+    assert count_parameters(parts[0].config)[0] == sum(p.numel() for p in theirs.parameters())
+
+    monkeypatch.chdir(tmp_path)
+    data = ["--data", str(corpus), "--seq-len", "32", "--batch", "2", "--eval-sequences", "8", "--device", "cpu"]
+    run(2, "--init-from", "llama", "--stages", "1,1", "--steps", 1, "--lr", 0, "--name", "x", *data, cwd=tmp_path)
+    heldout = train.load_corpus(options(*data)).heldout
+    rows = torch.stack([heldout[round(i * (len(heldout) - 33) / 7):][:33] for i in range(8)]).long()
+    want = torch.nn.functional.cross_entropy(theirs(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert metrics(tmp_path / "runs/x")[-1]["heldout_loss"] == pytest.approx(want, rel=1e-5)
+    shutil.rmtree("llama")
+    run(2, "--resume", "runs/x", "--steps", 2, cwd=tmp_path)
+    train.main(["--resume", "runs/x", "--export", "out"])
+    back = transformers.AutoModelForCausalLM.from_pretrained("out")
+    assert torch.allclose(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-6)
+    assert back.config.tie_word_embeddings == tied == torch.equal(back.lm_head.weight, back.model.embed_tokens.weight)
+
+
+def test_a_stage_reads_its_own_tensors_only(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    whole = Llama(Config(), seed=1)
+    save_pretrained(whole, tmp_path / "whole", 128)
+    assert read_config(tmp_path / "whole") == Config()
+    kept = {name: p.detach() for name, p in whole.named_parameters() if ".layers.2." in name}
+    safetensors.save_file(kept, tmp_path / "whole/model.safetensors")       # the rest is gone
+    part = Llama(Config(), [2], ends=False)
+    load_weights(part, tmp_path / "whole")
+    assert all(torch.equal(p, kept[name]) for name, p in part.named_parameters())
+    with pytest.raises(ValueError, match="model.layers.1"):
+        load_weights(Llama(Config(), [1], ends=False), tmp_path / "whole")
+    with pytest.raises(ValueError, match="has shape"):
+        load_weights(Llama(Config(intermediate_size=256), [2], ends=False), tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", [
+    dict(model_type="mistral"), dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)),
+    dict(rope_scaling=dict(type="linear", factor=2.0)), dict(attention_bias=True), dict(mlp_bias=True), dict(head_dim=64), dict(hidden_act="gelu"),
+    dict(quantization_config=dict(bits=4)), dict(hidden_size=None), dict(num_key_value_heads=3), dict(vocab_size=None)], ids=str)
+def test_init_from_refuses_what_this_llama_has_not(change, tmp_path):
+    config = dict(model_type="llama", vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    write = lambda content: (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+    write(config)
+    assert options("--init-from", tmp_path).norm_eps == 1e-6
+    write({**config, **change})
+    with pytest.raises(train.BadInput, match=f"--init-from .*{next(iter(change)) if 'rope' not in str(change) else 'type'}".replace("num_", "(num_)?").replace("_", "[_ -]")):
+        options("--init-from", tmp_path)
 
 
 # ---------------------------------------------------------------- planned paths in training, partial inference
