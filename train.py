@@ -428,7 +428,7 @@ def load_corpus(o):
     def read(paths):
         """The tokens of these files, in one tensor or more, and the bytes of text behind them (None: unknown)."""
         if kind == "bin":               # uint16 and nothing else
-            return [torch.from_file(str(p), size=p.stat().st_size // 2, dtype=torch.uint16) for p in paths if p.stat().st_size > 1], None
+            return [torch.from_file(str(p), size=p.stat().st_size // 2, dtype=torch.uint16) for p in paths], None
         parts, size = [torch.empty(0, dtype=torch.uint8)], 0
         if kind == "c4":
             texts = (text for (shard, *_), text in takewhile(lambda d: d[0][0] < len(paths), documents(paths, lambda line: len(files) > 1 or line % BLOCK == 0)))
@@ -446,29 +446,25 @@ def load_corpus(o):
         if kind == "c4":
             parts, size = read(held)
         elif len(files) == 1:
-            whole, size = read(files)
-            whole = whole[0] if whole else torch.empty(0, dtype=torch.uint16)
+            (whole,), size = read(files)
             cut = max(0, len(whole) - max(o.seq_len + 1, len(whole) // 20))
             train, parts, size = [whole[:cut]], [whole[cut:]], size and size * (len(whole) - cut) / len(whole)
         else:
             (train, _), (parts, size) = read(train), read(held)
     except (OSError, RuntimeError) as error:
         raise BadInput(f"--data {o.data}: {error}")
-    heldout = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.uint16), *(p[:needed] for p in parts)])
-    for tokens, name in ([] if kind == "c4" else [(sum(map(len, train)), "training")]) + [(len(heldout), "held-out")]:
-        if tokens < o.seq_len + 1:
-            raise BadInput(f"the {name} data has {tokens} tokens, fewer than one sequence of {o.seq_len} + 1: more data or a smaller --seq-len")
-    if kind == "bin":                   # the first 16M tokens of each file; further on the embedding would stop the run
-        top = max(int(part[:1 << 24].to(torch.int32).max()) for part in (*train, heldout))
-        if top >= o.vocab:
-            raise BadInput(f"the data has token {top}, the model a vocabulary of {o.vocab}: give --vocab {top + 1} or more")
+    heldout = parts[0] if len(parts) == 1 else torch.cat([part[:needed] for part in parts])
+    if len(heldout) < o.seq_len + 1:
+        raise BadInput(f"the held-out data has {len(heldout)} tokens, fewer than one sequence of {o.seq_len} + 1: more data or a smaller --seq-len")
+    top = max(int(part[:1 << 24].to(torch.int32).max()) for part in (*train, heldout) if len(part)) if kind == "bin" else 0    # 16M of each file must do
+    if top >= o.vocab:
+        raise BadInput(f"the data has token {top}, the model a vocabulary of {o.vocab}: give --vocab {top + 1} or more")
     return Corpus(train, heldout, digest.hexdigest()[:12], size and size / len(heldout), encode, end if o.tokenizer or kind != "bin" else None,
                   kind == "c4", len(files) == 1)
 
 
 class Reader:
     """Sequences of one origin's part of the tokens in memory or mapped, in a fresh random order each epoch. `cursor`, the sequences read, is all its state."""
-    bad_lines = 0
 
     def __init__(self, parts, seq_len, seed):
         self.parts, self.seq_len, self.seed = parts, seq_len, seed
@@ -517,10 +513,6 @@ class Stream:
         if next(self.sequences(self.cursor))[1][0] >= len(self.files):
             raise BadInput(f"an origin's part of the data has fewer tokens than one sequence of {seq_len} + 1: more data, fewer origins or a smaller --seq-len")
 
-    @property
-    def bad_lines(self):
-        return self.cursor[2]
-
     def sequences(self, cursor):
         """From the cursor on, for ever: T + 1 tokens, of which the last one comes again, and the cursor after them."""
         *place, used = cursor
@@ -540,8 +532,6 @@ class Stream:
     def next(self, batch):
         """(batch, T + 1) tokens: inputs and, one further, targets."""
         if self.cursor != self.ready_at:        # the start, or a checkpoint's cursor
-            for future in self.ready:
-                future.cancel()
             self.rows = self.sequences(self.cursor)
             self.ready = deque(self.thread.submit(next, self.rows) for _ in range(READY))
         rows = []
@@ -1082,7 +1072,7 @@ def main(argv=None):
                 totals["sync_bytes"], outer.bytes_sent = totals["sync_bytes"] + outer.bytes_sent, 0
         if evaluates:
             row = dict(loss=float(totals["loss"]), tokens=totals["tokens"], heldout=evaluate(pipeline, stages, corpus, o),
-                       spread=weight_spread(theta, replicas, job.rank, pipeline.staged), weights=theta.numel(), skipped=totals["skipped"], bad=reader.bad_lines if reader else 0,
+                       spread=weight_spread(theta, replicas, job.rank, pipeline.staged), weights=theta.numel(), skipped=totals["skipped"], bad=reader.cursor[2] if reader and corpus.streamed else 0,
                        sync=totals["sync_bytes"], pipeline=pipeline.bytes_sent, norm=float(norm), iteration=sorted(iterations)[len(iterations) // 2])
             rows = job.collect(list(row.values()))
             if job.rank == 0:
