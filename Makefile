@@ -10,7 +10,7 @@ train: .venv/ready
 test: .venv/ready
 	$(BIN)/python -m pytest -q
 
-# every picture and table of the README, each command with the seconds that it took: half an hour on 2 cores, 14 GB of memory.
+# every picture and table of the README, each command with the seconds that it took: about 20 minutes on 2 cores, 14 GB of memory.
 # QUICK=1: the same commands on less (under 5 minutes, 2 GB), into runs/quick, so that the README's figures stay
 OUT := $(if $(QUICK),runs/quick,.)
 figures: SHELL := bash

@@ -36,7 +36,7 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if name != "tie_word_embeddings" and not value > 0:
+            if name != "tie_word_embeddings" and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(f"hidden size {self.hidden_size} must be a multiple of 2 x {self.num_attention_heads} heads")
@@ -173,10 +173,11 @@ def read_config(folder):
     """The Config of a folder that transformers wrote. Raises ValueError on what this Llama does not have, OSError without a config.json."""
     found = json.loads((Path(folder) / "config.json").read_text())
     found = {**found, **(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}      # transformers 4, 5
+    found = {name: value for name, value in found.items() if value is not None}
     wanted = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False, quantization_config=None, rope_type="default",
                   type="default", partial_rotary_factor=1.0, head_dim=found.get("hidden_size", 0) // found.get("num_attention_heads", 1))
     for name, value in wanted.items():
-        if found.get(name) != value and (name in found and found[name] is not None or name == "model_type"):
+        if found.get(name, None if name == "model_type" else value) != value:
             raise ValueError(f"{name} {found.get(name)} is not supported, only {value}")
     found = {**dict(rope_theta=10000.0, rms_norm_eps=1e-6, tie_word_embeddings=False, num_key_value_heads=found.get("num_attention_heads")), **found}
     if missing := [f.name for f in fields(Config) if f.name not in found]:

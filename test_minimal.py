@@ -329,14 +329,19 @@ def test_noloco_notices_moved_parameters():
         outer.step()
 
 
-def test_readme_optimizer_example_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    block = next(b for b in blocks if "outer = NoLoCo(" in b)
-    scope = dict(model=torch.nn.Linear(4, 1), batches=[torch.randn(8, 4) for _ in range(4)], loss_of=lambda model, x: model(x).square().mean())
-    scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters(), lr=0.1)
-    first = scope["loss_of"](scope["model"], scope["batches"][0]).item()
-    exec(block, scope)
-    assert scope["outer"].steps == 4 and scope["loss_of"](scope["model"], scope["batches"][0]).item() != first
+def _readme_optimizer_example(rank, world):
+    block = next(b for b in re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S) if "outer = NoLoCo(" in b)
+    scope, out = {}, io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(block, scope)
+    return out.getvalue(), scope["outer"].steps, scope["model"].weight.tolist()
+
+
+def test_readme_optimizer_example_learns_its_target():
+    """A loop as torchrun runs it: on every rank the weights come near the ones that they should be, and with two replicas they are equal."""
+    (first, steps, weights), (second, _, others) = processes(2, _readme_optimizer_example)
+    assert first.startswith("rank 0: loss 0.0") and second.startswith("rank 1: loss 0.0") and steps == 400
+    assert weights == others and torch.allclose(torch.tensor(weights), torch.ones(1, 8), rtol=0, atol=0.05)
 
 
 # ---------------------------------------------------------------- theory, on the quadratic loss
@@ -1171,18 +1176,35 @@ def test_a_stage_reads_its_own_tensors_only(tmp_path):
         load_weights(Llama(Config(intermediate_size=256), [2], ends=False), tmp_path / "whole")
 
 
-@pytest.mark.parametrize("change", [
-    dict(model_type="mistral"), dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)),
-    dict(rope_scaling=dict(type="linear", factor=2.0)), dict(attention_bias=True), dict(mlp_bias=True), dict(head_dim=64), dict(hidden_act="gelu"),
-    dict(quantization_config=dict(bits=4)), dict(hidden_size=None), dict(num_key_value_heads=3), dict(vocab_size=None)], ids=str)
-def test_init_from_refuses_what_this_llama_has_not(change, tmp_path):
+@pytest.mark.parametrize("change, error", [
+    (dict(model_type="mistral"), "model_type mistral is not supported, only llama"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_type llama3"),
+    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "rope_type yarn"),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), "type linear"),
+    (dict(attention_bias=True), "attention_bias True"), (dict(mlp_bias=True), "mlp_bias True"), (dict(head_dim=64), "head_dim 64 is not supported, only 32"),
+    (dict(hidden_act="gelu"), "hidden_act gelu"), (dict(quantization_config=dict(bits=4)), "quantization_config"),
+    (dict(hidden_size=None), "no hidden_size"), (dict(vocab_size=None), "no vocab_size"), (dict(num_key_value_heads=3), "multiple of 3 key-value heads"),
+    (dict(vocab_size="many"), "must be positive, got many"), (dict(hidden_size=100), "multiple of 2 x 4 heads")], ids=str)
+def test_init_from_refuses_what_this_llama_has_not(change, error, tmp_path):
     config = dict(model_type="llama", vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    write = lambda content: (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
-    write(config)
-    assert options("--init-from", tmp_path).norm_eps == 1e-6
-    write({**config, **change})
-    with pytest.raises(train.BadInput, match=f"--init-from .*{next(iter(change)) if 'rope' not in str(change) else 'type'}".replace("num_", "(num_)?").replace("_", "[_ -]")):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    o = options("--init-from", tmp_path)
+    assert (o.hidden, o.kv_heads, o.norm_eps, o.rope_theta, o.tied) == (128, 4, 1e-6, 1e4, False)      # transformers' own defaults
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in {**config, **change}.items() if v is not None}))
+    with pytest.raises(train.BadInput, match=f"--init-from {tmp_path}: .*{error}"):
         options("--init-from", tmp_path)
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                                          num_attention_heads=2)))
+    monkeypatch.chdir(tmp_path)
+    for package, argv in (("safetensors", ["--init-from", str(tmp_path)]), ("tokenizers", ["--tokenizer", "x.json"])):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SystemExit):
+            train.main(argv)
+        error = capsys.readouterr().err
+        assert f"needs the {package} package: pip install '.[hf]'" in error and error.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
 # ---------------------------------------------------------------- packaging

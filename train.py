@@ -915,6 +915,8 @@ def prepare(o, job):
     network = read_links(o, stages) if o.links and not o.eval_stages and (o.emulate or job.rank == 0 and not o.resume) else None
     if not set(o.dead) < set(range(job.world)) or set(stages[0]) <= set(o.dead):
         raise BadInput(f"--dead {','.join(map(str, o.dead))}: takes ranks of this run, and must leave one of the origins {stages[0]}")
+    corpus = load_corpus(o) if stage == 0 else None
+    reader = Reader.of(o, corpus, stages[0].index(job.rank), len(stages[0])) if corpus else None
     model = Llama(config, layers[stage], ends=stage == 0, seed=o.seed, device=job.device)
     if o.init_from and not o.resume:
         try:
@@ -923,8 +925,6 @@ def prepare(o, job):
             raise BadInput("--init-from needs the safetensors package: pip install '.[hf]'")
         except ValueError as error:
             raise BadInput(f"--init-from {o.init_from}: {error}")
-    corpus = load_corpus(o) if stage == 0 else None
-    reader = Reader.of(o, corpus, stages[0].index(job.rank), len(stages[0])) if corpus else None
     folder = Path(o.resume) if o.resume else Path("runs") / o.name
     if job.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -990,7 +990,7 @@ def main(argv=None):
     whole, inner = count_parameters(config)
     say(f"{o.method}, stages {'x'.join(map(str, o.stages))}, {o.routing} routing, {job.world} processes on {job.device.type}"
         + (f" over {dist.get_backend()}" if job.world > 1 else ""))
-    say(f"{o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without embedding and head; {o.dtype}")
+    say(f"{o.init_from or o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without embedding and head; {o.dtype}")
     if corpus:
         amount = f"{len(corpus.train)} shards to stream" if corpus.streamed else f"{sum(map(len, corpus.train)) / 1e6:.1f}M training"
         say(f"{amount} and {len(corpus.heldout) / 1e6:.2f}M held-out tokens, corpus {corpus.digest}"
