@@ -139,7 +139,8 @@ class Options:
 
 # What shapes the weights and the ranks: a checkpoint fits only the same.
 SHAPE = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")         # in the order of Config's fields
-LAYOUT = ("stages", "layers_per_stage", "method", "model", *SHAPE, "init_from", "seq_len", "seed", "data", "tokenizer", "routing", "skip", "microbatches", "batch")
+LAYOUT = ("stages", "layers_per_stage", "method", "model", *SHAPE, "init_from", "seq_len", "seed", "data", "tokenizer", "routing", "skip", "microbatches",
+          "batch")
 
 
 class BadInput(Exception):
@@ -162,7 +163,8 @@ def parse(argv, world=1):
     given, old = vars(parser.parse_args(argv)), {}
     if given.get("resume"):
         try:
-            old = {**asdict(Options(**json.loads((Path(given["resume"]) / "config.json").read_text()))), "eval_stages": None, "dead": (), "export": None, "export_replica": "mean"}
+            old = asdict(Options(**json.loads((Path(given["resume"]) / "config.json").read_text())))
+            old.update(eval_stages=None, dead=(), export=None, export_replica="mean")       # these are of one call
         except (OSError, ValueError, TypeError) as error:
             raise BadInput(f"--resume {given['resume']}: no readable config.json there ({error})")
         for key in LAYOUT:
@@ -431,7 +433,8 @@ def load_corpus(o):
             return [torch.from_file(str(p), size=p.stat().st_size // 2, dtype=torch.uint16) for p in paths], None
         parts, size = [torch.empty(0, dtype=torch.uint8)], 0
         if kind == "c4":
-            texts = (text for (shard, *_), text in takewhile(lambda d: d[0][0] < len(paths), documents(paths, lambda line: len(files) > 1 or line % BLOCK == 0)))
+            found = documents(paths, lambda line: len(files) > 1 or line % BLOCK == 0)
+            texts = (text for _, text in takewhile(lambda d: d[0][0] < len(paths), found))          # at most one epoch
         else:
             texts = (p.read_bytes() for p in paths)
         while (some := list(islice(texts, 100))) and (kind != "c4" or sum(map(len, parts)) < needed):
@@ -1072,8 +1075,9 @@ def main(argv=None):
                 totals["sync_bytes"], outer.bytes_sent = totals["sync_bytes"] + outer.bytes_sent, 0
         if evaluates:
             row = dict(loss=float(totals["loss"]), tokens=totals["tokens"], heldout=evaluate(pipeline, stages, corpus, o),
-                       spread=weight_spread(theta, replicas, job.rank, pipeline.staged), weights=theta.numel(), skipped=totals["skipped"], bad=reader.cursor[2] if reader and corpus.streamed else 0,
-                       sync=totals["sync_bytes"], pipeline=pipeline.bytes_sent, norm=float(norm), iteration=sorted(iterations)[len(iterations) // 2])
+                       spread=weight_spread(theta, replicas, job.rank, pipeline.staged), weights=theta.numel(), skipped=totals["skipped"],
+                       bad=reader.cursor[2] if reader and corpus.streamed else 0, sync=totals["sync_bytes"],
+                       pipeline=pipeline.bytes_sent, norm=float(norm), iteration=sorted(iterations)[len(iterations) // 2])
             rows = job.collect(list(row.values()))
             if job.rank == 0:
                 rows = [dict(zip(row, values)) for values in rows]
@@ -1110,7 +1114,8 @@ def report(rows, folder, progress, o, stages, step, seconds, corpus, plan):
         heldout_loss=mean, heldout_min=min(heldout), heldout_max=max(heldout), perplexity=perplexity(mean),
         heldout_nats_per_byte=corpus.bytes_per_token and mean / corpus.bytes_per_token,
         weight_spread=math.sqrt(max(total("spread"), 0.0) / total("weights")) if math.isfinite(total("spread")) else math.nan,
-        gradient_norm=total("norm") / len(rows), skipped_steps=total("skipped"), bad_lines=total("bad"), sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
+        gradient_norm=total("norm") / len(rows), skipped_steps=total("skipped"), bad_lines=total("bad"), sync_bytes=total("sync"),
+        pipeline_bytes=total("pipeline"),
         iteration_seconds=max(row["iteration"] for row in rows) / (o.time_scale if o.emulate else 1), simulated_seconds=plan and plan["makespan"])
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
