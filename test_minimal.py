@@ -929,6 +929,8 @@ def test_nanogpt_tokens_of_several_files_are_mapped_and_read_once_per_epoch(tmp_
     data = train.load_corpus(options("--data", tmp_path, "--vocab", 3000, "--eval-sequences", 4))
     assert [len(part) for part in data.train] == [4000, 50, 3950] and torch.equal(torch.cat(data.train).long(), tokens[:8000])
     assert torch.equal(data.heldout.long(), tokens[8000:]) and data.bytes_per_token is None and data.end is None
+    if Path("/proc/self/maps").exists():        # Linux
+        assert all(str(tmp_path / f"train_{i}.bin") in Path("/proc/self/maps").read_text() for i in range(3))
     reader = train.Reader(data.train, 128, 0)
     assert reader.next(2).shape == (2, 129) and reader.count == 31 + 30        # 50 tokens are no sequence
     seen = [reader.next(1)[0] for _ in range(2 * 61 - 2)][-61:]
@@ -951,11 +953,13 @@ def test_tokenizer_file(tmp_path):
     assert data.bytes_per_token == pytest.approx((tmp_path / "text/0.txt").stat().st_size / 400, rel=0.01)
     with pytest.raises(train.BadInput, match="give --vocab 52"):
         train.load_corpus(options(*argv, "--vocab", 40))
-    # another end token, named beside the tokenizer; a text that spells it does not end a document
-    tokenizer.add_special_tokens(["w7"])
+    # a text that spells the end token does not end a document; another end token is named beside the tokenizer
+    tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("w7 <|endoftext|> w9").ids == [9, 1, 11]
+    assert train.load_tokenizer(options(*argv))[0]([b"w7 <|endoftext|> w9", b""])[0].tolist() == [9, 0, 0, 0, 11, 1]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token=dict(content="w9"))))
-    assert train.load_tokenizer(options(*argv))[0]([b"w7 w9"])[0].tolist() == [9, 11, 11]
+    assert [part.tolist() for part in train.load_tokenizer(options(*argv))[0]([b"w7", b""])] == [[9, 11], [11]]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="nowhere")))
     with pytest.raises(train.BadInput, match="has no nowhere to end a document"):
         train.load_corpus(options(*argv))
