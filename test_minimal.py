@@ -1127,10 +1127,15 @@ def test_export_equals_ours_in_transformers(corpus, tmp_path, monkeypatch, capsy
     for tokenizer in (transformers.AutoTokenizer.from_pretrained("outmean"), transformers.PreTrainedTokenizerFast(tokenizer_file="outmean/tokenizer.json")):
         for text in ("def f(x):\n\treturn  x . 's , a", " \u0100\u0120 \u00e9 e\u0301 \u4f60\u597d \U0001f389\0\r\n", "".join(map(chr, range(300)))):
             assert tokenizer(text).input_ids == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
-    for argv, error in ((["--export", "out0"], "not an empty folder"), (["--export", "new", "--export-replica", "2"], "takes 0, 1, mean, not 2")):
+    capsys.readouterr()         # transformers' bars
+    torn = tmp_path / "runs/x/checkpoints/00000006/rank2.pt"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    for argv, error in ((["--export", "out0"], "not an empty folder"), (["--export", "new", "--export-replica", "2"], "takes 0, 1, mean, not 2"),
+                        (["--export", "new"], "00000006 is damaged")):
         with pytest.raises(SystemExit):
             train.main(["--resume", "runs/x", *argv])
-        assert error in capsys.readouterr().err
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and error in lines[0]
 
 
 @pytest.mark.parametrize("tied", [False, True])

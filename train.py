@@ -873,7 +873,10 @@ def export(o, job):
     if not steps:
         raise BadInput(f"{folder} has no checkpoint with the parts of all {sum(o.stages)} ranks: bring those that are on other machines here")
     place, corpus, model = folder / "checkpoints" / f"{max(steps):08d}", load_corpus(o), Llama(shape(o), device=job.device)
-    theta = {r: torch.load(place / f"rank{r}.pt", weights_only=True, mmap=True, map_location="cpu")["theta"] for ranks in stages for r in ranks}
+    try:
+        theta = {r: torch.load(place / f"rank{r}.pt", weights_only=True, mmap=True, map_location="cpu")["theta"] for ranks in stages for r in ranks}
+    except Exception as error:
+        raise BadInput(f"{place} is damaged ({str(error)[:100]}); delete it to export the checkpoint before it")
     owner = lambda name: next((s for s, held in enumerate(layers) for i in held if f".layers.{i}." in name), 0)
     flat = [flatten(p for name, p in model.named_parameters() if owner(name) == s)[0] for s in range(len(stages))]      # laid out as the stage's theta
     pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
@@ -888,7 +891,7 @@ def export(o, job):
     except ImportError:
         raise BadInput("--export needs the safetensors package: pip install '.[hf]'")
     if o.tokenizer or corpus.end is not None:
-        (out / "tokenizer.json").write_text(Path(o.tokenizer).read_text() if o.tokenizer else json.dumps(byte_tokenizer(), ensure_ascii=False))
+        (out / "tokenizer.json").write_bytes(Path(o.tokenizer).read_bytes() if o.tokenizer else json.dumps(byte_tokenizer()).encode())
         (out / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)))
     print(f"{name}, written to {out}")
 
