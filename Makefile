@@ -17,23 +17,34 @@ faults: .venv/ready
 soak: .venv/ready
 	$(BIN)/python -m pytest -q -s -m soak
 
-# every picture, and the numbers behind it in results/: about 10 minutes on 2 cores, 14 GB of memory
+# every picture and table of the README, each command with the seconds that it took: about 20 minutes on 2 cores, 14 GB of memory.
+# QUICK=1: the same commands on less (under 5 minutes, 2 GB), into runs/quick, so that the README's figures stay
+OUT := $(if $(QUICK),runs/quick,.)
+figures: SHELL := bash
+figures: export TIMEFORMAT = == %0R s
 figures: .venv/ready
-	$(BIN)/python skippipe.py
-	$(BIN)/python bench_sync.py --simulate
-	$(BIN)/torchrun --standalone --nproc-per-node 2 bench_sync.py
-	$(BIN)/torchrun --standalone --nproc-per-node 8 bench_sync.py
-	for n in 4 8 16 32 64; do $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --latency-ms 50 --latency-std 1 || exit; done
+	mkdir -p $(OUT)/results $(OUT)/figures && rm -rf runs/figures
+	time $(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps $(if $(QUICK),30,600) --inner-steps 10 --name figures
+	time $(BIN)/python skippipe.py --figure $(OUT)/figures/skippipe.png --results $(OUT)/results/skippipe.json
+	time $(BIN)/python skippipe.py --nodes 42 --sizes 7,5,5,5,5,5,5,5 --kept 6 --seconds $(if $(QUICK),5,15) --figure '' --results ''
+	time $(BIN)/python skippipe.py --nodes 20 --sizes 5,3,3,3,3,3 --seconds 1 --figure '' --results ''
+	time $(MAKE) --no-print-directory emulate
+	time $(BIN)/python bench_sync.py --simulate --out $(OUT)
+	time $(BIN)/python bench_sync.py --model small medium large --mbit 100 1000 100000
+	for n in 2 8; do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --out $(OUT) $(if $(QUICK),--params 1e6 --trials 3) || exit; done
+	for n in $(if $(QUICK),4 8,4 8 16 32 64); do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --latency-ms 50 --latency-std 1 \
+		--out $(OUT) $(if $(QUICK),--trials 3) || exit; done
 
 # the published instance on 20 processes over emulated links, four ways (random paths with a seed that avoids the broken link), about 4 minutes
 emulate: .venv/ready
-	mkdir -p runs && $(BIN)/python skippipe.py --save runs/links.json --figure '' --results ''
-	rm -rf runs/emulated-* && : > results/skippipe_emulated.jsonl
-	for routing in dtfm dtfm-skip no-tc2 skippipe; do \
-		$(BIN)/torchrun --standalone --nproc-per-node 20 train.py --stages 5,3,3,3,3,3 --links runs/links.json --emulate --time-scale 0.1 \
-			--routing $$routing --skip 0.33 --microbatches 6 --seed $$([ $$routing = dtfm-skip ] && echo 2 || echo 0) --layers 6 --hidden 32 --heads 2 \
-			--mlp 64 --seq-len 16 --batch 1 --eval-sequences 5 --steps 5 --name emulated-$$routing || exit; \
-		sed "s/^{/{\"routing\": \"$$routing\", /" runs/emulated-$$routing/metrics.jsonl >> results/skippipe_emulated.jsonl; done
+	mkdir -p runs $(OUT)/results && $(BIN)/python skippipe.py --save runs/links.json --figure '' --results ''
+	rm -rf runs/emulated-* && : > $(OUT)/results/skippipe_emulated.jsonl
+	for routing in $(if $(QUICK),skippipe,dtfm dtfm-skip no-tc2 skippipe); do \
+		$(BIN)/torchrun --standalone --nproc-per-node 20 train.py --stages 5,3,3,3,3,3 --links runs/links.json --emulate \
+			--time-scale $(if $(QUICK),0.03 --steps 2,0.1 --steps 5) --routing $$routing --skip 0.33 --microbatches 6 \
+			--seed $$([ $$routing = dtfm-skip ] && echo 2 || echo 0) --layers 6 --hidden 32 --heads 2 \
+			--mlp 64 --seq-len 16 --batch 1 --eval-sequences 5 --name emulated-$$routing || exit; \
+		sed "s/^{/{\"routing\": \"$$routing\", /" runs/emulated-$$routing/metrics.jsonl >> $(OUT)/results/skippipe_emulated.jsonl; done
 
 .venv/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=python3.12")'

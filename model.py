@@ -11,7 +11,9 @@ global layer numbers also inside a stage, so the union of the stages is a checkp
 Shapes: B sequences, T tokens, C hidden size, H heads, K key-value heads, D = C / H, V vocabulary.
 """
 import hashlib
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +32,11 @@ class Config:
     num_key_value_heads: int = 4
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False       # the head is the embedding; both are an origin's, so tying needs no message
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if not value > 0:
+            if name != "tie_word_embeddings" and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(f"hidden size {self.hidden_size} must be a multiple of 2 x {self.num_attention_heads} heads")
@@ -118,6 +121,8 @@ class Llama(nn.Module):
                 self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.to_empty(device=device or "cpu")
+        if ends and config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 nn.init.ones_(parameter)
@@ -158,4 +163,66 @@ def count_parameters(config):
     attention = 2 * config.hidden_size * (config.hidden_size + head * config.num_key_value_heads)
     block = attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
     inner = config.num_hidden_layers * block + config.hidden_size
-    return inner + 2 * config.vocab_size * config.hidden_size, inner
+    return inner + (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size, inner
+
+
+# ---------------------------------------------------------------- to and from Hugging Face's form
+
+
+def read_config(folder):
+    """The Config of a folder that transformers wrote. Raises ValueError on what this Llama does not have, OSError without a config.json."""
+    found = json.loads((Path(folder) / "config.json").read_text())
+    found = {**found, **(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}      # transformers 4, 5
+    found = {name: value for name, value in found.items() if value is not None}
+    wanted = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False, quantization_config=None, rope_type="default",
+                  type="default", partial_rotary_factor=1.0, head_dim=found.get("hidden_size", 0) // found.get("num_attention_heads", 1))
+    for name, value in wanted.items():
+        if found.get(name, None if name == "model_type" else value) != value:
+            raise ValueError(f"{name} {found.get(name)} is not supported, only {value}")
+    found = {**dict(rope_theta=10000.0, rms_norm_eps=1e-6, tie_word_embeddings=False, num_key_value_heads=found.get("num_attention_heads")), **found}
+    if missing := [f.name for f in fields(Config) if f.name not in found]:
+        raise ValueError(f"config.json has no {missing[0]}")
+    return Config(**{f.name: found[f.name] for f in fields(Config)})
+
+
+def load_weights(model, folder):
+    """Fill the tensors that this module holds from a folder's model.safetensors, or the files that its index names; no others are read."""
+    from safetensors import SafetensorError, safe_open
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    place = lambda name: folder / files.get(name, "model.safetensors")
+    named = dict(model.named_parameters())          # a tied head goes by the name of the embedding
+    for file in sorted(set(map(place, named))):
+        try:
+            with safe_open(file, "pt") as tensors, torch.no_grad():
+                for name, parameter in named.items():
+                    if place(name) == file:
+                        if tensors.get_slice(name).get_shape() != list(parameter.shape):
+                            raise ValueError(f"{name} has shape {tensors.get_slice(name).get_shape()}, its config.json says {list(parameter.shape)}")
+                        parameter.copy_(tensors.get_tensor(name))
+        except SafetensorError as error:
+            raise ValueError(f"{file}: {error}")
+
+
+def save_pretrained(model, folder, positions, end=None):
+    """Write a whole model as a folder that transformers loads unchanged. positions: tokens per sequence; end: id of the token that ends a document."""
+    from safetensors.torch import save_file
+    folder, ends = Path(folder), dict(bos_token_id=None, eos_token_id=end, pad_token_id=None)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: parameter.detach().cpu() for name, parameter in model.named_parameters()}, folder / "model.safetensors", metadata={"format": "pt"})
+    config = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False, torch_dtype="float32",
+                  max_position_embeddings=positions, **ends, **vars(model.config))
+    for name, content in (("config.json", config), ("generation_config.json", ends)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def byte_tokenizer():
+    """A tokenizer.json, as a dict, for which a text's tokens are its bytes in UTF-8. Its vocabulary writes each byte as the letter that GPT-2 gives it."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]       # these stand for themselves, the others come after 255
+    others = [byte for byte in range(256) if byte not in plain]
+    vocab = {**{chr(byte): byte for byte in plain}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
+    bpe = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False, vocab=vocab, merges=[])
+    return dict(version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None, pre_tokenizer=level, post_processor=None, decoder=level,
+                model=bpe)

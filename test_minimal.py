@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 import types
+import zipfile
 from collections import Counter, deque
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,7 @@ import bench_sync
 import noloco
 import skippipe
 import train
-from model import Config, Llama, count_parameters
+from model import Config, Llama, count_parameters, load_weights, read_config, save_pretrained
 from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_groups
 from skippipe import Deadlock, Network, chain, full_paths, random_paths, simulate
 
@@ -343,14 +344,19 @@ def test_noloco_notices_moved_parameters():
         outer.step()
 
 
-def test_readme_optimizer_example_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    block = next(b for b in blocks if "outer = NoLoCo(" in b)
-    scope = dict(model=torch.nn.Linear(4, 1), batches=[torch.randn(8, 4) for _ in range(4)], loss_of=lambda model, x: model(x).square().mean())
-    scope["optimizer"] = torch.optim.AdamW(scope["model"].parameters(), lr=0.1)
-    first = scope["loss_of"](scope["model"], scope["batches"][0]).item()
-    exec(block, scope)
-    assert scope["outer"].steps == 4 and scope["loss_of"](scope["model"], scope["batches"][0]).item() != first
+def _readme_optimizer_example(rank, world):
+    block = next(b for b in re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S) if "outer = NoLoCo(" in b)
+    scope, out = {}, io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(block, scope)
+    return out.getvalue(), scope["outer"].steps, scope["model"].weight.tolist()
+
+
+def test_readme_optimizer_example_learns_its_target():
+    """A loop as torchrun runs it: on every rank the weights come near the ones that they should be, and with two replicas they are equal."""
+    (first, steps, weights), (second, _, others) = processes(2, _readme_optimizer_example)
+    assert first.startswith("rank 0: loss 0.0") and second.startswith("rank 1: loss 0.0") and steps == 400
+    assert weights == others and torch.allclose(torch.tensor(weights), torch.ones(1, 8), rtol=0, atol=0.05)
 
 
 # ---------------------------------------------------------------- theory, on the quadratic loss
@@ -815,7 +821,14 @@ def bad(*argv, error):
     bad("--data", "mixed", error="mixes"),
     bad("--data", "tokens.bin", error="give --vocab 60001 or more"),
     bad("--data", "broken.json.gz", error="broken.json.gz"),
-    bad("--data", "nulls.json.gz", error="line 2: no JSON object with a text"),
+    bad("--data", "nulls.json.gz", error="nulls.json.gz, line 21: no JSON object with a text"),
+    bad("--data", "few.json.gz", error="fewer than one sequence"),
+    bad("--export", "out", error="--export needs --resume RUN"),
+    bad("--init-from", "nowhere", error="nowhere"),
+    bad("--init-from", "torn", error="Unterminated"),
+    bad("--init-from", "foreign", error="model_type None is not supported, only llama"),
+    bad("--init-from", "llama", "--hidden", 64, error="--hidden 64 differs from the 32 of llama"),
+    bad("--init-from", "llama", "--data", "short.txt", error="No such file"),
     bad("--resume", "torn", error="no readable config.json there (Unterminated"),
     bad("--resume", "foreign", error="no readable config.json there"),
     bad("--vocab", 100, "--data", "short.txt", error="vocabulary of 256"),
@@ -849,10 +862,14 @@ def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, 
     Path("short.txt").write_text("too short " * 60)
     Path("tokens.bin").write_bytes(torch.tensor([1, 60000] * 2000, dtype=torch.uint16).numpy().tobytes())
     Path("broken.json.gz").write_bytes(b"not gzip")
-    Path("nulls.json.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n{"text": null}\n'))
+    Path("nulls.json.gz").write_bytes(gzip.compress(b'{"text": null}\n' * 30))
+    Path("few.json.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n' * 30))
     for name, text in (("torn", '{"method": "nol'), ("foreign", '{"unknown": 1}')):
         Path(name).mkdir()
         Path(name, "config.json").write_text(text)
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(json.dumps(dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                                         num_attention_heads=2)))
     with pytest.raises(SystemExit) as stop:
         train.main(argv)
     printed = capsys.readouterr()
@@ -904,37 +921,36 @@ def test_training_and_heldout_text_are_disjoint(tmp_path):
     for i in range(20):
         (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * 300)
     data = train.load_corpus(options("--data", tmp_path))
-    assert set(data.train.tolist()) & set(data.heldout.tolist()) == {0} and len(data.train) == 19 * 301 and len(data.heldout) == 301
+    train_, = data.train
+    assert set(train_.tolist()) & set(data.heldout.tolist()) == {0} and len(train_) == 19 * 301 and len(data.heldout) == 301
     one = tmp_path / "one"
     one.write_bytes(bytes(range(1, 201)) * 100)
     data = train.load_corpus(options("--data", one))
-    assert bytes(data.train.tolist() + data.heldout.tolist()) == one.read_bytes() + b"\0" and len(data.heldout) == 1000
+    assert bytes(data.train[0].tolist() + data.heldout.tolist()) == one.read_bytes() + b"\0" and len(data.heldout) == 1000
 
 
 def test_default_corpus_is_the_standard_library():
     data = train.load_corpus(options())
-    assert len(data.train) + len(data.heldout) > 5e6 and data.bytes_per_token == 1
+    assert len(data.train[0]) + len(data.heldout) > 5e6 and data.bytes_per_token == 1
     root, files = train.standard_library()
     assert (root / "random.py") in files and not any("site-packages" in p.parts for p in files)
     assert data.digest == train.load_corpus(options()).digest
 
 
-def test_c4_shards_and_nanogpt_tokens(tmp_path):
-    for name in ("c4-train.00000-of-00002", "c4-train.00001-of-00002", "c4-validation.00000-of-00001"):
-        with gzip.open(tmp_path / f"{name}.json.gz", "wt") as file:
-            for i in range(50):
-                file.write(json.dumps(dict(text=f"{name} document {i}", url="")) + "\n")
-    data = train.load_corpus(options("--data", tmp_path, "--seq-len", 64))
-    assert b"c4-train.00000-of-00002 document 49\0c4-train.00001" in bytes(data.train.tolist()) and b"train" not in bytes(data.heldout.tolist())
-    tokens = torch.arange(5000) % 3000
-    other = tmp_path / "bin"
-    other.mkdir()
-    for name, part in (("train.bin", tokens[:4000]), ("val.bin", tokens[4000:])):
-        (other / name).write_bytes(part.to(torch.uint16).numpy().tobytes())
-    data = train.load_corpus(options("--data", other, "--vocab", 3000))
-    assert torch.equal(data.train.long(), tokens[:4000]) and torch.equal(data.heldout.long(), tokens[4000:]) and data.bytes_per_token is None
+def test_nanogpt_tokens_of_several_files_are_mapped_and_read_once_per_epoch(tmp_path):
+    tokens = torch.arange(9000) % 3000
+    for name, part in (("train_0.bin", tokens[:4000]), ("train_1.bin", tokens[4000:4050]), ("train_2.bin", tokens[4050:8000]), ("val.bin", tokens[8000:])):
+        (tmp_path / name).write_bytes(part.to(torch.uint16).numpy().tobytes())
+    data = train.load_corpus(options("--data", tmp_path, "--vocab", 3000, "--eval-sequences", 4))
+    assert [len(part) for part in data.train] == [4000, 50, 3950] and torch.equal(torch.cat(data.train).long(), tokens[:8000])
+    assert torch.equal(data.heldout.long(), tokens[8000:]) and data.bytes_per_token is None and data.end is None
+    if Path("/proc/self/maps").exists():        # Linux
+        assert all(str(tmp_path / f"train_{i}.bin") in Path("/proc/self/maps").read_text() for i in range(3))
     reader = train.Reader(data.train, 128, 0)
-    assert reader.next(2).shape == (2, 129)
+    assert reader.next(2).shape == (2, 129) and reader.count == 31 + 30        # 50 tokens are no sequence
+    seen = [reader.next(1)[0] for _ in range(2 * 61 - 2)][-61:]
+    starts = [128 * i for i in range(31)] + [4050 + 128 * i for i in range(30)]
+    assert sorted(row.tolist() for row in seen) == sorted(tokens[a:a + 129].tolist() for a in starts)
 
 
 def test_tokenizer_file(tmp_path):
@@ -948,18 +964,28 @@ def test_tokenizer_file(tmp_path):
         (tmp_path / f"text/{i}.txt").write_text(" ".join(f"w{j % 50}" for j in range(400)))
     argv = ["--data", tmp_path / "text", "--tokenizer", tmp_path / "tokenizer.json"]
     data = train.load_corpus(options(*argv))
-    assert data.train.tolist() == [j % 50 + 2 for j in range(400)] + [1]
+    assert data.train[0].tolist() == [j % 50 + 2 for j in range(400)] + [1] and data.end == 1
     assert data.bytes_per_token == pytest.approx((tmp_path / "text/0.txt").stat().st_size / 400, rel=0.01)
     with pytest.raises(train.BadInput, match="give --vocab 52"):
         train.load_corpus(options(*argv, "--vocab", 40))
+    # a text that spells the end token does not end a document; another end token is named beside the tokenizer
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("w7 <|endoftext|> w9").ids == [9, 1, 11]
+    assert train.load_tokenizer(options(*argv))[0]([b"w7 <|endoftext|> w9", b""])[0].tolist() == [9, 0, 0, 0, 11, 1]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token=dict(content="w9"))))
+    assert [part.tolist() for part in train.load_tokenizer(options(*argv))[0]([b"w7", b""])] == [[9, 11], [11]]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="nowhere")))
+    with pytest.raises(train.BadInput, match="has no nowhere to end a document"):
+        train.load_corpus(options(*argv))
 
 
 def test_reader_gives_each_sequence_once_per_epoch_and_resumes():
     tokens = torch.arange(1000)
-    reader = train.Reader(tokens, 10, 5)
+    reader = train.Reader([tokens], 10, 5)
     epochs = [sorted(int(reader.next(1)[0, 0]) for _ in range(reader.count)) for _ in range(2)]
     assert epochs[0] == epochs[1] == list(range(0, 990, 10))
-    other = train.Reader(tokens, 10, 5)
+    other = train.Reader([tokens], 10, 5)
     other.cursor = reader.cursor
     assert torch.equal(other.next(7), reader.next(7))
 
@@ -1002,7 +1028,7 @@ class Fault(enum.Enum):
     LOSE_STORE = enum.auto()
 
 
-FAULTS = ["--steps", 60, "--inner-steps", 5, "--sync-timeout", 2, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20, "--save-every", 20, "--name", "x", *SMALL]
+FAULTS = ["--steps", 60, "--inner-steps", 5, "--sync-timeout", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20, "--save-every", 20, "--name", "x", *SMALL]
 JOBS = {    # ranks, options, the rank that fails
     "one stage": (4, ["--stages", "4"], 2),
     "pipeline": (4, ["--stages", "2,2"], 3),
@@ -1269,6 +1295,249 @@ def test_soak(corpus, tmp_path):
     print(f"\nfaults {dict(Counter(f.name for f, *_ in faults))}\nprocesses that died {deaths}\nevents {dict(events)}\n"
           f"held-out {[round(row['heldout_loss'], 2) for row in rows if 'event' not in row]}")
     assert rows[-1]["step"] == steps and rows[-1]["heldout_loss"] < 1 and events["joined"] >= deaths - 1
+
+
+# ---------------------------------------------------------------- streams
+
+
+def write_shards(folder, count, lines, bad=()):
+    """C4 shards, in which line i of shard s has the text "s.i xx...", lines in `bad` are broken. Returns {line: text} of each shard."""
+    folder.mkdir(exist_ok=True)
+    shards, spoilt = [], itertools.cycle([b"{", b'{"text": null}', b'["text"]', b'{"url": ""}', b"\xff\xfe", b'{"text": "\\ud800"}', b""])
+    for s in range(count):
+        texts = {i: f"{s}.{i} " + "x" * (7 * i % 23) for i in range(lines) if i not in bad}
+        rows = [json.dumps(dict(text=texts[i], url="")).encode() if i in texts else next(spoilt) for i in range(lines)]
+        (folder / f"c4-train.{s:05d}-of-{count:05d}.json.gz").write_bytes(gzip.compress(b"\n".join(rows) + b"\n"))
+        shards.append(texts)
+    heldout = b"".join(json.dumps(dict(text=f"held out {i}")).encode() + b"\n" for i in range(90))
+    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(gzip.compress(heldout))
+    return shards
+
+
+@pytest.mark.parametrize("shards, origins", [(3, 1), (3, 2), (2, 5)])
+def test_stream_equals_the_joined_documents_from_any_cursor(shards, origins, tmp_path):
+    texts = write_shards(tmp_path / "c4", shards, 240, bad=(0, 3, 77, 239))
+    data = train.load_corpus(options("--data", tmp_path / "c4", "--seq-len", 32, "--eval-sequences", 8))
+    assert bytes(data.heldout.tolist()).startswith(b"held out 0\0held out 1\0") and b"x" not in bytes(data.heldout.tolist()) and data.bytes_per_token == 1
+    every = set()
+    for origin in range(origins):
+        own = [(s, i) for s in range(shards) for i in texts[s] if (s % origins == origin if shards >= origins else i // 20 % origins == origin)]
+        assert not every & set(own)
+        every |= set(own)
+        want = b"".join(texts[s][i].encode() + b"\0" for s, i in own)
+        stream, cursors, count = train.Stream(data, 32, origin, origins), [], len(want) // 32
+        rows = []
+        for _ in range(count + 9):          # into the second epoch
+            cursors.append(stream.cursor)
+            rows += stream.next(1).tolist()
+        joined = want + want
+        assert rows == [list(joined[32 * k:32 * k + 33]) for k in range(count + 9)]
+        mine = [i for i in (0, 3, 77, 239) if shards >= origins or i // 20 % origins == origin]
+        share = len(stream.files)
+        passed = [cursor for cursor in cursors if cursor[0] < share]
+        again = sum(i in mine and i < stream.cursor[1] for i in (0, 3, 77, 239))        # met once more in the second epoch's first shard
+        assert stream.cursor[0] == share and stream.cursor[2] == share * len(mine) + again
+        for k in (0, 1, len(passed) // 2, len(passed) - 1):
+            for again in (train.Stream(data, 32, origin, origins), stream):         # a new process, and one that goes back
+                again.cursor = cursors[k]
+                assert again.next(4).tolist() == rows[k:k + 4] and again.cursor == cursors[k + 4]
+    assert every == {(s, i) for s in range(shards) for i in texts[s]}
+
+
+def test_a_stream_reads_a_bounded_part_ahead(tmp_path, monkeypatch):
+    write_shards(tmp_path / "c4", 1, 6000)
+    data, drawn, real = train.load_corpus(options("--data", tmp_path / "c4", "--seq-len", 32)), Counter(), train.documents
+
+    def counted(*args):
+        for document in real(*args):
+            drawn["documents"] += 1
+            yield document
+    stream = train.Stream(data, 32, 0, 1)
+    monkeypatch.setattr(train, "documents", counted)
+    stream.next(1)
+    for future in stream.ready:
+        future.result()
+    assert train.READY * 32 / 30 < drawn["documents"] < 64 + (train.READY + 1) * 32 / 4        # documents of 5 to 30 bytes, 64 at a time
+
+
+def test_what_follows_where_a_shard_breaks_off_is_skipped_and_counted(tmp_path):
+    texts, = write_shards(tmp_path / "c4", 1, 6000)
+    torn = tmp_path / "c4/c4-train.00000-of-00001.json.gz"
+    torn.write_bytes(torn.read_bytes()[:-20])
+    (tmp_path / "c4/c4-train.00001-of-00001.json.gz").write_bytes(gzip.compress(b'{"text": "whole"}\n' * 600))
+    stream = train.Stream(train.load_corpus(options("--data", tmp_path / "c4", "--seq-len", 32)), 32, 0, 1)
+    text = b""
+    while b"whole" not in text:
+        text += bytes(stream.next(1)[0, :-1].tolist())
+    read = text[:text.index(b"whole")].split(b"\0")[:-1]
+    assert 3000 < len(read) < 6000 and read == [texts[i].encode() for i in range(len(read))] and stream.cursor[2] == 1
+
+
+def test_of_a_single_shard_every_20th_line_is_held_out(tmp_path):
+    write_shards(tmp_path, 1, 400)
+    data = train.load_corpus(options("--data", tmp_path / "c4-train.00000-of-00001.json.gz", "--seq-len", 32, "--eval-sequences", 4))
+    numbers = lambda text: {int(n) for n in re.findall(rb"\x000\.(\d+) ", b"\0" + text)}
+    stream, read = train.Stream(data, 32, 0, 1), b""
+    while stream.cursor[0] == 0:
+        read += bytes(stream.next(1)[0, :-1].tolist())
+    assert numbers(read) == set(range(400)) - set(range(0, 400, 20)) and {0, 20, 40, 60} < numbers(bytes(data.heldout.tolist())) <= set(range(0, 400, 20))
+
+
+def test_a_run_on_streams_resumes_to_the_bit_and_reports_bad_lines(tmp_path):
+    write_shards(tmp_path / "c4", 3, 400, bad=(1, 2))
+    run(2, "--steps", 8, "--save-every", 4, "--eval-every", 4, "--data", "c4", "--name", "x", *SMALL, cwd=tmp_path)
+    whole = tmp_path / "runs/x"
+    again = shutil.copytree(whole, tmp_path / "runs/y")
+    shutil.rmtree(again / "checkpoints/00000008")
+    out = run(2, "--resume", again, cwd=tmp_path)
+    for rank in range(2):
+        a, b = checkpoint(whole, 8, rank), checkpoint(again, 8, rank)
+        assert torch.equal(a["theta"], b["theta"]) and a["cursor"] == b["cursor"] and a["cursor"][1] > 0
+    assert [line["bad_lines"] for line in metrics(again)] == [line["bad_lines"] for line in metrics(whole)] == [4, 4] and "bad lines       4" in out
+    write_shards(tmp_path / "c4", 3, 401)           # the digest knows sizes
+    (code, text), _ = processes(2, _main, ["--resume", str(again), "--steps", "9"], cwd=tmp_path)
+    assert code == 2 and "the data differ" in text
+
+
+# ---------------------------------------------------------------- Hugging Face's form
+
+
+def test_export_equals_ours_in_transformers(corpus, tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    run(3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local", "--kv-heads", 1, "--rope-theta", 500, "--steps", 6, "--lr", 0.01,
+        "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = Config(256, 32, 64, 4, 2, 1, 500.0)
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+    printed = {}
+    for choice, ranks in (("0", [0]), ("1", [1]), ("mean", [0, 1])):
+        train.main(["--resume", "runs/x", "--export", f"out{choice}", "--export-replica", choice])
+        printed[choice] = float(re.search(rf"{'mean of all' if choice == 'mean' else 'replica ' + choice} +(\S+)", capsys.readouterr().out)[1])
+        ours = [Llama(config, [0]), Llama(config, [1, 2, 3], ends=False)]
+        for part, held in zip(ours, (ranks, [2])):
+            flatten(part.parameters())[0].copy_(sum(checkpoint(tmp_path / "runs/x", 6, r)["theta"] for r in held) / len(held))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(f"out{choice}")
+        want = ours[0].logits(ours[1].blocks(ours[0].blocks(ours[0].embed(tokens))))
+        assert torch.allclose(theirs(tokens).logits, want, rtol=0, atol=1e-5) and theirs.dtype == torch.float32
+    line = metrics(tmp_path / "runs/x")[-1]
+    assert sorted([printed["0"], printed["1"]]) == pytest.approx([line["heldout_min"], line["heldout_max"]], abs=2e-6) and printed["mean"] != printed["0"]
+    said = theirs.generate(tokens[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=8, do_sample=False)
+    assert torch.equal(said[:, :5], tokens[:1, :5]) and 5 < said.shape[1] <= 13 and theirs.generation_config.eos_token_id == 0
+    for tokenizer in (transformers.AutoTokenizer.from_pretrained("outmean"), transformers.PreTrainedTokenizerFast(tokenizer_file="outmean/tokenizer.json")):
+        for text in ("def f(x):\n\treturn  x . 's , a", " \u0100\u0120 \u00e9 e\u0301 \u4f60\u597d \U0001f389\0\r\n", "".join(map(chr, range(300)))):
+            assert tokenizer(text).input_ids == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
+    capsys.readouterr()         # transformers' bars
+    torn = tmp_path / "runs/x/checkpoints/00000006/rank2.pt"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    for argv, error in ((["--export", "out0"], "not an empty folder"), (["--export", "new", "--export-replica", "2"], "takes 0, 1, mean, not 2"),
+                        (["--export", "new"], "00000006 is damaged")):
+        with pytest.raises(SystemExit):
+            train.main(["--resume", "runs/x", *argv])
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and error in lines[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_init_from_transformers_llama_and_back(tied, corpus, tmp_path, monkeypatch, capsys):
+    """At rate 0 the held-out loss is that of transformers' model; a resume does not need the folder; what is exported is the same model."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-3,
+        rope_parameters=dict(rope_type="default", rope_theta=700.0), initializer_range=0.1, tie_word_embeddings=tied))
+    theirs.save_pretrained(tmp_path / "llama", max_shard_size="20KB" if tied else "1GB")
+    assert tied == (tmp_path / "llama/model.safetensors.index.json").exists()
+    tokens = torch.randint(256, (2, 20))
+    parts = [Llama(read_config(tmp_path / "llama"), held, ends=0 in held, seed=9) for held in ([0, 1], [2, 3])]
+    for part in parts:
+        load_weights(part, tmp_path / "llama")
+    got = parts[0].logits(parts[1].blocks(parts[0].blocks(parts[0].embed(tokens))))
+    assert torch.allclose(got, theirs(tokens).logits, rtol=0, atol=1e-5)
+    assert count_parameters(parts[0].config)[0] == sum(p.numel() for p in theirs.parameters())
+
+    monkeypatch.chdir(tmp_path)
+    data = ["--data", str(corpus), "--seq-len", "32", "--batch", "2", "--eval-sequences", "8", "--device", "cpu"]
+    run(2, "--init-from", "llama", "--stages", "1,1", "--steps", 1, "--lr", 0, "--name", "x", *data, cwd=tmp_path)
+    heldout = train.load_corpus(options(*data)).heldout
+    rows = torch.stack([heldout[round(i * (len(heldout) - 33) / 7):][:33] for i in range(8)]).long()
+    want = torch.nn.functional.cross_entropy(theirs(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert metrics(tmp_path / "runs/x")[-1]["heldout_loss"] == pytest.approx(want, rel=1e-5)
+    shutil.rmtree("llama")
+    run(2, "--resume", "runs/x", "--steps", 2, cwd=tmp_path)
+    train.main(["--resume", "runs/x", "--export", "out"])
+    back = transformers.AutoModelForCausalLM.from_pretrained("out")
+    assert torch.allclose(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-6)
+    assert back.config.tie_word_embeddings == tied == torch.equal(back.lm_head.weight, back.model.embed_tokens.weight)
+
+
+def test_a_stage_reads_its_own_tensors_only(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    whole = Llama(Config(), seed=1)
+    save_pretrained(whole, tmp_path / "whole", 128)
+    assert read_config(tmp_path / "whole") == Config()
+    kept = {name: p.detach() for name, p in whole.named_parameters() if ".layers.2." in name}
+    safetensors.save_file(kept, tmp_path / "whole/model.safetensors")       # the rest is gone
+    part = Llama(Config(), [2], ends=False)
+    load_weights(part, tmp_path / "whole")
+    assert all(torch.equal(p, kept[name]) for name, p in part.named_parameters())
+    with pytest.raises(ValueError, match="model.layers.1"):
+        load_weights(Llama(Config(), [1], ends=False), tmp_path / "whole")
+    with pytest.raises(ValueError, match="has shape"):
+        load_weights(Llama(Config(intermediate_size=256), [2], ends=False), tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change, error", [
+    (dict(model_type="mistral"), "model_type mistral is not supported, only llama"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_type llama3"),
+    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "rope_type yarn"),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), "type linear"),
+    (dict(attention_bias=True), "attention_bias True"), (dict(mlp_bias=True), "mlp_bias True"), (dict(head_dim=64), "head_dim 64 is not supported, only 32"),
+    (dict(hidden_act="gelu"), "hidden_act gelu"), (dict(quantization_config=dict(bits=4)), "quantization_config"),
+    (dict(hidden_size=None), "no hidden_size"), (dict(vocab_size=None), "no vocab_size"), (dict(num_key_value_heads=3), "multiple of 3 key-value heads"),
+    (dict(vocab_size="many"), "must be positive, got many"), (dict(hidden_size=100), "multiple of 2 x 4 heads")], ids=str)
+def test_init_from_refuses_what_this_llama_has_not(change, error, tmp_path):
+    config = dict(model_type="llama", vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    o = options("--init-from", tmp_path)
+    assert (o.hidden, o.kv_heads, o.norm_eps, o.rope_theta, o.tied) == (128, 4, 1e-6, 1e4, False)      # transformers' own defaults
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in {**config, **change}.items() if v is not None}))
+    with pytest.raises(train.BadInput, match=f"--init-from {tmp_path}: .*{error}"):
+        options("--init-from", tmp_path)
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                                          num_attention_heads=2)))
+    monkeypatch.chdir(tmp_path)
+    for package, argv in (("safetensors", ["--init-from", str(tmp_path)]), ("tokenizers", ["--tokenizer", "x.json"])):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SystemExit):
+            train.main(argv)
+        error = capsys.readouterr().err
+        assert f"needs the {package} package: pip install '.[hf]'" in error and error.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+# ---------------------------------------------------------------- packaging
+
+
+def test_the_wheel_holds_five_modules_and_installs(tmp_path):
+    pytest.importorskip("build")
+    modules = ["noloco", "skippipe", "model", "train", "bench_sync"]
+    for name in ("pyproject.toml", "README.md", "LICENSE", *(m + ".py" for m in modules)):
+        shutil.copy(HERE / name, tmp_path)
+    run_in = lambda *command: subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    built = run_in("-m", "build", "--no-isolation")             # an sdist, and the wheel from it
+    assert built.returncode == 0, built.stdout + built.stderr
+    wheel, = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert {n for n in archive.namelist() if ".dist-info/" not in n} == {m + ".py" for m in modules}
+        about = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
+    assert re.findall(r"^Provides-Extra: (.*)$", about, re.M) == ["plot", "hf", "test", "all"]
+    assert re.findall(r"^Requires-Dist: (\w+)>=[\d.]+$", about, re.M) == ["torch", "einops", "tqdm"]
+    assert run_in("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", "fresh", str(wheel)).returncode == 0
+    code = "import sys; sys.path.insert(0, 'fresh'); import noloco, skippipe, model; print(noloco.__file__, skippipe.__file__, model.__file__)"
+    found = run_in("-c", code).stdout
+    assert [Path(f).parent.name for f in found.split()] == ["fresh"] * 3
 
 
 # ---------------------------------------------------------------- planned paths in training, partial inference

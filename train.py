@@ -29,9 +29,12 @@ import sysconfig
 import threading
 import time
 import zlib
+from bisect import bisect
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
-from itertools import accumulate, combinations, islice
+from itertools import accumulate, combinations, islice, takewhile
 from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")        # or each broken connection is a page of C++ stack
@@ -40,7 +43,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import skippipe
-from model import Config, Llama, count_parameters
+from model import Config, Llama, byte_tokenizer, count_parameters, load_weights, read_config, save_pretrained
 from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, gloo_group, meet
 from skippipe import WORK, Network, chain, full_paths, kind, random_paths, simulate
 
@@ -121,6 +124,10 @@ class Options:
     lr: float = option(None, "Adam's peak rate; after warm-up a cosine to a tenth of it")
     warmup: int = option(None, "steps of linear warm-up")
     clip: float = option(1.0, "largest norm of a rank's gradient")
+    rope_theta: float = option(10000.0, "base of the rotary positions")
+    norm_eps: float = option(1e-5, "epsilon of RMSNorm")
+    tied: bool = option(False, "the head is the embedding")
+    init_from: str = option(None, "start from a folder in Hugging Face's form: its Llama gives every dimension and the weights")
     dtype: str = option("float32", "compute dtype; weights, optimizer and outer step stay fp32", choices=["float32", "bfloat16"])
     compile: bool = option(False, "torch.compile each layer")
     data: str = option(None, "text file or folder, C4 .json.gz shards or nanoGPT .bin tokens (default: Python's standard library)")
@@ -135,9 +142,11 @@ class Options:
     eval_stages: list = option(None, "with --resume: no training; held-out loss with these shares of the stages running, e.g. 1,0.75,0.5",
                                type=numbers(float))
     dead: list = option((), "with --eval-stages: ranks that no path visits, e.g. 3,5 (their processes still run)", type=numbers(int))
-    sync_timeout: float = option(60.0, "seconds that an outer step may wait for partners; a pipeline node silent for half of it is declared dead (0: no failure is "
+    sync_timeout: float = option(60.0, "seconds that an outer step may wait for partners; a pipeline node silent for a third of it is declared dead (0: no failure is "
                                  "survived; so it is with ddp, diloco and nccl)")
     join: bool = option(False, "on a restarted process of a running job without pipeline: take the weights from a living replica and go on")
+    export: str = option(None, "with --resume, in one process: no training; write the model to this folder, for transformers")
+    export_replica: str = option("mean", "which replica's pipeline to export: 0, 1, ..., or the mean of all")
     name: str = option(None, "the run is kept in runs/NAME (default: method, stages and time)")
     resume: str = option(None, "run folder to go on with; its options hold unless given again")
     seed: int = option(0, "of weights, data order, routes and groups")
@@ -146,8 +155,9 @@ class Options:
 
 
 # What shapes the weights and the ranks: a checkpoint fits only the same.
-LAYOUT = ("stages", "layers_per_stage", "method", "model", "hidden", "layers", "heads", "kv_heads", "mlp", "vocab", "seq_len", "seed", "data", "tokenizer",
-          "routing", "skip", "microbatches", "batch")
+SHAPE = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")         # in the order of Config's fields
+LAYOUT = ("stages", "layers_per_stage", "method", "model", *SHAPE, "init_from", "seq_len", "seed", "data", "tokenizer", "routing", "skip", "microbatches",
+          "batch")
 
 
 class BadInput(Exception):
@@ -174,7 +184,8 @@ def parse(argv, world=1):
     given, old = vars(parser.parse_args(argv)), {}
     if given.get("resume"):
         try:
-            old = {**asdict(Options(**json.loads((Path(given["resume"]) / "config.json").read_text()))), "eval_stages": None, "dead": ()}
+            old = asdict(Options(**json.loads((Path(given["resume"]) / "config.json").read_text())))
+            old.update(eval_stages=None, dead=(), export=None, export_replica="mean")       # these are of one call
         except (OSError, ValueError, TypeError) as error:
             raise BadInput(f"--resume {given['resume']}: no readable config.json there ({error})")
         for key in LAYOUT:
@@ -185,6 +196,15 @@ def parse(argv, world=1):
     for name in METHODS["noloco"]:
         if name in given and name not in METHODS[o.method]:
             raise BadInput(f"--method {o.method} has no --{name.replace('_', '-')}")
+    if o.init_from and not o.resume:
+        try:
+            found = read_config(o.init_from)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise BadInput(f"--init-from {o.init_from}: {error}")
+        for name, value in zip(SHAPE, vars(found).values()):
+            if given.get(name, value) != value:
+                raise BadInput(f"--{name.replace('_', '-')} {given[name]} differs from the {value} of {o.init_from}: leave the option out")
+            setattr(o, name, value)
     for name, value in {**MODELS[o.model], **METHODS[o.method]}.items():
         if getattr(o, name) is None:
             setattr(o, name, value)
@@ -207,7 +227,17 @@ def parse(argv, world=1):
         o.device, o.backend = "cpu", "gloo"
     if o.eval_stages and not (o.resume and all(0 < share <= 1 for share in o.eval_stages)) or o.dead and not o.eval_stages:
         raise BadInput("--eval-stages takes shares above 0, at most 1, and needs --resume RUN; --dead goes with it")
+    if o.export and (not o.resume or world > 1):
+        raise BadInput("--export needs --resume RUN and runs in one process, without torchrun")
     return o
+
+
+def shape(o):
+    """The whole model's Config."""
+    try:
+        return Config(*(getattr(o, name) for name in SHAPE))
+    except ValueError as error:
+        raise BadInput(str(error))
 
 
 def layout(o, world):
@@ -330,12 +360,20 @@ class Job:
 # ---------------------------------------------------------------- data
 
 
+BLOCK = 20      # lines of C4 dealt to an origin at a time where there are fewer shards than origins; of a single shard every 20th is held out
+READY = 256     # sequences that a stream keeps ahead of training
+
+
 @dataclass
 class Corpus:
-    train: torch.Tensor         # tokens, 1-D of any integer type
+    train: list                 # tensors of tokens (1-D, any integer type), or the paths of C4 shards to stream
     heldout: torch.Tensor
     digest: str                 # losses compare only between runs with the same
     bytes_per_token: float      # of the held-out part; None when only tokens are known
+    encode: object              # documents, as bytes -> a tensor of tokens of each, closed by the end token
+    end: int                    # the end token; None when unknown
+    streamed: bool
+    alone: bool                 # a single shard, so that some of its lines are held out
 
 
 def standard_library():
@@ -345,37 +383,66 @@ def standard_library():
     return root, sorted(p for p in root.rglob("*.py") if not leave_out & set(p.relative_to(root).parts))
 
 
-def documents(path):
-    """The documents of one file, as bytes: a text file is one, a C4 shard has one per line."""
-    if not path.name.endswith(".json.gz"):
-        yield path.read_bytes()
-        return
-    with gzip.open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
+def documents(files, mine, shard=0, line=0, bad=0):
+    """Documents of C4 shards from (shard, line) on, where mine(line), for ever: ((shard, line, bad lines before it), text as bytes).
+
+    A line that is no JSON object with a text is bad: skipped and counted, as is, once, the rest of a shard that breaks off. Shards count on over the epochs.
+    """
+    first, problem = shard, f"no lines in {files[shard % len(files)]}"
+    while problem is None or shard < first + len(files):        # a whole epoch without a document ends it
+        path = files[shard % len(files)]
+        with gzip.open(path, "rb") as lines:
             try:
-                yield json.loads(line)["text"].encode()
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise BadInput(f"{path}, line {number}: no JSON object with a text")
+                for number, text in enumerate(lines):
+                    if number < line or not mine(number):
+                        continue
+                    try:
+                        document = json.loads(text)["text"].encode()
+                    except (ValueError, KeyError, TypeError, AttributeError):
+                        bad, problem = bad + 1, problem and f"{path}, line {number + 1}: no JSON object with a text"
+                        continue
+                    problem = None
+                    yield (shard, number, bad), document
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                bad, problem = bad + 1, problem and f"{path}: {error}"
+        shard, line = shard + 1, 0
+    raise BadInput(f"the data has no document for one of its readers: {problem}")
 
 
 def load_tokenizer(o):
-    """The tokenizer of --tokenizer and the tokens that end a document."""
+    """(encode, end) as in Corpus, of --tokenizer, else of bytes, which a zero byte closes."""
+    if not o.tokenizer:
+        return lambda texts: [torch.frombuffer(bytearray(text + b"\0"), dtype=torch.uint8) for text in texts], 0
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise BadInput("--tokenizer needs the tokenizers package: pip install '.[hf]'")
     try:
         tokenizer = Tokenizer.from_file(o.tokenizer)
+        beside = Path(o.tokenizer).with_name("tokenizer_config.json")
+        named = json.loads(beside.read_text()).get("eos_token") if beside.exists() else None
     except Exception as error:          # the package raises nothing narrower
         raise BadInput(f"--tokenizer {o.tokenizer}: {error}")
-    if tokenizer.get_vocab_size() > o.vocab:
-        raise BadInput(f"{o.tokenizer} has {tokenizer.get_vocab_size()} tokens, the model {o.vocab}: give --vocab {tokenizer.get_vocab_size()}")
-    ends = [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")]
-    return tokenizer, [t for t in ends if t is not None][:1]
+    size = max(tokenizer.get_vocab().values(), default=0) + 1
+    if size > o.vocab:
+        raise BadInput(f"{o.tokenizer} has {size} tokens, the model {o.vocab}: give --vocab {size}")
+    names = [named["content"] if isinstance(named, dict) else named] if named else ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"]
+    ends = [i for i in map(tokenizer.token_to_id, names) if i is not None]
+    if not ends:
+        raise BadInput(f"{o.tokenizer} has no {' or '.join(names)} to end a document: name its eos_token in a tokenizer_config.json beside it")
+    tokenizer.encode_special_tokens = True      # a text that spells the end token does not end there
+
+    def encode(texts):
+        found = tokenizer.encode_batch_fast([text.decode(errors="replace") for text in texts], add_special_tokens=False)
+        return [torch.tensor(e.ids + ends[:1], dtype=torch.int32) for e in found]
+    return encode, ends[0]
 
 
 def load_corpus(o):
-    """Read the data once: tokens for training and held-out tokens, from disjoint files (one file: disjoint ranges)."""
+    """Training data and held-out tokens, from disjoint files (one file: disjoint ranges, or lines of C4).
+
+    Text is read and tokenised here; nanoGPT's token files are mapped; of C4 only the held-out documents that an evaluation uses are read.
+    """
     if o.data:
         root = Path(o.data)
         hidden = lambda p: any(part.startswith(".") for part in p.relative_to(root).parts)
@@ -389,66 +456,79 @@ def load_corpus(o):
     kinds = {"bin" if p.suffix == ".bin" else "c4" if p.name.endswith(".json.gz") else "text" for p in files}
     if len(kinds) > 1:
         raise BadInput(f"--data {o.data} mixes {' and '.join(sorted(kinds))} files: keep one kind in a folder")
-    tokenizer, end = load_tokenizer(o) if o.tokenizer else (None, None)
-    if kinds != {"bin"} and not tokenizer and o.vocab < 256:
-        raise BadInput(f"bytes need a vocabulary of 256, the model has {o.vocab}")
-    digest = hashlib.sha256()
+    kind, = kinds
+    if kind != "bin" and not o.tokenizer and (o.vocab < 256 or o.init_from and o.vocab > 256):
+        raise BadInput(f"bytes need a vocabulary of 256, the model has {o.vocab}" + (f": give --tokenizer {o.init_from}/tokenizer.json" if o.init_from else ""))
+    encode, end = load_tokenizer(o)
+    digest = hashlib.sha256(Path(o.tokenizer).read_bytes() if o.tokenizer else b"")
+    if kind != "text":                  # too large to read for this
+        digest.update(str([(p.relative_to(root).as_posix(), p.stat().st_size) for p in files]).encode())
 
-    def tokens(paths):
-        """The tokens of these files, each document closed by the tokenizer's end token (bytes: by a zero byte), and their size in bytes."""
-        if kinds == {"bin"}:            # nanoGPT's: uint16 and nothing else; one file is mapped, several are joined in memory
-            digest.update(str([(p.name, p.stat().st_size) for p in paths]).encode())
-            parts = [torch.from_file(str(p), size=p.stat().st_size // 2, dtype=torch.uint16) for p in paths if p.stat().st_size > 1]
-            return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, dtype=torch.uint16)]), None
-        buffer, parts, size = bytearray(), [], 0
-        docs = (d for p in paths for d in documents(p))
-        while some := list(islice(docs, 1000)):
-            size += sum(len(d) + 1 for d in some)
-            for d in some:
-                digest.update(d + b"\0")
-            if tokenizer:
-                encoded = tokenizer.encode_batch([d.decode(errors="replace") for d in some], add_special_tokens=False)
-                parts.append(torch.tensor([i for e in encoded for i in e.ids + end], dtype=torch.int32))
-            else:
-                buffer += b"\0".join(some) + b"\0"
-        return torch.cat(parts) if parts else torch.frombuffer(buffer or bytearray(1), dtype=torch.uint8), size
+    train, held = files, files
+    if len(files) > 1:                  # named so: nanoGPT's val.bin, C4's c4-validation.*
+        named = [p for p in files if re.search(r"(^|[^a-z])val(id|idation)?([^a-z]|$)", p.name.lower())] if o.data else []
+        by_hash = sorted(files, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).hexdigest())
+        held = set(named if 0 < len(named) < len(files) else by_hash[:max(1, len(files) // 20)])
+        train, held = [p for p in files if p not in held], [p for p in files if p in held]
+    needed = (o.eval_sequences + o.batch) * o.seq_len + 1
+
+    def read(paths):
+        """The tokens of these files, in one tensor or more, and the bytes of text behind them (None: unknown)."""
+        if kind == "bin":               # uint16 and nothing else
+            return [torch.from_file(str(p), size=p.stat().st_size // 2, dtype=torch.uint16) for p in paths], None
+        parts, size = [torch.empty(0, dtype=torch.uint8)], 0
+        if kind == "c4":
+            found = documents(paths, lambda line: len(files) > 1 or line % BLOCK == 0)
+            texts = (text for _, text in takewhile(lambda d: d[0][0] < len(paths), found))          # at most one epoch
+        else:
+            texts = (p.read_bytes() for p in paths)
+        while (some := list(islice(texts, 100))) and (kind != "c4" or sum(map(len, parts)) < needed):
+            size += sum(len(text) + 1 for text in some)
+            if kind == "text":
+                for text in some:
+                    digest.update(text + b"\0")
+            parts += encode(some)
+        return [torch.cat(parts)], size
 
     try:
-        if len(files) == 1:
-            whole, size = tokens(files)
+        if kind == "c4":
+            parts, size = read(held)
+        elif len(files) == 1:
+            (whole,), size = read(files)
             cut = max(0, len(whole) - max(o.seq_len + 1, len(whole) // 20))
-            train, heldout, size = whole[:cut], whole[cut:], size and size * (len(whole) - cut) / len(whole)
-        else:                           # named so: nanoGPT's val.bin, C4's c4-validation.*
-            named = [p for p in files if re.search(r"(^|[^a-z])val(id|idation)?([^a-z]|$)", p.name.lower())] if o.data else []
-            by_hash = sorted(files, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).hexdigest())
-            held = set(named if 0 < len(named) < len(files) else by_hash[:max(1, len(files) // 20)])
-            (train, _), (heldout, size) = tokens([p for p in files if p not in held]), tokens([p for p in files if p in held])
-    except (OSError, EOFError, zlib.error, RuntimeError) as error:
+            train, parts, size = [whole[:cut]], [whole[cut:]], size and size * (len(whole) - cut) / len(whole)
+        else:
+            (train, _), (parts, size) = read(train), read(held)
+    except (OSError, RuntimeError) as error:
         raise BadInput(f"--data {o.data}: {error}")
-    for part, name in ((train, "training"), (heldout, "held-out")):
-        if len(part) < o.seq_len + 1:
-            raise BadInput(f"the {name} data has {len(part)} tokens, fewer than one sequence of {o.seq_len} + 1: more data or a smaller --seq-len")
-    top = max(int(piece.to(torch.int32).max()) for part in (train, heldout) for piece in part.split(1 << 24))
+    heldout = parts[0] if len(parts) == 1 else torch.cat([part[:needed] for part in parts])
+    if len(heldout) < o.seq_len + 1:
+        raise BadInput(f"the held-out data has {len(heldout)} tokens, fewer than one sequence of {o.seq_len} + 1: more data or a smaller --seq-len")
+    top = max(int(part[:1 << 24].to(torch.int32).max()) for part in (*train, heldout) if len(part)) if kind == "bin" else 0    # 16M of each file must do
     if top >= o.vocab:
         raise BadInput(f"the data has token {top}, the model a vocabulary of {o.vocab}: give --vocab {top + 1} or more")
-    return Corpus(train, heldout, digest.hexdigest()[:12], size and size / len(heldout))
+    return Corpus(train, heldout, digest.hexdigest()[:12], size and size / len(heldout), encode, end if o.tokenizer or kind != "bin" else None,
+                  kind == "c4", len(files) == 1)
 
 
 class Reader:
-    """Sequences of one origin's part of the tokens, in a fresh random order each epoch. `cursor`, the sequences read, is all its state."""
+    """Sequences of one origin's part of the tokens in memory or mapped, in a fresh random order each epoch. `cursor`, the sequences read, is all its state."""
 
-    def __init__(self, tokens, seq_len, seed):
-        self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
-        self.count, self.cursor, self.epoch = (len(tokens) - 1) // seq_len, 0, None
+    def __init__(self, parts, seq_len, seed):
+        self.parts, self.seq_len, self.seed = parts, seq_len, seed
+        self.firsts = list(accumulate((max(0, len(part) - 1) // seq_len for part in parts), initial=0))     # the number of each part's first sequence
+        self.count, self.cursor, self.epoch = self.firsts[-1], 0, None
         if self.count < 1:
-            raise BadInput(f"an origin's part of the data has {len(tokens)} tokens, fewer than one sequence of {seq_len} + 1: "
+            raise BadInput(f"an origin's part of the data has {sum(map(len, parts))} tokens, fewer than one sequence of {seq_len} + 1: "
                            "more data, fewer origins or a smaller --seq-len")
 
     @classmethod
     def of(cls, o, corpus, origin, origins):
         """Origin number `origin` of `origins` reads its own part."""
-        part = len(corpus.train) // origins
-        return cls(corpus.train[origin * part:(origin + 1) * part], o.seq_len, f"data {o.seed} {origin}")
+        if corpus.streamed:
+            return Stream(corpus, o.seq_len, origin, origins)
+        shares = [len(part) // origins for part in corpus.train]
+        return cls([part[origin * n:(origin + 1) * n] for part, n in zip(corpus.train, shares)], o.seq_len, f"data {o.seed} {origin}")
 
     def next(self, batch):
         """(batch, T + 1) tokens: inputs and, one further, targets."""
@@ -458,9 +538,56 @@ class Reader:
             if epoch != self.epoch:
                 generator = torch.Generator().manual_seed(random.Random(f"{self.seed} {epoch}").getrandbits(63))
                 self.epoch, self.order = epoch, torch.randperm(self.count, generator=generator)
-            start = int(self.order[place]) * self.seq_len
-            rows.append(self.tokens[start:start + self.seq_len + 1])
+            number = int(self.order[place])
+            part = bisect(self.firsts, number) - 1
+            start = (number - self.firsts[part]) * self.seq_len
+            rows.append(self.parts[part][start:start + self.seq_len + 1])
             self.cursor += 1
+        return torch.stack(rows).long()
+
+
+class Stream:
+    """Sequences of one origin's share of C4 shards, in their order (C4 is shuffled), read and tokenised ahead by a thread in bounded memory.
+
+    `cursor` is all its state: shard (counting on over the epochs), line, bad lines before it, and how many tokens of the line's document have been read.
+    """
+
+    def __init__(self, corpus, seq_len, origin, origins):
+        few = len(corpus.train) < origins
+        self.files = corpus.train if few else corpus.train[origin::origins]
+        self.mine = lambda line: (not few or line // BLOCK % origins == origin) and not (corpus.alone and line % BLOCK == 0)
+        self.encode, self.seq_len, self.cursor, self.ready_at, self.ready = corpus.encode, seq_len, (0, 0, 0, 0), None, deque()
+        self.thread = ThreadPoolExecutor(1)
+        if next(self.sequences(self.cursor))[1][0] >= len(self.files):
+            raise BadInput(f"an origin's part of the data has fewer tokens than one sequence of {seq_len} + 1: more data, fewer origins or a smaller --seq-len")
+
+    def sequences(self, cursor):
+        """From the cursor on, for ever: T + 1 tokens, of which the last one comes again, and the cursor after them."""
+        *place, used = cursor
+        docs, tokens, spans = documents(self.files, self.mine, *place), torch.empty(0, dtype=torch.uint8), deque()
+        while True:
+            places, texts = zip(*islice(docs, 64))
+            parts = self.encode(texts)
+            tokens = torch.cat([tokens, *parts])
+            spans.extend(zip(places, map(len, parts)))
+            while len(tokens) > used + self.seq_len:
+                row, used = tokens[used:used + self.seq_len + 1], used + self.seq_len
+                while used >= spans[0][1]:
+                    length = spans.popleft()[1]
+                    tokens, used = tokens[length:], used - length
+                yield row, (*spans[0][0], used)
+
+    def next(self, batch):
+        """(batch, T + 1) tokens: inputs and, one further, targets."""
+        if self.cursor != self.ready_at:        # the start, or a checkpoint's cursor
+            self.rows = self.sequences(self.cursor)
+            self.ready = deque(self.thread.submit(next, self.rows) for _ in range(READY))
+        rows = []
+        for _ in range(batch):
+            row, self.ready_at = self.ready.popleft().result()
+            self.ready.append(self.thread.submit(next, self.rows))
+            rows.append(row)
+        self.cursor = self.ready_at
         return torch.stack(rows).long()
 
 
@@ -582,20 +709,20 @@ class Pipeline:
 
     def watch(self):
         """A thread: say every now and then that this rank is alive, which it is while it waits or its task is not overdue; and break off
-        waiting for a peer that has not said so for half of --sync-timeout, by a wait on the pair's group that times out at once. (Half: the
+        waiting for a peer that has not said so for a third of --sync-timeout, by a wait on the pair's group that times out at once. (A third: the
         other replicas then still wait in the outer step for those who were held up.)"""
         store, beat, seen = self.job.store.clone(), 0, {}       # a client of its own: a waiting one serves nobody else
-        while not self.stopped.wait(self.timeout / 8):
+        while not self.stopped.wait(self.timeout / 12):
             now, peer, silent = time.monotonic(), self.waiting, False
             try:
-                if peer is not None or now - self.since < self.timeout / 2:
+                if peer is not None or now - self.since < self.timeout / 3:
                     beat += 1
                     store.set(f"beat/{self.rank}", str(beat))
                 if peer is not None:
                     last = store.get(f"beat/{peer}") if store.check([f"beat/{peer}"]) else b""
                     if seen.get(peer, (None, 0.0))[0] != last:
                         seen[peer] = last, now
-                    silent = now - seen[peer][1] > self.timeout / 2
+                    silent = now - seen[peer][1] > self.timeout / 3
             except RuntimeError:        # the store is lost: so is everything
                 silent = peer is not None
             if silent and self.waiting == peer:
@@ -894,13 +1021,19 @@ def forget(folder, rank, steps):
             place.rmdir()
 
 
+def parts(folder, rank, replicas):
+    """{step: file name} of a rank's parts of checkpoints. Where it was dead when the others wrote (rankR.dead says so), any replica's will do."""
+    held = {step: f"rank{rank}.pt" for step in saved_steps(folder, rank)}
+    for mark in (folder / "checkpoints").glob(f"*/rank{rank}.dead"):
+        others = [file.name for r in replicas if (file := mark.with_name(f"rank{r}.pt")).exists()]
+        held = {**{int(mark.parent.name): name for name in others[:1]}, **held}
+    return held
+
+
 def load(folder, job, corpus, replicas):
     """This rank's part of the newest checkpoint that every rank holds (none yet: None). Newer parts, which only some hold, go: training passes
-    there again. Where a rank was dead when the others wrote (a file rankR.dead says so), any replica of its stage will do."""
-    held = {step: f"rank{job.rank}.pt" for step in saved_steps(folder, job.rank)}
-    for place in (folder / "checkpoints").glob(f"*/rank{job.rank}.dead"):
-        others = [file.name for r in replicas if (file := place.with_name(f"rank{r}.pt")).exists()]
-        held = {**{int(place.parent.name): name for name in others[:1]}, **held}
+    there again."""
+    held = parts(folder, job.rank, replicas)
     common = set.intersection(*(set(json.loads(text)) for text in job.share(json.dumps(list(held)))))
     if not common:
         return None, list(held)
@@ -912,6 +1045,43 @@ def load(folder, job, corpus, replicas):
     if corpus and state["corpus"] != corpus.digest:
         raise BadInput(f"the data differ from those of {folder} (corpus {corpus.digest}, then {state['corpus']}): give the same --data or start a new run")
     return state, [step for step in held if step > max(common)]
+
+
+def export(o, job):
+    """Write one replica's pipeline, or the mean over the replicas of each stage, as a folder that transformers loads; prints the held-out loss of each."""
+    stages, layers = layout(o, sum(o.stages))
+    folder, out, routes = Path(o.resume), Path(o.export), full_paths(stages, 1)
+    names = [*map(str, range(len(routes))), "mean"]
+    if o.export_replica not in names:
+        raise BadInput(f"--export-replica takes {', '.join(names)}, not {o.export_replica}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInput(f"--export {out}: exists and is not an empty folder")
+    held = {r: parts(folder, r, ranks) for ranks in stages for r in ranks}
+    steps = set.intersection(*map(set, held.values()))
+    if not steps:
+        raise BadInput(f"{folder} has no checkpoint with the parts of all {sum(o.stages)} ranks: bring those that are on other machines here")
+    place, corpus, model = folder / "checkpoints" / f"{max(steps):08d}", load_corpus(o), Llama(shape(o), device=job.device)
+    try:
+        theta = {r: torch.load(place / held[r][max(steps)], weights_only=True, mmap=True, map_location="cpu")["theta"] for r in held}
+    except Exception as error:
+        raise BadInput(f"{place} is damaged ({str(error)[:100]}); delete it to export the checkpoint before it")
+    owner = lambda name: next((s for s, held in enumerate(layers) for i in held if f".layers.{i}." in name), 0)
+    flat = [flatten(p for name, p in model.named_parameters() if owner(name) == s)[0] for s in range(len(stages))]      # laid out as the stage's theta
+    pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
+    print(f"{folder}, step {max(steps)}; held-out loss in nats per token, corpus {corpus.digest}")
+    for name in sorted(names, key=o.export_replica.__eq__):         # that one comes last and stays in the model
+        for s, ranks in enumerate(stages):
+            chosen = ranks if name == "mean" else [routes[int(name)][s]]
+            flat[s].copy_(sum(theta[r] for r in chosen) / len(chosen))
+        print(f"{'mean of all' if name == 'mean' else 'replica ' + name:<12}{evaluate(pipeline, [[0]], corpus, o):.6f}")
+    try:
+        save_pretrained(model, out, o.seq_len, corpus.end)
+    except ImportError:
+        raise BadInput("--export needs the safetensors package: pip install '.[hf]'")
+    if o.tokenizer or corpus.end is not None:
+        (out / "tokenizer.json").write_bytes(Path(o.tokenizer).read_bytes() if o.tokenizer else json.dumps(byte_tokenizer()).encode())
+        (out / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)))
+    print(f"{name}, written to {out}")
 
 
 def replace(file, text):
@@ -935,15 +1105,20 @@ def prepare(o, job):
     """Everything that can be refused before work starts: layout, model, data, links, folder."""
     stages, layers = layout(o, job.world)
     stage = next(s for s, ranks in enumerate(stages) if job.rank in ranks)
-    try:
-        config = Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.kv_heads)
-    except ValueError as error:
-        raise BadInput(str(error))
+    config = shape(o)
     network = read_links(o, stages) if o.links and not o.eval_stages and (o.emulate or job.rank == 0 and not o.resume) else None
     if not set(o.dead) < set(range(job.world)) or set(stages[0]) <= set(o.dead):
         raise BadInput(f"--dead {','.join(map(str, o.dead))}: takes ranks of this run, and must leave one of the origins {stages[0]}")
     corpus = load_corpus(o) if stage == 0 else None
     reader = Reader.of(o, corpus, stages[0].index(job.rank), len(stages[0])) if corpus else None
+    model = Llama(config, layers[stage], ends=stage == 0, seed=o.seed, device=job.device)
+    if o.init_from and not o.resume:
+        try:
+            load_weights(model, o.init_from)
+        except ImportError:
+            raise BadInput("--init-from needs the safetensors package: pip install '.[hf]'")
+        except ValueError as error:
+            raise BadInput(f"--init-from {o.init_from}: {error}")
     folder = Path(o.resume) if o.resume else Path("runs") / o.name
     if job.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -951,7 +1126,7 @@ def prepare(o, job):
             o.resume or open(folder / "config.json", "w" if restarts() else "x").close()
         except FileExistsError:
             raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")
-    return stages, layers[stage], stage, config, network, corpus, reader, folder
+    return stages, model, stage, config, network, corpus, reader, folder
 
 
 def refuse(line):
@@ -974,13 +1149,15 @@ def main(argv=None):
         o.name = f"{o.method}-{'x'.join(map(str, o.stages))}-{time.strftime('%Y%m%d-%H%M%S') if launch == 'none' else launch}"
     o = Options(**json.loads(job.share(json.dumps(asdict(o)) if o else "")[0]))
     job.connect(o, collectives=o.method in ("ddp", "diloco") or not o.sync_timeout)
+    if o.export:
+        job.together(export, o, job)
+        return job.close()
     job.timeout = o.sync_timeout if job.world > 1 and not dist.is_initialized() else 0.0
-    stages, layers, stage, config, network, corpus, reader, folder = job.together(prepare, o, job)
+    stages, model, stage, config, network, corpus, reader, folder = job.together(prepare, o, job)
     say = print if job.rank == 0 else lambda *_: None
 
     # model, optimizer, method: all on one flat vector
     replicas = stages[stage]
-    model = Llama(config, layers, ends=stage == 0, seed=o.seed, device=job.device)
     theta, grad = flatten(model.parameters())
     weights = torch.nn.Parameter(theta)
     weights.grad = grad
@@ -1033,9 +1210,10 @@ def main(argv=None):
     whole, inner = count_parameters(config)
     say(f"{o.method}, stages {'x'.join(map(str, o.stages))}, {o.routing} routing, {job.world} processes on {job.device.type}"
         + (f" over {'NCCL' if job.nccl else 'Gloo'}" if job.world > 1 else ""))
-    say(f"{o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without embedding and head; {o.dtype}")
+    say(f"{o.init_from or o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without embedding and head; {o.dtype}")
     if corpus:
-        say(f"{len(corpus.train) / 1e6:.1f}M training and {len(corpus.heldout) / 1e6:.2f}M held-out tokens, corpus {corpus.digest}"
+        amount = f"{len(corpus.train)} shards to stream" if corpus.streamed else f"{sum(map(len, corpus.train)) / 1e6:.1f}M training"
+        say(f"{amount} and {len(corpus.heldout) / 1e6:.2f}M held-out tokens, corpus {corpus.digest}"
             + (f", {corpus.bytes_per_token:.3f} bytes per token" if o.tokenizer else ""))
     groups = [min(len(ranks), o.group_size or 0) for ranks in stages if len(ranks) > 1]
     if o.method == "noloco" and groups and not 0 < o.gamma < gamma_bound(o.alpha, min(groups)):
@@ -1147,7 +1325,8 @@ def main(argv=None):
             spread, among = weight_spread(theta, next(s for s in alive if job.rank in s), job, f"spread/{step // o.eval_every}/{stage}/{step == o.steps}")
             rows = job.collect(f"row/{step // o.eval_every}/{step == o.steps}", dict(
                 loss=float(totals["loss"]), tokens=totals["tokens"], seen=totals["seen"], heldout=heldout, spread=spread, weights=among * theta.numel(),
-                skipped=totals["skipped"], lost=pipeline.lost, sync=totals["sync_bytes"], pipeline=pipeline.bytes_sent, norm=float(norm),
+                skipped=totals["skipped"], lost=pipeline.lost,
+                bad=reader.cursor[2] if reader and corpus.streamed else 0, sync=totals["sync_bytes"], pipeline=pipeline.bytes_sent, norm=float(norm),
                 iteration=sorted(iterations)[len(iterations) // 2]), pipeline.agreed)
             if job.rank == 0:
                 latest.update(rows)
@@ -1210,8 +1389,8 @@ def report(rows, latest, news, folder, progress, o, step, seconds, corpus, plan)
         heldout_loss=mean, heldout_min=min(heldout), heldout_max=max(heldout), perplexity=perplexity(mean),
         heldout_nats_per_byte=corpus.bytes_per_token and mean / corpus.bytes_per_token,
         weight_spread=math.sqrt(max(spread, 0.0) / total("weights", rows)) if math.isfinite(spread) else math.nan,
-        gradient_norm=total("norm", rows) / len(rows), skipped_steps=total("skipped"), lost_microbatches=total("lost"), ranks=len(rows),
-        sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
+        gradient_norm=total("norm", rows) / len(rows), skipped_steps=total("skipped"), lost_microbatches=total("lost"), bad_lines=total("bad"),
+        ranks=len(rows), sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
         iteration_seconds=max(row["iteration"] for row in rows.values()) / (o.time_scale if o.emulate else 1), simulated_seconds=plan and plan["makespan"])
     for event in news:
         progress.write(", ".join(f"{key} {value}" for key, value in event.items() if value not in ("", None)), file=sys.stdout)
@@ -1233,7 +1412,8 @@ def summary(folder):
           f"bytes sent      {line['sync_bytes'] / 1e6:.1f} MB to synchronise, {line['pipeline_bytes'] / 1e6:.1f} MB in the pipeline, all ranks\n"
           f"speed           {line['tokens_per_second']:.0f} tokens/s, {line['seconds']:.0f} s of training, evaluation not counted"
           + (f"\nskipped         {line['skipped_steps']:.0f} optimizer steps with a gradient that was not finite" if line["skipped_steps"] else "")
-          + (f"\nlost            {line['lost_microbatches']:.0f} microbatches with ranks that died" if line["lost_microbatches"] else ""))
+          + (f"\nlost            {line['lost_microbatches']:.0f} microbatches with ranks that died" if line["lost_microbatches"] else "")
+          + (f"\nbad lines       {line['bad_lines']:.0f} lines of the data were no JSON object with a text, or broke off" if line["bad_lines"] else ""))
 
 
 if __name__ == "__main__":
