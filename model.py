@@ -151,22 +151,22 @@ class Llama(nn.Module):
         if wrong := [i for i in layers if not 0 <= i < config.num_hidden_layers]:
             raise ValueError(f"layers {wrong} are not among the model's {config.num_hidden_layers}")
         self.config = config
-        with torch.device("meta"):      # names and shapes only: each tensor is filled once, below
+        # Names and shapes only: each tensor is filled once, below. On meta, the embedding's own initialisation would import all of
+        # torch.compile, and to_empty sympy: a second of every process's start.
+        with torch.device("meta"):
             self.model = nn.Module()
             self.model.layers = nn.ModuleDict({str(i): Block(config) for i in layers})
             if ends:
-                self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+                self.model.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
                 self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.to_empty(device=device or "cpu")
+        weights = {}
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                nn.init.ones_(parameter)
-            else:
-                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-                with torch.no_grad():
-                    parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.02, generator=generator))
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            weights[name] = torch.ones(parameter.shape) if parameter.ndim == 1 else torch.empty(parameter.shape).normal_(0, 0.02, generator=generator)
+            weights[name] = weights[name].to(device)
+        self.load_state_dict(weights, assign=True)
         self.angles = None
 
     def embed(self, tokens):
