@@ -751,6 +751,10 @@ def schedule(step, o):
     return o.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
+def adam_state(theta):
+    return dict(m=torch.zeros_like(theta), v=torch.zeros_like(theta), steps=torch.zeros((), device=theta.device))
+
+
 def inner_step(theta, grad, adam, lr):
     """Adam in place on theta and its moments m and v, in one pass. (The class torch.optim.Adam imports all of torch.compile: a second per process.)"""
     adam_update([theta], [grad], [adam["m"]], [adam["v"]], [], [adam["steps"]], fused=True, amsgrad=False, beta1=0.9, beta2=0.95,
@@ -796,7 +800,7 @@ def main(argv=None):
     replicas = stages[stage]
     model = Llama(config, layers, ends=stage == 0, seed=o.seed, device=job.device)
     theta, grad = flatten(model.parameters())
-    adam = dict(m=torch.zeros_like(theta), v=torch.zeros_like(theta), steps=torch.zeros((), device=job.device))
+    adam = adam_state(theta)
     if o.compile:
         for layer in model.model.layers.values():
             layer.compile()
