@@ -703,9 +703,15 @@ def speed_idle(o, job):
 def speed_sync(o, job):
     """4 replicas of the tiny model: 50 inner steps with and without the outer step; how long phi blocks when sent early or late."""
     step, _, model, _ = rig(job, [[0, 1, 2, 3]], Config(), (4, 128), 2)
-    outer, blocked = NoLoCo(model.parameters()), {"early": [], "late": []}
-    times = medians({"noloco": lambda: [(step(k), outer.step()) for k in range(50)], "local": lambda: [step(k) for k in range(50)]},
-                    max(1, o.trials // 2), job)
+    outer, blocked, outer_seconds = NoLoCo(model.parameters()), {"early": [], "late": []}, []
+
+    def noloco():
+        for k in range(50):
+            step(k)
+            start = time.perf_counter()
+            if outer.step():
+                outer_seconds.append(time.perf_counter() - start)
+    times = medians({"noloco": noloco, "local": lambda: [step(k) for k in range(50)]}, max(1, o.trials // 2), job)
     for name in 2 * o.trials * list(blocked):
         outer = NoLoCo(model.parameters(), gamma=0.9, inner_steps=3)
         if name == "late":
@@ -721,18 +727,19 @@ def speed_sync(o, job):
         outer.steps = 3
         outer.exchange()
         blocked[name].append(time.perf_counter() - start)
-    rows = job.collect([statistics.median(blocked[name]) for name in blocked])
+    rows = job.collect([statistics.median(seconds) for seconds in (*blocked.values(), outer_seconds)])
     low, middle, high = quartiles([a / b - 1 for a, b in zip(times["noloco"], times["local"])])
-    return rows and dict(share=[middle, low, high], blocked={name: max(row[i] for row in rows) for i, name in enumerate(blocked)})
+    return rows and dict(share=[middle, low, high], blocked={name: max(row[i] for row in rows) for i, name in enumerate(blocked)},
+                         outer_step=max(row[2] for row in rows), fifty_steps=statistics.median(times["local"]))
 
 
-FLOOR = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nprint('at', time.time(), flush=True)"
+FLOOR = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nprint(f'at {time.time()}\\n', end='', flush=True)"
 FIRST = """import sys, time
 sys.path.insert(0, sys.argv.pop(1))
 import train
 run = train.Pipeline.run
 def timed(*args, **kwargs):         # called again: the first step, with its Adam, is over
-    print('at', time.time(), flush=True)
+    print(f'at {time.time()}\\n', end='', flush=True)
     return run(*args, **kwargs)
 train.Pipeline.run = timed
 train.main()"""
@@ -773,8 +780,9 @@ def memory(config, tokens, microbatches, vectors=7, layers=None):
 def speed_memory(o, job):
     """Peak resident memory beyond what the process had before its model, 2 replicas, beside `memory`."""
     rows = {}
-    for name, batch in (("tiny", 4), ("small", 1)):
-        c = train.MODELS[name]
+    warm_up = {**train.MODELS["tiny"], "hidden": 32, "mlp": 32}     # libraries load what they need at first use: that is not the model's
+    for name, batch in (("warm-up", 1), ("tiny", 4), ("small", 1)):
+        c = train.MODELS.get(name, warm_up)
         config = Config(c["vocab"], c["hidden"], c["mlp"], c["layers"], c["heads"], c["heads"])
         before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         step, _, model, _ = rig(job, [[0, 1]], config, (batch, c["seq_len"]), 1)
@@ -785,6 +793,7 @@ def speed_memory(o, job):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
         rows[name] = dict(measured=peak, formula=memory(config, batch * c["seq_len"], 1))
         del step, model, outer, _
+    del rows["warm-up"]
     found = job.collect([row["measured"] for row in rows.values()])
     return found and {name: dict(row, measured=max(f[i] for f in found)) for i, (name, row) in enumerate(rows.items())}
 
