@@ -575,7 +575,8 @@ def hugging_face(config, **kwargs):
 
 
 def speed_model(o, job):
-    """Forward, backward and Adam in one process, one thread: ours, Hugging Face's with the same fused Adam, both compiled too."""
+    """Forward and backward of 2 microbatches (train.py's default), then Adam, in one process, one thread: ours, Hugging Face's with the same
+    fused Adam, both compiled too."""
     torch.set_num_threads(1)
     rows = []
     for hidden, T in itertools.product((128, 512), (128, 512)):
@@ -592,16 +593,18 @@ def speed_model(o, job):
 
             def ours(model=model, theta=theta, grad=grad, adam=adam):
                 grad.zero_()
-                (model.loss(model.blocks(model.embed(x)), y) / y.numel()).backward()
+                for _ in range(2):
+                    (model.loss(model.blocks(model.embed(x)), y) / y.numel()).backward()
                 train.inner_step(theta, grad, adam, 1e-4)
 
             def hf(other=other, theirs=theirs):
                 theirs.zero_grad()
-                F.cross_entropy(other(input_ids=x).logits.flatten(0, 1), y.flatten()).backward()
+                for _ in range(2):
+                    F.cross_entropy(other(input_ids=x).logits.flatten(0, 1), y.flatten()).backward()
                 theirs.step()
             works.update({"ours, compiled": ours, "theirs, compiled": hf} if compiled else {"ours": ours, "theirs": hf})
         times = medians(works, o.trials, warm=2)
-        row = dict(hidden=hidden, T=T, tokens_per_second={k: y.numel() / statistics.median(t) for k, t in times.items()},
+        row = dict(hidden=hidden, T=T, tokens_per_second={k: 2 * y.numel() / statistics.median(t) for k, t in times.items()},
                    ratio=ours_over(times, "ours", "theirs"), ratio_compiled=ours_over(times, "ours, compiled", "theirs, compiled"))
         print("model", row, flush=True)
         rows.append(row)
@@ -823,6 +826,26 @@ def trainer(o, job):
             found[part] = dict(result=result, trials=o.trials, load_before=load, torch=torch.__version__, cores=os.cpu_count())
             path.write_text(json.dumps(found, indent=1) + "\n")
             print(part, json.dumps(result), flush=True)
+    if job.world == 1 and len(o.trainer) == len(PARTS):
+        speed_table({part: row["result"] for part, row in json.loads(path.read_text()).items()})
+
+
+def speed_table(r):
+    """The README's table, of what `trainer` found."""
+    times = lambda ratio: "{:.2f}x [{:.2f}, {:.2f}]".format(*ratio)
+    print("| what | measured | aim |\n|---|---|---|")
+    for row in r["model"]:
+        ours, theirs = (row["tokens_per_second"][k] for k in ("ours", "theirs"))
+        print(f"| model, hidden {row['hidden']}, T {row['T']}: tokens/s over Hugging Face's (both compiled) | {times(row['ratio'])} ({times(row['ratio_compiled'])}), "
+              f"{ours:.0f} and {theirs:.0f} tokens/s | 1.0x |")
+    print(f"| 2 stages x 2 replicas over 2 processes without a pipeline | {times(r['pipeline']['over_no_pipeline'])} | 0.85x |")
+    print(f"| 2 stages x 2 replicas over torch's Schedule1F1B | {times(r['pipeline']['over_1f1b'])} | 1.0x |")
+    print("| idle share of ranks 0 and 1, 2 stages x 1 (simulated) | {:.0%}, {:.0%} ({:.0%}, {:.0%}) | |".format(*r["idle"]["measured"], *r["idle"]["simulated"]))
+    print(f"| an outer step over 50 inner steps | {r['sync']['outer_step'] / r['sync']['fifty_steps']:.2%} | 3% |")
+    print("| exchange blocks, phi sent early (late) | {early:.4f} s ({late:.4f} s) | |".format(**r["sync"]["blocked"]))
+    print("| launch to first step done, 8 processes (floor) | {done:.1f} s ({floor:.1f} s), {beyond:+.1f} s | +2 s |".format(**r["start"]))
+    for name, row in r["memory"].items():
+        print(f"| peak memory of a rank, {name} (formula) | {row['measured'] / 1e6:.0f} MB ({row['formula'] / 1e6:.0f} MB) | |")
 
 
 # ---------------------------------------------------------------- results and pictures
