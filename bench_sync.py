@@ -6,6 +6,7 @@
     torchrun --nproc-per-node 64 bench_sync.py --latency-ms 50 --latency-std 1          real messages over emulated links
     python bench_sync.py --model large --replicas 1024 --mbit 100 --latency-ms 50       bytes, seconds and memory on paper
     python bench_sync.py --plot                                                         draw figures/ again from results/
+    python bench_sync.py --trainer                                                      the trainer's own speed, beside others' (README, Speed)
 
 n replicas. A message takes t ~ LogNormal(mu, sigma^2), independently of all others:
 
@@ -24,20 +25,29 @@ Beyond the paper: a message of b bytes takes b / rate longer; links do not conte
 The paper counts two exchanges for a pair. Our NoLoCo needs one, of theta: phi is not needed or came ahead (Eq. 2' in noloco.py).
 """
 import argparse
+import copy
 import itertools
 import json
 import math
 import os
 import platform
+import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tqdm import tqdm
 
+import skippipe
+import train
+from model import Config, Llama, count_parameters
 from noloco import PIECE, DiLoCo, NoLoCo, flatten, outer_update, random_groups, total
 from train import BadInput, Job, Parser
 
@@ -52,6 +62,7 @@ def parse(argv):
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--simulate", action="store_true", help="the simulations and their picture")
     p.add_argument("--plot", action="store_true", help="draw the pictures again from what --out holds")
+    p.add_argument("--trainer", nargs="*", choices=list(PARTS), help="the trainer's speed, these parts of it (default: all); starts its own processes")
     p.add_argument("--model", nargs="+", choices=list(PAPER), help="the table on paper for these models")
     p.add_argument("--params", type=float, help="parameters (default: measured 57e6, emulated 25e3, simulated 125e6)")
     p.add_argument("--replicas", nargs="+", type=int, help="replica counts of the table on paper (default: 64 1024)")
@@ -77,10 +88,19 @@ def parse(argv):
     if min(o.replicas or [2]) < 2:
         raise BadInput(f"--replicas must be at least 2, got {min(o.replicas)}")
     o.emulate = world > 1 and not (o.latency_ms is None and o.latency_std is None and o.mbit is None)
+    if o.trainer is not None:
+        o.trainer, o.device, o.backend = o.trainer or list(PARTS), "cpu", "gloo"
+        if world > 1 and [PARTS[part][1] for part in o.trainer] != [world]:
+            raise BadInput("--trainer starts its own processes: python bench_sync.py --trainer")
+        try:
+            import transformers                                     # noqa: F401
+        except ImportError:
+            raise BadInput("--trainer compares with transformers: pip install '.[hf]'")
+        return o
     if world > 1 and (o.simulate or o.plot or o.model):
         raise BadInput("--simulate, --plot and --model need no torchrun: python bench_sync.py ...")
     if world == 1 and not (o.simulate or o.plot or o.model):
-        raise BadInput("nothing to do: give --simulate, --model or --plot, or start several processes: torchrun --nproc-per-node 2 bench_sync.py")
+        raise BadInput("nothing to do: give --simulate, --model, --trainer or --plot, or start several processes: torchrun --nproc-per-node 2 bench_sync.py")
     if o.emulate:
         if world % 2 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
             raise BadInput(f"emulated links need an even number of processes, all on one machine (one clock); got {world}")
@@ -522,6 +542,324 @@ def paper_table(o):
         print(f"| {model}, {params / 1e6:g}M | {n} | {mbit:g} | {' | '.join(columns)} |")
 
 
+# ---------------------------------------------------------------- the trainer, beside others
+
+
+def medians(works, trials, job=None, warm=1):
+    """{name: seconds of each trial} of functions, interleaved; with several processes a time is that of the slowest rank."""
+    times = {name: [] for name in works}
+    for trial in range(warm + trials):
+        for name, work in works.items():
+            if job:
+                dist.barrier()
+            start = time.perf_counter()
+            work()
+            seconds = torch.tensor(time.perf_counter() - start)
+            if job:
+                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            times[name] += [float(seconds)] if trial >= warm else []
+    return times
+
+
+def ours_over(times, ours, other):
+    """Tokens per second of ours over the other's: [median, lower, upper quartile] of the trials' ratios."""
+    low, middle, high = quartiles([b / a for a, b in zip(times[ours], times[other])])
+    return [middle, low, high]
+
+
+def hugging_face(config, **kwargs):
+    """transformers' LlamaForCausalLM of the same configuration and weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    other = LlamaForCausalLM(LlamaConfig(**vars(config), attn_implementation="sdpa", use_cache=False, **kwargs))
+    other.load_state_dict(Llama(config).state_dict())
+    return other
+
+
+def speed_model(o, job):
+    """Forward and backward of 2 microbatches (train.py's default), then Adam, in one process, one thread: ours, Hugging Face's with the same
+    fused Adam, both compiled too."""
+    torch.set_num_threads(1)
+    rows = []
+    for hidden, T in itertools.product((128, 512), (128, 512)):
+        config, tokens = Config(hidden_size=hidden, intermediate_size=4 * hidden), torch.randint(256, (4, T + 1))
+        x, y, works = tokens[:, :-1], tokens[:, 1:], {}
+        for compiled in (False, True):
+            model, other = Llama(config), hugging_face(config)
+            theta, grad = flatten(model.parameters())
+            adam = train.adam_state(theta)
+            theirs = torch.optim.Adam(other.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+            if compiled:
+                for layer in (*model.model.layers.values(), *other.model.layers):
+                    layer.compile()
+
+            def ours(model=model, theta=theta, grad=grad, adam=adam):
+                grad.zero_()
+                for _ in range(2):
+                    (model.loss(model.blocks(model.embed(x)), y) / y.numel()).backward()
+                train.inner_step(theta, grad, adam, 1e-4)
+
+            def hf(other=other, theirs=theirs):
+                theirs.zero_grad()
+                for _ in range(2):
+                    F.cross_entropy(other(input_ids=x).logits.flatten(0, 1), y.flatten()).backward()
+                theirs.step()
+            works.update({"ours, compiled": ours, "theirs, compiled": hf} if compiled else {"ours": ours, "theirs": hf})
+        times = medians(works, o.trials, warm=2)
+        row = dict(hidden=hidden, T=T, tokens_per_second={k: 2 * y.numel() / statistics.median(t) for k, t in times.items()},
+                   ratio=ours_over(times, "ours", "theirs"), ratio_compiled=ours_over(times, "ours, compiled", "theirs, compiled"))
+        print("model", row, flush=True)
+        rows.append(row)
+    return rows
+
+
+def rig(job, stages, config, shape, microbatches, timeout=0.0):
+    """step(k): one inner step of train.py on random tokens, on `stages`; ranks outside of them do nothing. Also its Pipeline, model and tokens."""
+    stage = next((s for s, ranks in enumerate(stages) if job.rank in ranks), None)
+    if stage is None:
+        return lambda step: None, None, None, None
+    depth = config.num_hidden_layers // len(stages)
+    model = Llama(config, range(stage * depth, stage * depth + depth), ends=stage == 0)
+    theta, grad = flatten(model.parameters())
+    job = copy.copy(job)
+    job.store, job.timeout = dist.PrefixStore(f"rig {timeout}", job.store) if job.world > 1 else None, timeout
+    adam, pipeline = train.adam_state(theta), train.Pipeline(model, job, stages, (*shape, config.hidden_size), torch.float32)
+    data = torch.randint(config.vocab_size, (shape[0], shape[1] + 1))
+
+    def step(k):
+        pipeline.begin(k)
+        paths = skippipe.random_paths(stages, microbatches, k, 0)
+        grad.zero_()
+        *_, tokens = pipeline.run(paths, {u: data for u, path in enumerate(paths) if path[0] == job.rank})
+        grad.div_(max(1, tokens))
+        train.inner_step(theta, grad, adam, 1e-4)
+    return step, pipeline, model, data
+
+
+def torch_1f1b(job, config, shape, microbatches):
+    """step(k): the same on torch.distributed.pipelining, two pipelines 0 -> 2 and 1 -> 3; there the last stage holds norm, head and loss."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    stage, groups = job.rank // 2, [dist.new_group([i, i + 2]) for i in range(2)]
+    half = config.num_hidden_layers // 2
+    model = Llama(config, range(stage * half, stage * half + half))
+    if stage:
+        del model.model.embed_tokens
+        model.forward = lambda x: model.logits(model.blocks(x))
+    else:
+        del model.model.norm, model.lm_head
+        model.forward = lambda tokens: model.blocks(model.embed(tokens))
+    theta, grad = flatten(model.parameters())
+    adam, data = train.adam_state(theta), torch.randint(config.vocab_size, (microbatches * shape[0], shape[1] + 1))
+    loss = lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
+    schedule = Schedule1F1B(PipelineStage(model, stage, 2, job.device, group=groups[job.rank % 2]), microbatches, loss, scale_grads=False)
+
+    def step(k):
+        grad.zero_()
+        schedule.step(*(() if stage else (data[:, :-1],)), target=data[:, 1:] if stage else None, return_outputs=False)
+        grad.div_(data[:, 1:].numel())
+        train.inner_step(theta, grad, adam, 1e-4)
+    return step
+
+
+def speed_pipeline(o, job):
+    """4 processes: two pipelines of 2 stages, beside 2 processes with the whole model and beside torch's 1F1B; 16 sequences of 128 tokens a step."""
+    config, shape, microbatches, steps = Config(), (4, 128), 2, 8
+    kinds = {"2 x 2": rig(job, [[0, 1], [2, 3]], config, shape, microbatches, 60.0)[0],           # as train.py runs it
+             "2 x 2, sync-timeout 0": rig(job, [[0, 1], [2, 3]], config, shape, microbatches)[0], "no pipeline": rig(job, [[0, 1]], config, shape, microbatches)[0],
+             "torch 1F1B": torch_1f1b(job, config, shape, microbatches)}
+    times = medians({name: lambda step=step: [step(k) for k in range(steps)] for name, step in kinds.items()}, o.trials, job)
+    return dict(tokens_per_second={k: steps * 2 * microbatches * shape[0] * shape[1] / statistics.median(t) for k, t in times.items()},
+                over_no_pipeline=ours_over(times, "2 x 2", "no pipeline"), over_fragile=ours_over(times, "2 x 2", "2 x 2, sync-timeout 0"), over_1f1b=ours_over(times, "2 x 2", "torch 1F1B"))
+
+
+def speed_idle(o, job):
+    """One pipeline of 2 stages, a core for each rank: the share of an iteration that a rank does not compute, beside what `simulate` says.
+
+    The simulator gets the message and forward times that train.py measures, and the ratios of loss and backward to them from here.
+    """
+    stages, shape, microbatches = [[0], [1]], (4, 128), 4
+    step, pipeline, model, data = rig(job, stages, Config(), shape, microbatches)
+    delay, compute = train.measure(pipeline, stages, job)
+    x, seconds = torch.randn(*shape, 128), {}
+    for name, start, work in (("forward", lambda: x.requires_grad_(), model.blocks),
+                              ("backward", lambda: model.blocks(x.requires_grad_()), lambda y: y.backward(x.detach())),
+                              ("loss", lambda: x.requires_grad_(), lambda x: job.rank or model.loss(x, data[:, 1:]).backward())):
+        trials = []
+        for _ in range(o.trials):
+            given, begin = start(), time.perf_counter()
+            work(given)
+            trials.append(time.perf_counter() - begin)
+        seconds[name] = statistics.median(trials)
+    paths, idle = skippipe.full_paths(stages, microbatches), []
+    batches = {u: data for u in range(microbatches)} if job.rank == 0 else {}
+    for trial in range(o.trials):
+        dist.barrier()
+        wall, busy = time.perf_counter(), time.thread_time()
+        pipeline.run(paths, batches)
+        idle.append((time.thread_time() - busy, time.perf_counter() - wall))
+    rows = job.collect("idle", [seconds["forward"], seconds["backward"], seconds["loss"], statistics.median(1 - b / w for b, w in idle)])
+    if job.rank:
+        return None
+    rows = list(rows.values())
+    chains = [skippipe.chain(path) for path in paths]
+    network = skippipe.Network(delay, [row[0] for row in rows], stages, memory=microbatches)
+    with mock.patch.dict(skippipe.WORK, backward=sum(r[1] for r in rows) / sum(r[0] for r in rows), loss=rows[0][2] / rows[0][0]):
+        result = skippipe.simulate(network, paths, order=[train.tasks(chains, r) for r in range(2)])
+    works = [sum(end - start for node, _, _, start, end in result.timeline if node == r) for r in range(2)]
+    return dict(measured=[row[3] for row in rows], simulated=[1 - w / result.makespan for w in works], makespan=result.makespan,
+                iteration=statistics.median(w for _, w in idle))
+
+
+def speed_sync(o, job):
+    """4 replicas of the tiny model: 50 inner steps with and without the outer step; how long phi blocks when sent early or late."""
+    step, _, model, _ = rig(job, [[0, 1, 2, 3]], Config(), (4, 128), 2)
+    blocked, outers = {"early": [], "late": []}, {"noloco": NoLoCo(model.parameters(), store=dist.PrefixStore("sync", job.store)),      # as in train.py
+                                                  "fragile": NoLoCo(model.parameters())}
+    outer_seconds = {name: [] for name in outers}
+
+    def fifty(name):
+        for k in range(50):
+            step(k)
+            start = time.perf_counter()
+            if name in outers and outers[name].step():
+                outer_seconds[name].append(time.perf_counter() - start)
+    times = medians({name: lambda name=name: fifty(name) for name in ("noloco", "local", "fragile")}, max(1, o.trials // 2), job)
+    for name in 2 * o.trials * list(blocked):
+        outer = NoLoCo(model.parameters(), gamma=0.9, inner_steps=3)
+        if name == "late":
+            send, outer.send_ahead = outer.send_ahead, lambda: None
+        for k in range(2):
+            step(k)
+            outer.step()
+        step(2)
+        dist.barrier()
+        start = time.perf_counter()
+        if name == "late":
+            send()
+        outer.steps = 3
+        outer.exchange()
+        blocked[name].append(time.perf_counter() - start)
+    rows = job.collect("sync", {name: statistics.median(seconds) for name, seconds in {**blocked, **outer_seconds}.items()})
+    low, middle, high = quartiles([a / b - 1 for a, b in zip(times["noloco"], times["local"])])
+    return rows and dict(share=[middle, low, high], fifty_steps=statistics.median(times["local"]),
+                         blocked={name: max(row[name] for row in rows.values()) for name in blocked},
+                         outer_step={name: max(row[name] for row in rows.values()) for name in outers})
+
+
+FLOOR = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nprint(f'at {time.time()}\\n', end='', flush=True)"
+FIRST = """import sys, time
+sys.path.insert(0, sys.argv.pop(1))
+import train
+run = train.Pipeline.run
+def timed(*args, **kwargs):         # called again: the first step, with its Adam, is over
+    print(f'at {time.time()}\\n', end='', flush=True)
+    return run(*args, **kwargs)
+train.Pipeline.run = timed
+train.main()"""
+
+
+def speed_start(o, job):
+    """From launch until the last of 8 processes has done its first step, beside bare torchrun, import torch and a process group."""
+    seconds = {"floor": [], "begins": [], "done": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, script in (("floor", FLOOR), ("first", FIRST)):
+            Path(folder, name + ".py").write_text(script)
+        for trial in range(max(1, o.trials // 2)):
+            for name, args in (("floor", []), ("first", [str(Path(__file__).parent), "--stages", "4,4", "--steps", "2", "--eval-sequences", "4"])):
+                start = time.time()
+                out = torchrun(8, f"{name}.py", *args, cwd=folder, capture_output=True, text=True).stdout
+                at = sorted(float(line.split()[1]) - start for line in out.splitlines() if line.startswith("at "))
+                if name == "floor":
+                    seconds["floor"].append(at[7])
+                else:               # each rank's first two calls; evaluation comes later
+                    seconds["begins"].append(at[7])
+                    seconds["done"].append(at[15])
+    return {**{name: statistics.median(t) for name, t in seconds.items()},
+            "beyond": statistics.median(b - a for a, b in zip(seconds["floor"], seconds["done"]))}
+
+
+def memory(config, tokens, microbatches, vectors=7, layers=None):
+    """Bytes of a rank with both ends and `layers` layers: theta, gradient, Adam's two, phi, delta and a receive buffer (`vectors`), the activations
+    of this many microbatches in flight, `tokens` tokens each, and while a loss is taken back its logits and the head's own gradient.
+
+    A layer keeps of a token, in floats: x and norm(x) twice, q, attention's result and its log-sum, k and v, gate, up, silu(gate) and their product.
+    """
+    C, D = config.hidden_size, config.hidden_size // config.num_attention_heads
+    layer = 6 * C + 2 * D * config.num_key_value_heads + config.num_attention_heads + 4 * config.intermediate_size + 2
+    depth = config.num_hidden_layers if layers is None else layers
+    return 4 * (vectors * count_parameters(config)[0] + tokens * (microbatches * depth * layer + config.vocab_size + 2 * C) + C * config.vocab_size)
+
+
+def speed_memory(o, job):
+    """Peak resident memory beyond what the process had before its model, 2 replicas, beside `memory`."""
+    rows = {}
+    warm_up = {**train.MODELS["tiny"], "hidden": 32, "mlp": 32}     # libraries load what they need at first use: that is not the model's
+    for name, batch in (("warm-up", 1), ("tiny", 4), ("small", 1)):
+        c = train.MODELS.get(name, warm_up)
+        config = Config(c["vocab"], c["hidden"], c["mlp"], c["layers"], c["heads"], c["heads"])
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        step, _, model, _ = rig(job, [[0, 1]], config, (batch, c["seq_len"]), 1)
+        outer = NoLoCo(model.parameters(), inner_steps=1)
+        for k in range(2):
+            step(k)
+            outer.step()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        rows[name] = dict(measured=peak, formula=memory(config, batch * c["seq_len"], 1))
+        del step, model, outer, _
+    del rows["warm-up"]
+    found = job.collect("memory", {name: row["measured"] for name, row in rows.items()})
+    return found and {name: dict(row, measured=max(f[name] for f in found.values())) for name, row in rows.items()}
+
+
+PARTS = {"model": (speed_model, 1), "pipeline": (speed_pipeline, 4), "idle": (speed_idle, 2), "sync": (speed_sync, 4), "start": (speed_start, 1),
+         "memory": (speed_memory, 2)}
+
+
+def torchrun(processes, *command, **kwargs):
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *command],
+                          check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **kwargs)
+
+
+def trainer(o, job):
+    """Each part in turn, with the processes that it needs; results/speed.json keeps the parts that are not run again."""
+    path = Path(o.out, "results", "speed.json")
+    for part in o.trainer:
+        function, processes = PARTS[part]
+        if processes != job.world:
+            torchrun(processes, __file__, "--trainer", part, "--trials", str(o.trials), "--out", o.out)
+            continue
+        load = os.getloadavg()[0]
+        result = function(o, job)
+        if job.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found = json.loads(path.read_text()) if path.exists() else {}
+            found[part] = dict(result=result, trials=o.trials, load_before=load, torch=torch.__version__, cores=os.cpu_count())
+            path.write_text(json.dumps(found, indent=1) + "\n")
+            print(part, json.dumps(result), flush=True)
+    if job.world == 1 and len(o.trainer) == len(PARTS):
+        speed_table({part: row["result"] for part, row in json.loads(path.read_text()).items()})
+
+
+def speed_table(r):
+    """The README's table, of what `trainer` found."""
+    times = lambda ratio: "{:.2f}x [{:.2f}, {:.2f}]".format(*ratio)
+    print("| what | measured | aim |\n|---|---|---|")
+    for row in r["model"]:
+        ours, theirs = (row["tokens_per_second"][k] for k in ("ours", "theirs"))
+        print(f"| model, hidden {row['hidden']}, T {row['T']}: tokens/s over Hugging Face's (both compiled) | {times(row['ratio'])} ({times(row['ratio_compiled'])}), "
+              f"{ours:.0f} and {theirs:.0f} tokens/s | 1.0x |")
+    print(f"| 2 stages x 2 replicas over 2 processes without a pipeline | {times(r['pipeline']['over_no_pipeline'])} | 0.85x |")
+    print(f"| 2 stages x 2 replicas over torch's Schedule1F1B | {times(r['pipeline']['over_1f1b'])} | 1.0x |")
+    print("| idle share of ranks 0 and 1, 2 stages x 1 (simulated) | {:.0%}, {:.0%} ({:.0%}, {:.0%}) | |".format(*r["idle"]["measured"], *r["idle"]["simulated"]))
+    print(f"| an outer step over 50 inner steps (50 steps with it over 50 of `local`, less 1) | {r['sync']['outer_step']['noloco'] / r['sync']['fifty_steps']:.2%} "
+          "({:+.1%} [{:+.1%}, {:+.1%}]) | 3% |".format(*r["sync"]["share"]))
+    print("| an outer step that survives failures (one that does not) | {noloco:.4f} s ({fragile:.4f} s) | +0.025 s |".format(**r["sync"]["outer_step"]))
+    print(f"| 2 x 2: inner steps that survive failures over ones that do not | {times(r['pipeline']['over_fragile'])} | |")
+    print("| exchange blocks, phi sent early (late) | {early:.4f} s ({late:.4f} s) | |".format(**r["sync"]["blocked"]))
+    print("| launch to first step done, 8 processes (floor) | {done:.1f} s ({floor:.1f} s), {beyond:+.1f} s | +2 s |".format(**r["start"]))
+    for name, row in r["memory"].items():
+        print(f"| peak memory of a rank, {name} (formula) | {row['measured'] / 1e6:.0f} MB ({row['formula'] / 1e6:.0f} MB) | |")
+
+
 # ---------------------------------------------------------------- results and pictures
 
 
@@ -623,7 +961,9 @@ def main(argv=None):
     job = Job()
     o = job.together(parse, argv)
     job.connect(o)
-    if job.world > 1:
+    if o.trainer:
+        trainer(o, job)
+    elif job.world > 1:
         (emulate if o.emulate else measure)(o, job)
     elif o.plot:
         job.together(lambda: [draw(o, kind) for kind in ("simulated", "measured")])

@@ -45,16 +45,57 @@ class Config:
 
 
 def rotary(positions, dim, theta):
-    """cos and sin, each (positions, dim): dimension i and i + dim/2 turn together by positions * theta^(-2i/dim)."""
+    """cos and sin, each (positions, dim): dimension i and i + dim/2 turn together by positions * theta^(-2i/dim), so sin's first half is negative."""
     rate = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)                   # (D/2)
-    angle = torch.outer(torch.arange(positions, dtype=torch.float64), rate).repeat(1, 2)    # (T, D)
-    return angle.cos().float(), angle.sin().float()
+    angle = torch.outer(torch.arange(positions, dtype=torch.float64), rate)                 # (T, D/2)
+    return torch.cat((angle, angle), 1).cos().float(), torch.cat((-angle, angle), 1).sin().float()
 
 
 def rotate(x, cos, sin):
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin                                                           # (B, heads, T, D)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)                        # (B, heads, T, D)
+
+
+class Norm(torch.autograd.Function):
+    """The RMSNorm of x (..., C) with its gradient by hand: fewer runs through memory, and only x kept for it.
+
+    With r = 1 / sqrt(mean(x^2) + eps) and y = w x r:    dw = sum g x r,    dx = w g r - x r^3 sum(w g x) / C
+    """
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, w, r)
+        return (x * r).mul_(w)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w, r = ctx.saved_tensors
+        gx = g * x
+        dw = r.flatten() @ gx.flatten(0, -2)
+        pull = (gx @ w).unsqueeze(-1).mul_(r**3).div_(-x.shape[-1])
+        return torch.mul(g, w, out=gx).mul_(r).addcmul_(x, pull), dw, None
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return Norm.apply(x, self.weight, self.eps)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(logits)[target] over the tokens, in nats. Overwrites its logits (tokens, V), first with exp(logits - max), then
+    with the gradient, softmax minus one-hot: with a vocabulary of 128000 each copy of them would be the largest tensor of all."""
+    @staticmethod
+    def forward(ctx, logits, targets):
+        targets = targets[:, None]
+        logits.sub_(logits.amax(1, keepdim=True))
+        right = logits.gather(1, targets).sum()
+        total = logits.exp_().sum(1, keepdim=True)
+        ctx.save_for_backward(logits, targets, total)
+        return total.log().sum() - right
+
+    @staticmethod
+    def backward(ctx, g):
+        e, targets, total = ctx.saved_tensors
+        return e.mul_(g / total).scatter_add_(1, targets, -g.expand(targets.shape)), None
 
 
 class Attention(nn.Module):
@@ -90,9 +131,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x, cos, sin):
@@ -113,24 +154,24 @@ class Llama(nn.Module):
         if wrong := [i for i in layers if not 0 <= i < config.num_hidden_layers]:
             raise ValueError(f"layers {wrong} are not among the model's {config.num_hidden_layers}")
         self.config = config
-        with torch.device("meta"):      # names and shapes only: each tensor is filled once, below
+        # Names and shapes only: each tensor is filled once, below. On meta, the embedding's own initialisation would import all of
+        # torch.compile, and to_empty sympy: a second of every process's start.
+        with torch.device("meta"):
             self.model = nn.Module()
             self.model.layers = nn.ModuleDict({str(i): Block(config) for i in layers})
             if ends:
-                self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-                self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+                self.model.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
+                self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.to_empty(device=device or "cpu")
+        weights = {}
+        for name, parameter in self.named_parameters():
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            weights[name] = torch.ones(parameter.shape) if parameter.ndim == 1 else torch.empty(parameter.shape).normal_(0, 0.02, generator=generator)
+            weights[name] = weights[name].to(device)
+        self.load_state_dict(weights, assign=True)
         if ends and config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                nn.init.ones_(parameter)
-            else:
-                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-                with torch.no_grad():
-                    parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.02, generator=generator))
         self.angles = None
 
     def embed(self, tokens):
@@ -150,7 +191,7 @@ class Llama(nn.Module):
 
     def loss(self, x, targets):
         """Cross-entropy in nats, summed over the tokens (B, T); a mean is taken once, where all tokens are known."""
-        return F.cross_entropy(self.logits(x).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return CrossEntropy.apply(self.logits(x).flatten(0, 1).float(), targets.flatten())
 
     def forward(self, tokens):
         """Logits (B, T, V) of tokens (B, T), from a module that holds both ends."""

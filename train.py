@@ -40,6 +40,7 @@ from pathlib import Path
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")        # or each broken connection is a page of C++ stack
 import torch
 import torch.distributed as dist
+from torch.optim.adam import adam as adam_update
 from tqdm import tqdm
 
 import skippipe
@@ -380,7 +381,11 @@ def standard_library():
     """The .py files of the running Python's own library: real text, on every machine, nothing to download."""
     root = Path(sysconfig.get_paths()["stdlib"])
     leave_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}     # not its own, or near-duplicates
-    return root, sorted(p for p in root.rglob("*.py") if not leave_out & set(p.relative_to(root).parts))
+    files = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in leave_out]        # not even listed: site-packages alone can take seconds
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return root, sorted(files)
 
 
 def documents(files, mine, shard=0, line=0, bad=0):
@@ -807,7 +812,7 @@ class Pipeline:
                 forward = 2 * length - hop
                 h, y = saved.pop((u, forward), (None, None))
                 if x is not None:
-                    y.backward(x)
+                    torch.dot(y.flatten(), x.to(y.dtype).flatten()).backward()      # y.backward(x) imports sympy: half a second per process
                     tokens += count
                     out = h.grad if forward else None
                 elif not forward:
@@ -1101,6 +1106,16 @@ def schedule(step, o):
     return o.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
+def adam_state(theta):
+    return dict(m=torch.zeros_like(theta), v=torch.zeros_like(theta), steps=torch.zeros((), device=theta.device))
+
+
+def inner_step(theta, grad, adam, lr):
+    """Adam in place on theta and its moments m and v, in one pass. (The class torch.optim.Adam imports all of torch.compile: a second per process.)"""
+    adam_update([theta], [grad], [adam["m"]], [adam["v"]], [], [adam["steps"]], fused=True, amsgrad=False, beta1=0.9, beta2=0.95,
+                lr=lr, weight_decay=0.0, eps=1e-8, maximize=False)
+
+
 def prepare(o, job):
     """Everything that can be refused before work starts: layout, model, data, links, folder."""
     stages, layers = layout(o, job.world)
@@ -1159,9 +1174,7 @@ def main(argv=None):
     # model, optimizer, method: all on one flat vector
     replicas = stages[stage]
     theta, grad = flatten(model.parameters())
-    weights = torch.nn.Parameter(theta)
-    weights.grad = grad
-    adam = torch.optim.Adam([weights], lr=o.lr, betas=(0.9, 0.95), fused=True)
+    adam = adam_state(theta)
     if o.compile:
         for layer in model.model.layers.values():
             layer.compile()
@@ -1184,7 +1197,8 @@ def main(argv=None):
             job.together(refuse, f"{folder} has no checkpoint that all {job.world} ranks hold")
     if state:
         theta.copy_(state["theta"])
-        adam.load_state_dict(state["adam"])
+        for name, value in adam.items():
+            value.copy_(state["adam"][name])
         torch.set_rng_state(state["rng"].cpu())
         if outer:
             outer.load_state_dict(state["outer"])
@@ -1248,7 +1262,7 @@ def main(argv=None):
 
     def keep(cursor):
         save(folder, step, job.rank, dict(
-            step=step, theta=theta, adam=adam.state_dict(), rng=torch.get_rng_state(), outer=outer and outer.state_dict(),
+            step=step, theta=theta, adam=adam, rng=torch.get_rng_state(), outer=outer and outer.state_dict(),
             cursor=cursor, corpus=corpus and corpus.digest, plan=first_plan, options=asdict(o),
             totals={**totals, "loss": float(totals["loss"])}, pipeline_bytes=pipeline.bytes_sent, lost=pipeline.lost))
 
@@ -1288,8 +1302,7 @@ def main(argv=None):
                 norm = torch.linalg.vector_norm(grad) / tokens
                 if torch.isfinite(norm):
                     grad.mul_((o.clip / norm).clamp(max=1.0) / tokens)
-                    adam.param_groups[0]["lr"] = schedule(step, o)
-                    adam.step()
+                    inner_step(theta, grad, adam, schedule(step, o))
                 else:                   # one Inf would reach every replica in a few outer steps
                     totals["skipped"] += 1
             step, cursor = step + 1, reader and reader.cursor
@@ -1297,8 +1310,7 @@ def main(argv=None):
                 outer.step()
                 step = outer.steps              # a late replica may have caught up
                 if outer.adopted:
-                    adam.state.clear()
-                    outer.adopted = False
+                    adam, outer.adopted = adam_state(theta), False
             if job.timeout and outer and outer.events:
                 job.tell([{"step": step, **event} for event in outer.events])
                 outer.events.clear()
