@@ -1083,7 +1083,7 @@ def inject(faults, store):
         train.Pipeline.begin, NoLoCo.tentative, NoLoCo.post, Llama.blocks, torch.Tensor.backward, torch.save)
     now = types.SimpleNamespace(fault=None, queue=None)
 
-    def beginning(pipeline, step):
+    def beginning(pipeline, step, **kwargs):
         if now.queue is None:
             now.queue = [f for f in faults if f[1] >= step]
         if now.queue and step >= now.queue[0][1]:
@@ -1093,7 +1093,7 @@ def inject(faults, store):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if now.fault is Fault.LOSE_STORE:
                 os.kill(store, signal.SIGKILL)
-        return begin(pipeline, step)
+        return begin(pipeline, step, **kwargs)
 
     def meeting(outer):
         if now.fault is Fault.DIE_BEFORE_EXCHANGE:
@@ -1278,8 +1278,8 @@ def test_survivors_checkpoints_serve_the_dead(corpus, tmp_path):
 def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
     script = tmp_path / "crash.py"
     script.write_text("import os, signal, sys, train\nbegin = train.Pipeline.begin\n"
-                      "def crash(pipeline, step):\n    if step == 7 and pipeline.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-                      "        os.kill(os.getpid(), signal.SIGKILL)\n    return begin(pipeline, step)\n"
+                      "def crash(pipeline, step, **kwargs):\n    if step == 7 and pipeline.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+                      "        os.kill(os.getpid(), signal.SIGKILL)\n    return begin(pipeline, step, **kwargs)\n"
                       "train.Pipeline.begin = crash\ntrain.main()\n")
     argv = ["--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--sync-timeout", 0, "--data", corpus, *SMALL]
     env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}

@@ -700,10 +700,14 @@ class Pipeline:
         self.dead |= agreed
         return agreed
 
-    def begin(self, step):
-        """Start an iteration; returns whether its dead are others than before. Raises Gone when this rank, or rank 0, is among them."""
+    def begin(self, step, idle=False):
+        """Start an iteration; returns whether its dead are others than before. Raises Gone when rank 0 is among them. An idle rank, which has
+        no task, follows the others: if it ran ahead, iterations would begin before a death in those before them is known."""
         self.step, before = step, self.agreed
         if self.timeout:
+            if idle:
+                with contextlib.suppress(dist.DistStoreError):
+                    self.job.store.wait([f"dead/{step}"], timedelta(seconds=self.timeout))
             self.agreed = self.agree(step)
         if self.rank in self.agreed:
             print(f"rank {self.rank} leaves at step {step}: it had been silent for so long that the others declared it dead", file=sys.stderr, flush=True)
@@ -1270,7 +1274,7 @@ def main(argv=None):
         before, cursor = step, reader and reader.cursor
         try:
             # who is dead, paths, data, forward and backward
-            if pipeline.begin(step):
+            if pipeline.begin(step, idle=plan and not plan["order"][job.rank]):
                 alive, plan = go_round(o, job, pipeline, stages, plan, network, step)
                 if outer:
                     outer.ranks = next(s for s in alive if job.rank in s)
