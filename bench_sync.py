@@ -612,7 +612,7 @@ def speed_model(o, job):
     return rows
 
 
-def rig(job, stages, config, shape, microbatches, timeout=0.0):
+def rig(job, stages, config, shape, microbatches, timeout=0.0, route=skippipe.random_paths):
     """step(k): one inner step of train.py on random tokens, on `stages`; ranks outside of them do nothing. Also its Pipeline, model and tokens."""
     stage = next((s for s, ranks in enumerate(stages) if job.rank in ranks), None)
     if stage is None:
@@ -621,18 +621,22 @@ def rig(job, stages, config, shape, microbatches, timeout=0.0):
     model = Llama(config, range(stage * depth, stage * depth + depth), ends=stage == 0)
     theta, grad = flatten(model.parameters())
     job = copy.copy(job)
-    job.store, job.timeout = dist.PrefixStore(f"rig {timeout}", job.store) if job.world > 1 else None, timeout
+    job.store, job.timeout = dist.PrefixStore(f"rig {timeout} {route.__name__}", job.store) if job.world > 1 else None, timeout
     adam, pipeline = train.adam_state(theta), train.Pipeline(model, job, stages, (*shape, config.hidden_size), torch.float32)
     data = torch.randint(config.vocab_size, (shape[0], shape[1] + 1))
 
     def step(k):
         pipeline.begin(k)
-        paths = skippipe.random_paths(stages, microbatches, k, 0)
+        paths = route(stages, microbatches, k, 0)
         grad.zero_()
         *_, tokens = pipeline.run(paths, {u: data for u, path in enumerate(paths) if path[0] == job.rank})
         grad.div_(max(1, tokens))
         train.inner_step(theta, grad, adam, 1e-4)
     return step, pipeline, model, data
+
+
+def fixed_paths(stages, microbatches, *_):
+    return skippipe.full_paths(stages, microbatches)
 
 
 def torch_1f1b(job, config, shape, microbatches):
@@ -664,11 +668,13 @@ def speed_pipeline(o, job):
     """4 processes: two pipelines of 2 stages, beside 2 processes with the whole model and beside torch's 1F1B; 16 sequences of 128 tokens a step."""
     config, shape, microbatches, steps = Config(), (4, 128), 2, 8
     kinds = {"2 x 2": rig(job, [[0, 1], [2, 3]], config, shape, microbatches, 60.0)[0],           # as train.py runs it
+             "2 x 2, fixed": rig(job, [[0, 1], [2, 3]], config, shape, microbatches, 60.0, fixed_paths)[0],        # as torch's
              "2 x 2, sync-timeout 0": rig(job, [[0, 1], [2, 3]], config, shape, microbatches)[0], "no pipeline": rig(job, [[0, 1]], config, shape, microbatches)[0],
              "torch 1F1B": torch_1f1b(job, config, shape, microbatches)}
     times = medians({name: lambda step=step: [step(k) for k in range(steps)] for name, step in kinds.items()}, o.trials, job)
     return dict(tokens_per_second={k: steps * 2 * microbatches * shape[0] * shape[1] / statistics.median(t) for k, t in times.items()},
-                over_no_pipeline=ours_over(times, "2 x 2", "no pipeline"), over_fragile=ours_over(times, "2 x 2", "2 x 2, sync-timeout 0"), over_1f1b=ours_over(times, "2 x 2", "torch 1F1B"))
+                over_no_pipeline=ours_over(times, "2 x 2", "no pipeline"), over_fragile=ours_over(times, "2 x 2", "2 x 2, sync-timeout 0"), over_1f1b=ours_over(times, "2 x 2", "torch 1F1B"),
+                fixed_over_1f1b=ours_over(times, "2 x 2, fixed", "torch 1F1B"))
 
 
 def speed_idle(o, job):
@@ -848,7 +854,8 @@ def speed_table(r):
         print(f"| model, hidden {row['hidden']}, T {row['T']}: tokens/s over Hugging Face's (both compiled) | {times(row['ratio'])} ({times(row['ratio_compiled'])}), "
               f"{ours:.0f} and {theirs:.0f} tokens/s | 1.0x |")
     print(f"| 2 stages x 2 replicas over 2 processes without a pipeline | {times(r['pipeline']['over_no_pipeline'])} | 0.85x |")
-    print(f"| 2 stages x 2 replicas over torch's Schedule1F1B | {times(r['pipeline']['over_1f1b'])} | 1.0x |")
+    print(f"| 2 stages x 2 replicas over torch's Schedule1F1B (fixed routes, as torch's) | {times(r['pipeline']['over_1f1b'])} "
+          f"({times(r['pipeline']['fixed_over_1f1b'])}) | 1.0x |")
     print("| idle share of ranks 0 and 1, 2 stages x 1 (simulated) | {:.0%}, {:.0%} ({:.0%}, {:.0%}) | |".format(*r["idle"]["measured"], *r["idle"]["simulated"]))
     print(f"| an outer step over 50 inner steps (50 steps with it over 50 of `local`, less 1) | {r['sync']['outer_step']['noloco'] / r['sync']['fifty_steps']:.2%} "
           "({:+.1%} [{:+.1%}, {:+.1%}]) | 3% |".format(*r["sync"]["share"]))

@@ -599,7 +599,7 @@ class Stream:
 # ---------------------------------------------------------------- the executor
 
 
-DEPTH = 2       # d of the order: smaller starts microbatches sooner, larger holds fewer activations
+DEPTH = 1       # d of the order: larger holds fewer activations, but then an origin waits for a microbatch to come home before it sends out more
 AHEAD = 8       # receives posted before they are needed: a Gloo send completes only when its receive is there
 
 
@@ -644,7 +644,7 @@ class Pipeline:
         self.pairs, self.step, self.dead, self.agreed = {}, 0, set(), set()     # the dead: known here; agreed on for this iteration
         self.waiting, self.since, self.stopped = None, math.inf, threading.Event()
         stage_of = {r: s for s, ranks in enumerate(stages) for r in ranks}
-        pairs = [(a, b) for a, b in combinations(range(job.world), 2) if self.rank in (a, b) and stage_of[a] != stage_of[b]]
+        pairs = [(a, b) for a, b in combinations(sorted(stage_of), 2) if self.rank in (a, b) and stage_of[a] != stage_of[b]]
         if job.nccl:
             # NCCL ignores tags and runs what two ranks exchange within a group in the order posted. So each direction of a pair has a
             # group of its own, and all pairs connect here, in one order: later each would wait for the other's first message.
