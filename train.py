@@ -642,7 +642,7 @@ class Pipeline:
         self.emulated, self.scale = None, 1.0       # with --emulate: the Network, and seconds of ours per second of its
         self.staged = job.device.type == "cuda" and not job.nccl            # Gloo sends host memory only
         self.pairs, self.step, self.dead, self.agreed = {}, 0, set(), set()     # the dead: known here; agreed on for this iteration
-        self.waiting, self.since, self.stopped = None, math.inf, threading.Event()
+        self.waiting, self.since, self.grace, self.stopped = None, math.inf, math.inf, threading.Event()       # the first iteration may compile
         stage_of = {r: s for s, ranks in enumerate(stages) for r in ranks}
         pairs = [(a, b) for a, b in combinations(sorted(stage_of), 2) if self.rank in (a, b) and stage_of[a] != stage_of[b]]
         if job.nccl:
@@ -679,7 +679,7 @@ class Pipeline:
         except RuntimeError as error:
             return bool(self.bury(peer, error))
         finally:
-            self.waiting, self.since = None, time.monotonic()
+            self.waiting, self.since = None, time.monotonic() + self.grace
 
     def bury(self, peer, error):
         """Declare a peer dead, from the first iteration on that nobody has begun."""
@@ -704,6 +704,8 @@ class Pipeline:
         """Start an iteration; returns whether its dead are others than before. Raises Gone when rank 0 is among them. An idle rank, which has
         no task, follows the others: if it ran ahead, iterations would begin before a death in those before them is known."""
         self.step, before = step, self.agreed
+        if self.grace < math.inf:
+            self.pause(0.0)
         if self.timeout:
             if idle:
                 with contextlib.suppress(dist.DistStoreError):
@@ -739,8 +741,8 @@ class Pipeline:
                     self.pairs[peer].recv([torch.empty(1)], int(peer > self.rank), 0).wait(timedelta(milliseconds=1))
 
     def pause(self, seconds):
-        """What comes now is no task and may take as long."""
-        self.since = time.monotonic() + seconds
+        """What comes now may take so much longer than a task."""
+        self.since, self.grace = time.monotonic() + seconds, seconds
 
     def stop(self):
         self.stopped.set()
@@ -941,6 +943,8 @@ def weight_spread(theta, replicas, job, key):
 
     Differences to the first replica are summed, so that nothing cancels: sum |d - mean d|^2 = sum |d|^2 - |sum d|^2 / N.
     """
+    if job.rank not in replicas:
+        return 0.0, 0
     total, squares, count, square = torch.zeros_like(theta), 0.0, 1, lambda d: float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2
     with contextlib.suppress(RuntimeError):         # who is lost on the way does not count
         members, link = meet(job.store, key, job.rank, replicas, job.patience()) if len(replicas) > 1 else (replicas, None)
@@ -1338,7 +1342,7 @@ def main(argv=None):
                 totals["sync_bytes"], outer.bytes_sent = totals["sync_bytes"] + outer.bytes_sent, 0
         if evaluates:
             heldout = evaluate(pipeline, alive, corpus, o)
-            spread, among = weight_spread(theta, next(s for s in alive if job.rank in s), job, f"spread/{step // o.eval_every}/{stage}/{step == o.steps}")
+            spread, among = weight_spread(theta, next(s for s in alive if job.rank in s)[:64], job, f"spread/{step // o.eval_every}/{stage}/{step == o.steps}")
             rows = job.collect(f"row/{step // o.eval_every}/{step == o.steps}", dict(
                 loss=float(totals["loss"]), tokens=totals["tokens"], seen=totals["seen"], heldout=heldout, spread=spread, weights=among * theta.numel(),
                 skipped=totals["skipped"], lost=pipeline.lost,
@@ -1359,7 +1363,6 @@ def main(argv=None):
             forget(folder, job.rank, set(held[:-2]) - {whole})
         if evaluates or saves:
             clock = time.perf_counter()
-            pipeline.pause(0.0)
     progress.close()
     pipeline.stop()
     if job.rank == 0:
