@@ -95,7 +95,7 @@ def parse(argv):
         try:
             import transformers                                     # noqa: F401
         except ImportError:
-            raise BadInput("--trainer compares with transformers: pip install '.[hf]'")
+            raise BadInput("--trainer compares with transformers: pip install '.[test]'")
         return o
     if world > 1 and (o.simulate or o.plot or o.model):
         raise BadInput("--simulate, --plot and --model need no torchrun: python bench_sync.py ...")
@@ -669,11 +669,13 @@ def speed_pipeline(o, job):
     config, shape, microbatches, steps = Config(), (4, 128), 2, 8
     kinds = {"2 x 2": rig(job, [[0, 1], [2, 3]], config, shape, microbatches, 60.0)[0],           # as train.py runs it
              "2 x 2, fixed": rig(job, [[0, 1], [2, 3]], config, shape, microbatches, 60.0, fixed_paths)[0],        # as torch's
-             "2 x 2, sync-timeout 0": rig(job, [[0, 1], [2, 3]], config, shape, microbatches)[0], "no pipeline": rig(job, [[0, 1]], config, shape, microbatches)[0],
+             "2 x 2, sync-timeout 0": rig(job, [[0, 1], [2, 3]], config, shape, microbatches)[0],
+             "no pipeline": rig(job, [[0, 1]], config, shape, microbatches)[0],
              "torch 1F1B": torch_1f1b(job, config, shape, microbatches)}
     times = medians({name: lambda step=step: [step(k) for k in range(steps)] for name, step in kinds.items()}, o.trials, job)
     return dict(tokens_per_second={k: steps * 2 * microbatches * shape[0] * shape[1] / statistics.median(t) for k, t in times.items()},
-                over_no_pipeline=ours_over(times, "2 x 2", "no pipeline"), over_fragile=ours_over(times, "2 x 2", "2 x 2, sync-timeout 0"), over_1f1b=ours_over(times, "2 x 2", "torch 1F1B"),
+                over_no_pipeline=ours_over(times, "2 x 2", "no pipeline"), over_fragile=ours_over(times, "2 x 2", "2 x 2, sync-timeout 0"),
+                over_1f1b=ours_over(times, "2 x 2", "torch 1F1B"),
                 fixed_over_1f1b=ours_over(times, "2 x 2, fixed", "torch 1F1B"))
 
 
@@ -725,7 +727,8 @@ def speed_sync(o, job):
             step(k)
             outer.step()
     times = medians({"noloco": noloco, "local": lambda: [step(k) for k in range(50)]}, max(1, o.trials // 2), job)
-    kinds = {"survives": NoLoCo(model.parameters(), inner_steps=1, store=dist.PrefixStore("one", job.store)), "fragile": NoLoCo(model.parameters(), inner_steps=1)}
+    kinds = {"survives": NoLoCo(model.parameters(), inner_steps=1, store=dist.PrefixStore("one", job.store)),
+             "fragile": NoLoCo(model.parameters(), inner_steps=1)}
     alone = medians({name: kind.step for name, kind in kinds.items()}, 4 * o.trials, job)
     for name in 2 * o.trials * list(blocked):
         outer = NoLoCo(model.parameters(), gamma=0.9, inner_steps=3)
@@ -749,13 +752,13 @@ def speed_sync(o, job):
                          outer_step={name: statistics.median(seconds) for name, seconds in alone.items()})
 
 
-FLOOR = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nprint(f'at {time.time()}\\n', end='', flush=True)"
+FLOOR = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nprint(f'at {time.time()} {dist.get_rank()}\\n', end='', flush=True)"
 FIRST = """import sys, time
 sys.path.insert(0, sys.argv.pop(1))
 import train
 run = train.Pipeline.run
 def timed(*args, **kwargs):         # called again: the first step, with its Adam, is over
-    print(f'at {time.time()}\\n', end='', flush=True)
+    print(f'at {time.time()} {args[0].rank}\\n', end='', flush=True)
     return run(*args, **kwargs)
 train.Pipeline.run = timed
 train.main()"""
@@ -771,12 +774,15 @@ def speed_start(o, job):
             for name, args in (("floor", []), ("first", [str(Path(__file__).parent), "--stages", "4,4", "--steps", "2", "--eval-sequences", "4"])):
                 start = time.time()
                 out = torchrun(8, f"{name}.py", *args, cwd=folder, capture_output=True, text=True).stdout
-                at = sorted(float(line.split()[1]) - start for line in out.splitlines() if line.startswith("at "))
+                at = {}
+                for line in out.splitlines():
+                    if line.startswith("at "):
+                        at.setdefault(line.split()[2], []).append(float(line.split()[1]) - start)
                 if name == "floor":
-                    seconds["floor"].append(at[7])
+                    seconds["floor"].append(max(t[0] for t in at.values()))
                 else:               # each rank's first two calls; evaluation comes later
-                    seconds["begins"].append(at[7])
-                    seconds["done"].append(at[15])
+                    seconds["begins"].append(max(t[0] for t in at.values()))
+                    seconds["done"].append(max(t[1] for t in at.values()))
     return {**{name: statistics.median(t) for name, t in seconds.items()},
             "beyond": statistics.median(b - a for a, b in zip(seconds["floor"], seconds["done"]))}
 
@@ -859,7 +865,7 @@ def speed_table(r):
           "({:+.1%} [{:+.1%}, {:+.1%}]) | 3% |".format(*r["sync"]["share"]))
     print("| an outer step that survives failures (one that does not), all replicas at once | {survives:.4f} s ({fragile:.4f} s) | +0.025 s |".format(**r["sync"]["outer_step"]))
     print(f"| 2 x 2: inner steps that survive failures over ones that do not | {times(r['pipeline']['over_fragile'])} | |")
-    print("| exchange blocks, phi sent early (late) | {early:.4f} s ({late:.4f} s) | |".format(**r["sync"]["blocked"]))
+    print("| exchange blocks, phi sent early (late); without a store | {early:.4f} s ({late:.4f} s) | |".format(**r["sync"]["blocked"]))
     print("| launch to first step done, 8 processes (floor) | {done:.1f} s ({floor:.1f} s), {beyond:+.1f} s | +2 s |".format(**r["start"]))
     for name, row in r["memory"].items():
         print(f"| peak memory of a rank, {name} (formula) | {row['measured'] / 1e6:.0f} MB ({row['formula'] / 1e6:.0f} MB) | |")

@@ -189,7 +189,7 @@ class NoLoCo:
         self.store, self.timeout, self.events, self.adopted, self.late, self.catch_up = store, timeout, [], False, False, True
         nccl = joined and self.theta.is_cuda and "nccl" in str(dist.get_backend_config())
         self.staged = (joined or store is not None) and self.theta.is_cuda and not nccl         # Gloo sends host memory only
-        self.ahead_group, self.served = None, store.add(f"joins/{self.ranks[0]}", 0) if store else 0
+        self.ahead_group, self.asked, self.joiners = None, store.add(f"joins/{self.ranks[0]}", 0) if store else 0, set()
         if nccl:        # the first use of a group must have everyone in it; every rank of the job makes its NoLoCo, so everyone is here
             dist.barrier()
             if gamma != beta:       # NCCL runs what is posted on a group in turn: phi, long in flight, must not hold up what follows it
@@ -338,17 +338,18 @@ class NoLoCo:
 
     def serve(self):
         """After an outer step: give phi and delta to whoever asked to join since the last time, unless another replica does."""
-        asked = self.store.add(f"joins/{self.ranks[0]}", 0)
-        for number in range(self.served + 1, asked + 1):
-            key = f"join/{self.ranks[0]}/{number}"
-            if not self.store.check([key]):         # it is about to write who it is
-                return
-            mine, joiner = f"{self.rank} {self.steps}", int(self.store.get(key))
+        before, self.asked = self.asked, self.store.add(f"joins/{self.ranks[0]}", 0)
+        self.joiners |= set(range(before + 1, self.asked + 1))
+        for number in sorted(self.joiners):
+            key, mine = f"join/{self.ranks[0]}/{number}", f"{self.rank} {self.steps}"
+            if not self.store.check([key]):         # about to write who it is, or dead
+                continue
+            self.joiners.remove(number)
+            joiner = int(self.store.get(key))
             if joiner != self.rank and self.store.compare_set(f"{key}/by", "", mine).decode() == mine:
                 self.events.append(dict(event="joined", outer=self.steps // self.inner_steps, rank=joiner, given_by=self.rank))
                 with contextlib.suppress(RuntimeError):         # it may die again
                     self.hand_over(key, joiner, gives=True)
-            self.served = number
 
     def hand_over(self, key, other, gives):
         """phi and delta to or from one other replica."""

@@ -1062,6 +1062,7 @@ class Fault(enum.Enum):
     DIE_IN_FORWARD = enum.auto()
     DIE_IN_BACKWARD = enum.auto()
     CRASH_IN_CHECKPOINT = enum.auto()
+    DIE_IN_EVALUATION = enum.auto()
     LOSE_STORE = enum.auto()
 
 
@@ -1079,8 +1080,8 @@ def die():
 
 def inject(faults, store):
     """This process is to fail so: [(fault, at step)] in the order of steps. Those before the step at which it starts are over."""
-    begin, tentative, post, blocks, backward, save = (
-        train.Pipeline.begin, NoLoCo.tentative, NoLoCo.post, Llama.blocks, torch.Tensor.backward, torch.save)
+    begin, tentative, post, blocks, backward, save, spread = (
+        train.Pipeline.begin, NoLoCo.tentative, NoLoCo.post, Llama.blocks, torch.Tensor.backward, torch.save, train.weight_spread)
     now = types.SimpleNamespace(fault=None, queue=None)
 
     def beginning(pipeline, step, **kwargs):
@@ -1127,8 +1128,13 @@ def inject(faults, store):
             die()
         save(state, file)
 
-    train.Pipeline.begin, NoLoCo.tentative, NoLoCo.post, Llama.blocks, torch.Tensor.backward, torch.save = (
-        beginning, meeting, posting, forward, backwards, saving)
+    def evaluating(*args):
+        if now.fault is Fault.DIE_IN_EVALUATION:
+            die()
+        return spread(*args)
+
+    train.Pipeline.begin, NoLoCo.tentative, NoLoCo.post, Llama.blocks, torch.Tensor.backward, torch.save, train.weight_spread = (
+        beginning, meeting, posting, forward, backwards, saving, evaluating)
 
 
 def _faulty(rank, world, argv, faults, store):
@@ -1212,16 +1218,17 @@ def _helped(rank, slots, helper, world, argv, faults, store):
 
 
 def _wake(argv):
-    """Once the others are done, the hung process goes on."""
+    """Once the hung process is given up, it goes on, while the others still train."""
     store = train.Job().store
-    store.wait(["done/0"], timedelta(seconds=100))
+    store.wait(["dropped/3"], timedelta(seconds=100))
     os.kill(int(store.get("stopped")), signal.SIGCONT)
 
 
 def test_a_node_that_wakes_after_it_was_declared_dead_leaves(corpus, tmp_path):
     world, options, victim = JOBS["pipeline"]
     with store_host() as (port, pid):
-        *results, _ = processes(world + 1, _helped, _wake, world, [str(a) for a in [*FAULTS, *options, "--data", corpus]], [(Fault.HANG, victim, 22)], pid,
+        *results, _ = processes(world + 1, _helped, _wake, world, [str(a) for a in [*FAULTS, *options, "--data", corpus, "--steps", 200]],
+                                [(Fault.HANG, victim, 22)], pid,
                                 cwd=tmp_path, port=port)
     assert [code for code, _ in results] == [0] * world and "declared it dead" in results[victim][1] and metrics(tmp_path / "runs/x")[-1]["ranks"] == world - 1
 
@@ -1233,9 +1240,17 @@ def _return(argv):
     return _main(2, 4, [*argv, "--join"])
 
 
-def test_a_restarted_replica_joins_and_takes_part(sound, corpus, tmp_path):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_restarted_replica_joins_and_takes_part(streamed, sound, corpus, tmp_path):
+    data = corpus
+    if streamed:
+        data = tmp_path / "c4"
+        data.mkdir()
+        for i, file in enumerate(sorted(corpus.iterdir())):
+            with gzip.open(data / f"c4-{'train' if i else 'validation'}.{i}.json.gz", "wt") as shard:
+                shard.writelines(json.dumps(dict(text=file.read_text()[a:a + 500])) + "\n" for a in range(0, 8000, 500))
     with store_host() as (port, pid):
-        *results, joined = processes(5, _helped, _return, 4, [str(a) for a in [*FAULTS, "--stages", 4, "--data", corpus, "--steps", 300]],
+        *results, joined = processes(5, _helped, _return, 4, [str(a) for a in [*FAULTS, "--stages", 4, "--data", data, "--steps", 300]],
                                      [(Fault.DIE_BEFORE_EXCHANGE, 2, 22)], pid, cwd=tmp_path, port=port, fallen=[2])
     assert [result and result[0] for result in results] == [0, 0, None, 0] and joined[0] == 0, joined
     rows = metrics(tmp_path / "runs/x")
@@ -1246,6 +1261,25 @@ def test_a_restarted_replica_joins_and_takes_part(sound, corpus, tmp_path):
     for rank in range(3):       # the same number of steps, and weights close to the others'
         state = [checkpoint(tmp_path / "runs/x", 300, r) for r in (rank, 3)]
         assert state[0]["step"] == state[1]["step"] and (state[0]["theta"] - state[1]["theta"]).norm() < 0.1 * state[1]["theta"].norm()
+
+
+def _intrude(argv):
+    """A fifth process that would join a pipeline."""
+    os.environ["RANK"] = "3"
+    return _main(3, 4, [*argv, "--join"])
+
+
+def test_joining_a_pipeline_is_refused_by_the_joiner_alone(corpus, tmp_path):
+    with store_host() as (port, pid):
+        *results, (code, text) = processes(5, _helped, _intrude, 4, [str(a) for a in [*FAULTS, "--stages", "2,2", "--data", corpus]], [], pid, cwd=tmp_path, port=port)
+    assert code == 2 and text.startswith("error: --join is for --method noloco on one stage") and text.count("\n") == 1
+    assert [code for code, _ in results] == [0] * 4
+
+
+def test_a_store_lost_before_an_evaluation_leaves_a_checkpoint_and_one_line(corpus, tmp_path):
+    results = failing("one stage", [(Fault.LOSE_STORE, 2, 22)], tmp_path, "--data", corpus, "--inner-steps", 50)
+    assert [code for code, _ in results] == [f"stopped: rank {r} at step 40: the store on node 0 is lost; go on with --resume runs/x" for r in range(4)]
+    assert [checkpoint(tmp_path / "runs/x", 40, r)["step"] for r in range(4)] == [40] * 4
 
 
 @pytest.mark.parametrize("skip", [False, True])

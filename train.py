@@ -64,15 +64,17 @@ METHODS = {
 # The planned routings, in the paper's words SkipPipe, SkipPipe without TC2, DT-FM skip (random valid paths) and DT-FM (every stage). A budget of
 # work, not of time, so that a plan depends on the network and the seed alone. The last two run in the order that first come, first served gives.
 PLANNERS = {
-    "skippipe": lambda network, kept, each, rounds, seed, dead: skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed,
-                                                                              dead=dead),
-    "no-tc2": lambda network, kept, each, rounds, seed, dead: skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed,
-                                                                            dead=dead, collisions=False),
+    "skippipe": lambda *args: planned(*args),
+    "no-tc2": lambda *args: planned(*args, collisions=False),
     "dtfm-skip": lambda network, kept, each, rounds, seed, dead: served(
         network, kept, each, rounds, dead, skippipe.random_valid_paths(network, kept, each, seed=seed, dead=dead)),
     "dtfm": lambda network, _, each, rounds, seed, dead: served(
         network, len(living(network.stages, dead)), each, rounds, dead, full_paths(living(network.stages, dead), each)),
 }
+
+
+def planned(network, kept, each, rounds, seed, dead, collisions=True):
+    return skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, collisions=collisions)
 
 
 def served(network, kept, each, rounds, dead, paths):
@@ -220,8 +222,8 @@ def parse(argv, world=1):
             raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(o, name)}")
     if not 0 <= o.skip < 1 or (o.skip and o.routing not in PLANNERS):
         raise BadInput(f"--skip takes a share from 0 to below 1 and a planned routing, got {o.skip} and {o.routing}")
-    if o.join and (o.method != "noloco" or len(o.stages) > 1 or not o.sync_timeout):
-        raise BadInput("--join is for --method noloco on one stage with a --sync-timeout; pipelines and other methods resume from a checkpoint")
+    if o.join:
+        raise BadInput("--join is for a process that comes back to a running job; rank 0 cannot: without node 0 there is no job")
     if o.emulate:       # the processes' clock is one machine's
         if not o.links or world == 1 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
             raise BadInput("--emulate needs --links FILE and several processes, all on one machine")
@@ -269,7 +271,8 @@ class Job:
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         # torchrun keeps its store when it starts the processes again: what the dead ones wrote there must not be read
         self.store = dist.PrefixStore(f"attempt{restarts()}", next(iter(dist.rendezvous("env://")))[0]) if self.world > 1 else None
-        self.rounds, self.device, self.nccl, self.timeout, self.joining, self.told = 0, torch.device("cpu"), False, 0.0, False, 0
+        self.rounds, self.device, self.nccl, self.timeout, self.joining, self.told, self.silent = \
+            0, torch.device("cpu"), False, 0.0, False, 0, set()
 
     def share(self, text):
         """Every rank's text, in the order of ranks. (Who joins later finds what the others wrote when they started.)"""
@@ -321,36 +324,35 @@ class Job:
             dist.barrier()          # NCCL: the first use of a group must have everyone in it
 
     def patience(self):
-        """Seconds to wait for another rank."""
-        return self.timeout or 1e6
+        """Seconds to wait for another rank at an evaluation: less than partners wait in an outer step, or they would go on without us meanwhile."""
+        return self.timeout / 3 or 1e6
 
-    def collect(self, key, values, dead=()):
+    def collect(self, key, values, dead=frozenset()):
         """What every rank tells for the log, through the store: rank 0 gets {rank: values} of those who answer in time, the others None."""
         if self.world == 1:
             return {0: values}
         self.store.set(f"{key}/{self.rank}", json.dumps(values))
         if self.rank:
             return None
-        awaited = {r: f"{key}/{r}" for r in range(self.world) if r not in dead and not self.store.check([f"absent/{r}"])}
-        try:
-            self.store.wait(list(awaited.values()), timedelta(seconds=self.patience()))
-        except dist.DistStoreError:
-            for r in awaited:
-                if not self.store.check([awaited[r]]):
-                    self.store.set(f"absent/{r}", key)          # nobody waits for it again until it comes back (noloco.meet)
-        return {r: json.loads(self.store.get(f"{key}/{r}")) for r in range(self.world) if self.store.check([f"{key}/{r}"])}
+        awaited = [r for r in range(self.world) if r not in dead | self.silent and not self.store.check([f"absent/{r}"])]
+        with contextlib.suppress(dist.DistStoreError):
+            self.store.wait([f"{key}/{r}" for r in awaited], timedelta(seconds=self.patience()))
+        here = {r for r in range(self.world) if self.store.check([f"{key}/{r}"])}
+        self.silent = set(range(self.world)) - here         # nobody waits for these again until they answer
+        return {r: json.loads(self.store.get(f"{key}/{r}")) for r in sorted(here)}
 
     def tell(self, events):
         """For rank 0's log."""
-        for event in events:
+        for event in events if self.world > 1 else []:
             self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
 
     def news(self):
         """On rank 0: what has been told since the last time."""
         first, self.told = self.told + 1, self.store.add("events", 0) if self.world > 1 else 0
-        return [json.loads(self.store.get(f"event/{n}")) for n in range(first, self.told + 1)]
+        return [json.loads(self.store.get(f"event/{n}")) for n in range(first, self.told + 1)
+                if self.store.check([f"event/{n}"])]        # (who died as it told never wrote it)
 
-    def close(self, dead=()):
+    def close(self, dead=frozenset()):
         if self.world > 1:
             self.collect("done", 0, dead)       # rank 0 may host the store, so it leaves last
         if dist.is_initialized():
@@ -599,7 +601,7 @@ class Stream:
 # ---------------------------------------------------------------- the executor
 
 
-DEPTH = 1       # d of the order: larger holds fewer activations, but then an origin waits for a microbatch to come home before it sends out more
+DEPTH = 1       # d of the order: larger holds fewer activations, smaller starts microbatches sooner (2 to 3% faster on 2 x 2)
 AHEAD = 8       # receives posted before they are needed: a Gloo send completes only when its receive is there
 
 
@@ -687,6 +689,8 @@ class Pipeline:
             raise error
         if peer in self.dead:
             return
+        if self.job.store.check([f"dropped/{self.rank}"]):
+            self.leave()
         self.dead.add(peer)
         self.job.tell([dict(event="lost", step=self.step, rank=self.rank, peer=peer, error=" ".join(str(error).split())[:100])])
         step = self.step + 1
@@ -712,11 +716,18 @@ class Pipeline:
                     self.job.store.wait([f"dead/{step}"], timedelta(seconds=self.timeout))
             self.agreed = self.agree(step)
         if self.rank in self.agreed:
-            print(f"rank {self.rank} leaves at step {step}: it had been silent for so long that the others declared it dead", file=sys.stderr, flush=True)
-            sys.exit(0)
+            self.leave()
         if 0 in self.agreed:
             raise Gone("rank 0 is gone")
         return self.agreed != before
+
+    def leave(self):
+        """This rank was declared dead."""
+        line = f"rank {self.rank} had been silent for so long that the others declared it dead"
+        if self.rank == 0:
+            raise Gone(line)
+        print(f"{line}: it leaves at step {self.step}", file=sys.stderr, flush=True)
+        sys.exit(0)
 
     def watch(self):
         """A thread: say every now and then that this rank is alive, which it is while it waits or its task is not overdue; and break off
@@ -737,6 +748,8 @@ class Pipeline:
             except RuntimeError:        # the store is lost: so is everything
                 silent = peer is not None
             if silent and self.waiting == peer:
+                with contextlib.suppress(RuntimeError):         # before its connection closes: it must not take us for dead when it wakes
+                    store.set(f"dropped/{peer}", str(self.rank))
                 with contextlib.suppress(RuntimeError):
                     self.pairs[peer].recv([torch.empty(1)], int(peer > self.rank), 0).wait(timedelta(milliseconds=1))
 
@@ -782,6 +795,7 @@ class Pipeline:
         inbox, sends, saved, needed, posted = {}, {}, {}, 0, 0
         total, home, tokens, self.notes, usable = torch.zeros((), device=self.device), 0, 0, [], 0.0
         for u, hop in mine:
+            self.since = time.monotonic() + self.grace
             length, ranks, x = len(paths[u]), chains[u], None
             if hop and ranks[hop - 1] != self.rank:
                 while posted < min(needed + AHEAD, len(receives)) or (u, hop) not in inbox:
@@ -939,25 +953,31 @@ def plan_paths(o, network, dead=()):
 
 
 def weight_spread(theta, replicas, job, key):
-    """(sum over the replicas of |theta - mean|^2, how many they are) on the first of them, (0, 0) on the others: each sends its theta there.
+    """(sum over the replicas of |theta - mean|^2, how many weights that are) on the first of them, (0, 0) on the others: each sends its theta there.
 
     Differences to the first replica are summed, so that nothing cancels: sum |d - mean d|^2 = sum |d|^2 - |sum d|^2 / N.
     """
     if job.rank not in replicas:
         return 0.0, 0
-    total, squares, count, square = torch.zeros_like(theta), 0.0, 1, lambda d: float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2
-    with contextlib.suppress(RuntimeError):         # who is lost on the way does not count
+    square, squares = lambda d: float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2, 0.0
+    try:
         members, link = meet(job.store, key, job.rank, replicas, job.patience()) if len(replicas) > 1 else (replicas, None)
-        if link and job.rank != members[0]:
-            link.send([theta.cpu()], 0, 0).wait(timedelta(seconds=job.patience()))
+        if job.rank not in members:
             return 0.0, 0
-        other = torch.empty_like(theta, device="cpu") if link else None
-        for place in range(1, len(members) if link else 1):
-            link.recv([other], place, 0).wait(timedelta(seconds=job.patience()))
-            d = other.to(theta.device) - theta
-            total += d
-            squares, count = squares + square(d), count + 1
-    return squares - square(total) / count, count
+        for piece in theta.split(1 << 22) if link else []:
+            if job.rank != members[0]:
+                link.send([piece.cpu()], 0, 0).wait(timedelta(seconds=job.patience()))
+                continue
+            total, other = torch.zeros_like(piece), torch.empty_like(piece, device="cpu")
+            for place in range(1, len(members)):
+                link.recv([other], place, 0).wait(timedelta(seconds=job.patience()))
+                d = other.to(piece.device) - piece
+                total += d
+                squares += square(d)
+            squares -= square(total) / len(members)
+        return squares, len(members) * theta.numel() if job.rank == members[0] else 0
+    except RuntimeError:        # who was lost on the way spoils it for this time
+        return 0.0, 0
 
 
 def evaluate(pipeline, stages, corpus, o):
@@ -1010,26 +1030,41 @@ def save(folder, step, rank, state):
     os.replace(place / f"rank{rank}.tmp", place / f"rank{rank}.pt")
 
 
-def seal(folder, job, steps):
-    """On rank 0: find, without waiting for anyone, the newest of these checkpoints that all have written; mark in newer ones who has not."""
-    for step in reversed(steps):
-        missing = [r for r in range(job.world) if not job.store.check([f"saved/{step}/{r}"])]
-        if not missing:
-            return job.store.set("whole", str(step))
-        for r in missing if job.store.check([f"saved/{step}/0"]) else []:       # (else it is from before this job started)
-            (folder / "checkpoints" / f"{step:08d}" / f"rank{r}.dead").touch()
+def seal(folder, job, dead):
+    """Tell that this rank has written a checkpoint, and drop those that nobody needs. Rank 0 finds out, without waiting for anyone, which is the newest
+    that all have, and the newest that all living have; in newer ones than the former it marks who will not write them. Both, and all newer, stay."""
+    held = saved_steps(folder, job.rank)
+    if job.world == 1:
+        return forget(folder, job, held[:-2])
+    job.store.set(f"saved/{held[-1]}/{job.rank}", "=")
+    if job.rank == 0:
+        gone, sealed = {r for r in range(job.world) if r in dead or job.store.check([f"absent/{r}"])}, None
+        for step in reversed([step for step in held if job.store.check([f"saved/{step}/0"])]):      # (others are from before this job)
+            missing = {r for r in range(job.world) if not job.store.check([f"saved/{step}/{r}"])}
+            for r in missing & gone:
+                (folder / "checkpoints" / f"{step:08d}" / f"rank{r}.dead").touch()
+            sealed = step if sealed is None and missing <= gone else sealed
+            if not missing:
+                job.store.set("whole", str(step))
+                break
+        if sealed is not None:
+            job.store.set("sealed", str(sealed))
+    whole, sealed = (int(job.store.get(key)) if job.store.check([key]) else 0 for key in ("whole", "sealed"))
+    forget(folder, job, {step for step in held[:-2] if step < sealed} - {whole})
 
 
 def saved_steps(folder, rank):
     return sorted(int(p.parent.name) for p in (folder / "checkpoints").glob(f"*/rank{rank}.pt") if p.parent.name.isdigit())
 
 
-def forget(folder, rank, steps):
+def forget(folder, job, steps):
     """Remove this rank's part of these checkpoints."""
     for step in steps:
         place = folder / "checkpoints" / f"{step:08d}"
-        for file in [place / f"rank{rank}.pt", *(place.glob("rank*.dead") if rank == 0 else [])]:
+        for file in [place / f"rank{job.rank}.pt", place / f"rank{job.rank}.tmp", *(place.glob("rank*.dead") if job.rank == 0 else [])]:
             file.unlink(missing_ok=True)
+        if job.world > 1:
+            job.store.delete_key(f"saved/{step}/{job.rank}")
         with contextlib.suppress(OSError):      # the last rank to leave takes the folder
             place.rmdir()
 
@@ -1052,7 +1087,7 @@ def load(folder, job, corpus, replicas):
         return None, list(held)
     file = folder / "checkpoints" / f"{max(common):08d}" / held[max(common)]
     try:
-        state = torch.load(file, weights_only=True, map_location=job.device)
+        state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
         raise BadInput(f"{file} is damaged ({str(error)[:100]}); delete {file.parent} to go on from the checkpoint before it")
     if corpus and state["corpus"] != corpus.digest:
@@ -1146,7 +1181,7 @@ def prepare(o, job):
     if job.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         try:            # "x": of two runs that start at once with one name, one gets it
-            o.resume or open(folder / "config.json", "w" if restarts() else "x").close()
+            o.resume or restarts() or open(folder / "config.json", "x").close()
         except FileExistsError:
             raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")
     return stages, model, stage, config, network, corpus, reader, folder
@@ -1167,6 +1202,8 @@ def main(argv=None):
     if job.rank and {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
         return
     o = job.together(lambda: parse(argv, job.world) if job.rank == 0 else None)     # rank 0's options hold for all
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get("TORCHELASTIC_RUN_ID") == "none" and job.world > 1:
+        job.together(refuse, "torchrun restarts by itself only with its dynamic rendezvous (--rdzv-backend c10d): leave --max-restarts out; a node comes back with --join")
     if job.rank == 0 and o.name is None:        # a restarted run must find its folder again
         launch = os.environ.get("TORCHELASTIC_RUN_ID", "none") if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else "none"
         o.name = f"{o.method}-{'x'.join(map(str, o.stages))}-{time.strftime('%Y%m%d-%H%M%S') if launch == 'none' else launch}"
@@ -1176,6 +1213,8 @@ def main(argv=None):
         job.together(export, o, job)
         return job.close()
     job.timeout = o.sync_timeout if job.world > 1 and not dist.is_initialized() else 0.0
+    if job.joining and (o.method != "noloco" or len(o.stages) > 1 or not job.timeout):
+        job.together(refuse, "--join is for --method noloco on one stage over Gloo with a --sync-timeout; others go on from a checkpoint: --resume")
     stages, model, stage, config, network, corpus, reader, folder = job.together(prepare, o, job)
     say = print if job.rank == 0 else lambda *_: None
 
@@ -1198,7 +1237,7 @@ def main(argv=None):
     pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     step, plan = 0, None
     totals = dict(seconds=0.0, sync_bytes=0, skipped=0, seen=0, loss=0.0, tokens=0)     # loss and tokens since the last evaluation
-    state = None
+    state, stale = None, []
     if (o.resume or restarts()) and not job.joining:
         state, stale = job.together(load, folder, job, corpus, replicas)
         if not state and not restarts():
@@ -1218,15 +1257,18 @@ def main(argv=None):
     if o.eval_stages:
         partial_inference(pipeline, stages, corpus, o, job, folder)
         return job.close()
-    if state or restarts():
-        forget(folder, job.rank, stale)
+    state = None                # it is as large as all that it filled
+    forget(folder, job, stale)
     if job.joining:
         try:
             outer.join()
         except RuntimeError as error:
             job.together(refuse, f"--join: no living replica answered ({str(error)[:100]})")
         step = outer.steps
-        reader.cursor = step * o.microbatches * o.batch
+        if not corpus.streamed:
+            reader.cursor = step * o.microbatches * o.batch
+        elif held := saved_steps(folder, job.rank):         # (a stream is read again from there, or from its start)
+            reader.cursor = torch.load(folder / "checkpoints" / f"{held[-1]:08d}" / f"rank{job.rank}.pt", weights_only=True, mmap=True)["cursor"]
 
     # what runs, in a few lines
     whole, inner = count_parameters(config)
@@ -1274,9 +1316,9 @@ def main(argv=None):
             cursor=cursor, corpus=corpus and corpus.digest, plan=first_plan, options=asdict(o),
             totals={**totals, "loss": float(totals["loss"])}, pipeline_bytes=pipeline.bytes_sent, lost=pipeline.lost))
 
-    while step < o.steps:
-        before, cursor = step, reader and reader.cursor
-        try:
+    try:
+        while step < o.steps:
+            before, cursor = step, reader and reader.cursor
             # who is dead, paths, data, forward and backward
             if pipeline.begin(step, idle=plan and not plan["order"][job.rank]):
                 alive, plan = go_round(o, job, pipeline, stages, plan, network, step)
@@ -1319,57 +1361,52 @@ def main(argv=None):
                 step = outer.steps              # a late replica may have caught up
                 if outer.adopted:
                     adam, outer.adopted = adam_state(theta), False
-            if job.timeout and outer and outer.events:
+            if outer and outer.events:
                 job.tell([{"step": step, **event} for event in outer.events])
                 outer.events.clear()
-        except (Gone, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not ("gloo" in str(error) or isinstance(error, dist.DistError)):
-                raise
-            if isinstance(error, Gone) or job.timeout:
-                keep(cursor)
-            progress.close()
-            reason = error if isinstance(error, Gone) else f"the store on node 0 is lost" if job.timeout else f"--method {o.method} needs every process, and one is gone"
-            sys.exit(f"stopped: rank {job.rank} at step {step}: {reason}; go on with --resume {folder}")
-        if step % 10 == 0 or step == 1:
-            progress.set_postfix_str(f"loss {float(loss) / max(1, home):.3f}" + (f", held-out {heldout:.3f}" if heldout else ""), refresh=False)
-        progress.update(step - before)
+            if step % 10 == 0 or step == 1:
+                progress.set_postfix_str(f"loss {float(loss) / max(1, home):.3f}" + (f", held-out {heldout:.3f}" if heldout else ""), refresh=False)
+            progress.update(step - before)
 
-        evaluates, saves = step == o.steps or step // o.eval_every > before // o.eval_every, step == o.steps or step % o.save_every == 0
-        if evaluates or saves:
-            pipeline.pause(10 * job.timeout)
-            totals["seconds"] += time.perf_counter() - clock
-            if outer:
-                totals["sync_bytes"], outer.bytes_sent = totals["sync_bytes"] + outer.bytes_sent, 0
-        if evaluates:
-            heldout = evaluate(pipeline, alive, corpus, o)
-            spread, among = weight_spread(theta, next(s for s in alive if job.rank in s)[:64], job, f"spread/{step // o.eval_every}/{stage}/{step == o.steps}")
-            rows = job.collect(f"row/{step // o.eval_every}/{step == o.steps}", dict(
-                loss=float(totals["loss"]), tokens=totals["tokens"], seen=totals["seen"], heldout=heldout, spread=spread, weights=among * theta.numel(),
-                skipped=totals["skipped"], lost=pipeline.lost,
-                bad=reader.cursor[2] if reader and corpus.streamed else 0, sync=totals["sync_bytes"], pipeline=pipeline.bytes_sent, norm=float(norm),
-                iteration=sorted(iterations)[len(iterations) // 2]), pipeline.agreed)
-            if job.rank == 0:
-                latest.update(rows)
-                heldout = report(rows, latest, job.news(), folder, progress, o, step, totals["seconds"], corpus, plan)
-            totals["loss"], totals["tokens"], iterations = 0.0, 0, []
-        if saves:
-            keep(cursor)
-            held, whole = saved_steps(folder, job.rank), 0
-            if job.world > 1:
-                job.store.set(f"saved/{step}/{job.rank}", "=")
+            evaluates, saves = step == o.steps or step // o.eval_every > before // o.eval_every, step == o.steps or step % o.save_every == 0
+            if evaluates or saves:
+                pipeline.pause(10 * job.timeout)
+                totals["seconds"] += time.perf_counter() - clock
+                if outer:
+                    totals["sync_bytes"], outer.bytes_sent = totals["sync_bytes"] + outer.bytes_sent, 0
+            if evaluates:
+                row = dict(loss=float(totals["loss"]), tokens=totals["tokens"], heldout=evaluate(pipeline, alive, corpus, o), seen=totals["seen"],
+                           skipped=totals["skipped"], lost=pipeline.lost, bad=reader.cursor[2] if reader and corpus.streamed else 0, norm=float(norm),
+                           sync=totals["sync_bytes"], pipeline=pipeline.bytes_sent, iteration=sorted(iterations)[len(iterations) // 2])
+                totals["loss"], totals["tokens"], iterations = 0.0, 0, []
+            if saves:               # before anyone is waited for
+                keep(cursor)
+                seal(folder, job, pipeline.agreed)
+            if evaluates:
+                moment = f"{step // o.eval_every}/{step == o.steps}"
+                row["spread"], row["weights"] = weight_spread(theta, next(s for s in alive if job.rank in s)[:64], job, f"spread/{stage}/{moment}")
+                rows = job.collect(f"row/{moment}", row, pipeline.agreed)
                 if job.rank == 0:
-                    seal(folder, job, held[:-1])
-                whole = int(job.store.get("whole")) if job.store.check(["whole"]) else 0        # kept too, however old: it serves everyone
-            forget(folder, job.rank, set(held[:-2]) - {whole})
-        if evaluates or saves:
-            clock = time.perf_counter()
+                    latest.update(rows)
+                    heldout = report(rows, latest, job.news(), folder, progress, o, step, totals["seconds"], corpus, plan)
+            if evaluates or saves:
+                clock = time.perf_counter()
+    except (Gone, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not ("gloo" in str(error) or isinstance(error, dist.DistError)):
+            raise
+        if isinstance(error, Gone) or job.timeout:
+            keep(cursor)
+        progress.close()
+        pipeline.stop()
+        reason = error if isinstance(error, Gone) else "the store on node 0 is lost" if job.timeout else f"--method {o.method} needs every process, and one is gone"
+        sys.exit(f"stopped: rank {job.rank} at step {step}: {reason}; go on with --resume {folder}")
     progress.close()
     pipeline.stop()
     if job.rank == 0:
         summary(folder)
-    job.close(pipeline.agreed)
-    if job.rank == 0 and job.world > 1:
-        seal(folder, job, saved_steps(folder, 0)[-1:])
+    with contextlib.suppress(RuntimeError):     # all is saved: the store may go
+        job.close(pipeline.agreed)
+        seal(folder, job, pipeline.agreed)
 
 
 def go_round(o, job, pipeline, stages, plan, network, step):
@@ -1381,13 +1418,14 @@ def go_round(o, job, pipeline, stages, plan, network, step):
     if job.rank == 0:
         job.tell([dict(event="dead", step=step, ranks=sorted(dead), stages_left_out=out)])
     if plan:
+        pipeline.pause(10 * job.timeout)
         if job.rank == 0:
             try:
                 job.store.set(f"plan/{step}", plan_paths(o, network, dead))
             except BadInput as error:
                 job.store.set(f"plan/{step}", json.dumps(dict(error=str(error))))
-        pipeline.pause(10 * job.timeout)
         plan = json.loads(job.store.get(f"plan/{step}"))
+        pipeline.pause(0.0)
         if "error" in plan:
             raise Gone(plan["error"])
     return living(stages, dead), plan
@@ -1407,7 +1445,7 @@ def report(rows, latest, news, folder, progress, o, step, seconds, corpus, plan)
         train_loss=sum(row["loss"] for row in origins) / max(1, sum(row["tokens"] for row in origins)),
         heldout_loss=mean, heldout_min=min(heldout), heldout_max=max(heldout), perplexity=perplexity(mean),
         heldout_nats_per_byte=corpus.bytes_per_token and mean / corpus.bytes_per_token,
-        weight_spread=math.sqrt(max(spread, 0.0) / total("weights", rows)) if math.isfinite(spread) else math.nan,
+        weight_spread=math.sqrt(max(spread, 0.0) / max(1, total("weights", rows))) if math.isfinite(spread) else math.nan,
         gradient_norm=total("norm", rows) / len(rows), skipped_steps=total("skipped"), lost_microbatches=total("lost"), bad_lines=total("bad"),
         ranks=len(rows), sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
         iteration_seconds=max(row["iteration"] for row in rows.values()) / (o.time_scale if o.emulate else 1), simulated_seconds=plan and plan["makespan"])
