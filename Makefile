@@ -38,7 +38,7 @@ figures: .venv/ready
 	for n in $(if $(QUICK),4 8,4 8 16 32 64); do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --latency-ms 50 --latency-std 1 \
 		--out $(OUT) $(if $(QUICK),--trials 3) || exit; done
 
-# the trainer beside others, and the README's table of it: about 8 minutes on 2 idle cores, 22 GB of memory
+# the trainer beside others, and the README's table of it: about 15 minutes on 2 idle cores, 22 GB of memory
 speed: .venv/ready
 	$(BIN)/python bench_sync.py --trainer
 

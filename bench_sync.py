@@ -855,15 +855,19 @@ def speed_table(r):
     print("| what | measured | aim |\n|---|---|---|")
     for row in r["model"]:
         ours, theirs = (row["tokens_per_second"][k] for k in ("ours", "theirs"))
-        print(f"| model, hidden {row['hidden']}, T {row['T']}: tokens/s over Hugging Face's (both compiled) | {times(row['ratio'])} ({times(row['ratio_compiled'])}), "
+        print(f"| model, hidden {row['hidden']}, T {row['T']}: tokens/s over Hugging Face's (both compiled) "
+              f"| {times(row['ratio'])} ({times(row['ratio_compiled'])}), "
               f"{ours:.0f} and {theirs:.0f} tokens/s | 1.0x |")
     print(f"| 2 stages x 2 replicas over 2 processes without a pipeline | {times(r['pipeline']['over_no_pipeline'])} | 0.85x |")
     print(f"| 2 stages x 2 replicas over torch's Schedule1F1B (fixed routes, as torch's) | {times(r['pipeline']['over_1f1b'])} "
           f"({times(r['pipeline']['fixed_over_1f1b'])}) | 1.0x |")
-    print("| idle share of ranks 0 and 1, 2 stages x 1 (simulated) | {:.0%}, {:.0%} ({:.0%}, {:.0%}) | |".format(*r["idle"]["measured"], *r["idle"]["simulated"]))
-    print(f"| an outer step over 50 inner steps (50 steps with it over 50 of `local`, less 1) | {r['sync']['outer_step']['survives'] / r['sync']['fifty_steps']:.2%} "
+    print("| idle share of ranks 0 and 1, 2 stages x 1 (simulated) | {:.0%}, {:.0%} ({:.0%}, {:.0%}) | |".format(
+        *r["idle"]["measured"], *r["idle"]["simulated"]))
+    share = r["sync"]["outer_step"]["survives"] / r["sync"]["fifty_steps"]
+    print(f"| an outer step over 50 inner steps (50 steps with it over 50 of `local`, less 1) | {share:.2%} "
           "({:+.1%} [{:+.1%}, {:+.1%}]) | 3% |".format(*r["sync"]["share"]))
-    print("| an outer step that survives failures (one that does not), all replicas at once | {survives:.4f} s ({fragile:.4f} s) | +0.025 s |".format(**r["sync"]["outer_step"]))
+    print("| an outer step that survives failures (one that does not), all replicas at once | {survives:.4f} s ({fragile:.4f} s) | +0.025 s |".format(
+        **r["sync"]["outer_step"]))
     print(f"| 2 x 2: inner steps that survive failures over ones that do not | {times(r['pipeline']['over_fragile'])} | |")
     print("| exchange blocks, phi sent early (late); without a store | {early:.4f} s ({late:.4f} s) | |".format(**r["sync"]["blocked"]))
     print("| launch to first step done, 8 processes (floor) | {done:.1f} s ({floor:.1f} s), {beyond:+.1f} s | +2 s |".format(**r["start"]))

@@ -256,6 +256,7 @@ def save_pretrained(model, folder, positions, end=None):
                   max_position_embeddings=positions, **ends, **vars(model.config))
     for name, content in (("config.json", config), ("generation_config.json", ends)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)      # the package makes it readable by its owner alone
 
 
 def byte_tokenizer():

@@ -145,8 +145,8 @@ class Options:
     eval_stages: list = option(None, "with --resume: no training; held-out loss with these shares of the stages running, e.g. 1,0.75,0.5",
                                type=numbers(float))
     dead: list = option((), "with --eval-stages: ranks that no path visits, e.g. 3,5 (their processes still run)", type=numbers(int))
-    sync_timeout: float = option(60.0, "seconds that an outer step may wait for partners; a pipeline node silent for a third of it is declared dead (0: no failure is "
-                                 "survived; so it is with ddp, diloco and nccl)")
+    sync_timeout: float = option(60.0, "seconds that an outer step may wait for partners; a pipeline node silent for a third of it is declared dead "
+                                 "(0: no failure is survived; so it is with ddp, diloco and nccl)")
     join: bool = option(False, "on a restarted process of a running job without pipeline: take the weights from a living replica and go on")
     export: str = option(None, "with --resume, in one process: no training; write the model to this folder, for transformers")
     export_replica: str = option("mean", "which replica's pipeline to export: 0, 1, ..., or the mean of all")
@@ -224,6 +224,10 @@ def parse(argv, world=1):
         raise BadInput(f"--skip takes a share from 0 to below 1 and a planned routing, got {o.skip} and {o.routing}")
     if o.join:
         raise BadInput("--join is for a process that comes back to a running job; rank 0 cannot: without node 0 there is no job")
+    if not (o.name or o.resume) and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+        raise BadInput("--max-restarts needs --name NAME here: else processes that start again could not find their folder")
+    if o.name and Path(o.name).name != o.name:
+        raise BadInput(f"--name {o.name}: takes the name of a folder in runs, without a path")
     if o.emulate:       # the processes' clock is one machine's
         if not o.links or world == 1 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
             raise BadInput("--emulate needs --links FILE and several processes, all on one machine")
@@ -246,7 +250,9 @@ def shape(o):
 def layout(o, world):
     """stages, the ranks of each, and layers, the global layer numbers of each."""
     sizes, depths = o.stages, o.layers_per_stage
-    if min(sizes) < 1 or sum(sizes) != world:
+    if min(sizes) < 1:
+        raise BadInput(f"--stages {','.join(map(str, sizes))}: every stage needs a replica")
+    if sum(sizes) != world:
         raise BadInput(f"--stages {','.join(map(str, sizes))} needs {sum(sizes)} processes but {world} are running: "
                        f"start torchrun with --nproc-per-node {sum(sizes)}, or give stages that add up to {world}")
     if depths is None:      # later stages first: origins also carry the embedding, the head and the loss
@@ -882,8 +888,8 @@ def sleep_until(moment):
 
 
 def measure(pipeline, stages, job):
-    """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages (no path joins others), and compute[i], seconds of one microbatch's forward on each rank
-    while all compute; medians of 5 (other ranks: None)."""
+    """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages (no path joins others), and compute[i], seconds of
+    one microbatch's forward on each rank while all compute; medians of 5 (other ranks: None)."""
     message, kept = torch.zeros(pipeline.shape, dtype=pipeline.dtype, device=job.device), pipeline.bytes_sent
     own = next(stage for stage in stages if job.rank in stage)
 
@@ -1202,11 +1208,9 @@ def main(argv=None):
     if job.rank and {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
         return
     o = job.together(lambda: parse(argv, job.world) if job.rank == 0 else None)     # rank 0's options hold for all
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get("TORCHELASTIC_RUN_ID") == "none" and job.world > 1:
-        job.together(refuse, "torchrun restarts by itself only with its dynamic rendezvous (--rdzv-backend c10d): leave --max-restarts out; a node comes back with --join")
     if job.rank == 0 and o.name is None:        # a restarted run must find its folder again
-        launch = os.environ.get("TORCHELASTIC_RUN_ID", "none") if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else "none"
-        o.name = f"{o.method}-{'x'.join(map(str, o.stages))}-{time.strftime('%Y%m%d-%H%M%S') if launch == 'none' else launch}"
+        launch = os.environ.get("TORCHELASTIC_RUN_ID") if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else time.strftime("%Y%m%d-%H%M%S")
+        o.name = f"{o.method}-{'x'.join(map(str, o.stages))}-{launch}"
     o = Options(**json.loads(job.share(json.dumps(asdict(o)) if o else "")[0]))
     job.connect(o, collectives=o.method in ("ddp", "diloco") or not o.sync_timeout)
     if o.export:
@@ -1260,11 +1264,13 @@ def main(argv=None):
     state = None                # it is as large as all that it filled
     forget(folder, job, stale)
     if job.joining:
+        print(f"rank {job.rank} asks to join: it gets its weights after a living replica's next outer step", flush=True)
         try:
             outer.join()
         except RuntimeError as error:
             job.together(refuse, f"--join: no living replica answered ({str(error)[:100]})")
         step = outer.steps
+        print(f"rank {job.rank} joined at step {step}", flush=True)
         if not corpus.streamed:
             reader.cursor = step * o.microbatches * o.batch
         elif held := saved_steps(folder, job.rank):         # (a stream is read again from there, or from its start)
@@ -1398,7 +1404,8 @@ def main(argv=None):
             keep(cursor)
         progress.close()
         pipeline.stop()
-        reason = error if isinstance(error, Gone) else "the store on node 0 is lost" if job.timeout else f"--method {o.method} needs every process, and one is gone"
+        lost = "the store on node 0 is lost" if job.timeout else f"--method {o.method} needs every process, and one is gone"
+        reason = error if isinstance(error, Gone) else lost
         sys.exit(f"stopped: rank {job.rank} at step {step}: {reason}; go on with --resume {folder}")
     progress.close()
     pipeline.stop()
