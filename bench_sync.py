@@ -31,12 +31,16 @@ import json
 import math
 import os
 import platform
+import random
+import re
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -47,7 +51,7 @@ from tqdm import tqdm
 
 import skippipe
 import train
-from model import Config, Llama, count_parameters
+from model import Config, Llama, count_parameters, load_weights
 from noloco import PIECE, DiLoCo, NoLoCo, flatten, outer_update, random_groups, total
 from train import BadInput, Job, Parser
 
@@ -63,6 +67,9 @@ def parse(argv):
     p.add_argument("--simulate", action="store_true", help="the simulations and their picture")
     p.add_argument("--plot", action="store_true", help="draw the pictures again from what --out holds")
     p.add_argument("--trainer", nargs="*", choices=list(PARTS), help="the trainer's speed, these parts of it (default: all); starts its own processes")
+    p.add_argument("--headline", nargs="+", choices=list(HEADLINES), help="the papers' headline results at the size of this machine; starts its own processes")
+    p.add_argument("--seeds", type=int, default=3, help="runs of each kind in --headline (default: 3)")
+    p.add_argument("--steps", type=int, help="training steps in --headline, in place of each part's own")
     p.add_argument("--model", nargs="+", choices=list(PAPER), help="the table on paper for these models")
     p.add_argument("--params", type=float, help="parameters (default: measured 57e6, emulated 25e3, simulated 125e6)")
     p.add_argument("--replicas", nargs="+", type=int, help="replica counts of the table on paper (default: 64 1024)")
@@ -77,9 +84,9 @@ def parse(argv):
     p.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl"])
     o = p.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    own = o.params or o.trials != 11 or o.simulate and any(x is not None for x in (o.mbit, o.latency_ms, o.latency_std))
+    own = o.params or o.trials != 11 or o.steps or o.seeds != 3 or o.simulate and any(x is not None for x in (o.mbit, o.latency_ms, o.latency_std))
     o.out = o.out or ("runs" if own else ".")       # the README's figures are not overwritten by an experiment
-    for name, least in dict(params=1, latency_ms=0, latency_std=0, trials=1).items():
+    for name, least in dict(seeds=1, steps=1, params=1, latency_ms=0, latency_std=0, trials=1).items():
         value = getattr(o, name)
         if value is not None and not least <= value < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {value:g}")
@@ -97,10 +104,10 @@ def parse(argv):
         except ImportError:
             raise BadInput("--trainer compares with transformers: pip install '.[test]'")
         return o
-    if world > 1 and (o.simulate or o.plot or o.model):
-        raise BadInput("--simulate, --plot and --model need no torchrun: python bench_sync.py ...")
-    if world == 1 and not (o.simulate or o.plot or o.model):
-        raise BadInput("nothing to do: give --simulate, --model, --trainer or --plot, or start several processes: torchrun --nproc-per-node 2 bench_sync.py")
+    if world > 1 and (o.simulate or o.plot or o.model or o.headline):
+        raise BadInput("--simulate, --plot, --model and --headline need no torchrun: python bench_sync.py ...")
+    if world == 1 and not (o.simulate or o.plot or o.model or o.headline):
+        raise BadInput("nothing to do: give --simulate, --model, --trainer, --headline or --plot, or start several processes: torchrun --nproc-per-node 2 bench_sync.py")
     if o.emulate:
         if world % 2 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
             raise BadInput(f"emulated links need an even number of processes, all on one machine (one clock); got {world}")
@@ -875,6 +882,273 @@ def speed_table(r):
         print(f"| peak memory of a rank, {name} (formula) | {row['measured'] / 1e6:.0f} MB ({row['formula'] / 1e6:.0f} MB) | |")
 
 
+# ---------------------------------------------------------------- the headline results: runs of train.py, each with three seeds
+
+# Wide enough to learn the default text, small enough that three seeds of everything take hours. No failure is looked for.
+SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000".split()
+KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds")       # of metrics.jsonl
+
+
+def convergence_runs(o):
+    """Figs. 2 and 3 and Table 2 of arXiv 2506.10911, and Fig. 4: `local`, where routes alone keep replicas together."""
+    common = f"--steps {o.steps or 600} --layers 2 --warmup 50 --microbatches 1 --batch 8 --lr 6e-3"
+    outer = "--alpha 0.3 --beta 1.0 --inner-steps"
+    methods = {"DDP": "--method ddp", "DiLoCo": f"--method diloco {outer} 20", "NoLoCo": f"--method noloco {outer} 10",
+               "NoLoCo, warm start": f"--method noloco {outer} 10 --warm-start {(o.steps or 600) // 5}", "local": "--method local"}
+    for name, options in methods.items():
+        yield f"8x1 {name}", 8, f"{common} {options}", mean_of_replicas, None
+    for name, options in methods.items():
+        for routing in ("random", "fixed") if name in ("NoLoCo", "local") else ("fixed",):
+            yield f"4x2 {name}, {routing} routing", 8, f"{common} {options} --microbatches 2 --stages 4,4 --routing {routing}", mean_of_replicas, None
+
+
+def skip_runs(o):
+    """Paths that leave stages out: loss against tokens and against simulated time, then with stages and nodes missing at inference."""
+    for stages, skips in ((4, (0, 0.25, 0.5)), (8, (0, 0.25, 0.375, 0.5))):
+        names = (skippipe.CITIES * 2)[:2 * stages]
+        delay, compute, times = skippipe.city_delays(names, skippipe.city_links()), [0.44] * len(names), dict(memory=3, overhead=0.13, origin_overhead=0.09)
+        # nodes get their stages as suits the pipeline without skips
+        network = skippipe.Network(delay, compute, skippipe.assign_stages(
+            delay, compute, [2] * stages, stages, rounds=2, **times, seconds=None, iterations=300), **times)
+        links = keep_links(network, f"headline-links-{stages}.json")
+        for skip in skips:
+            routing = f"--skip {skip}" if skip else "--routing dtfm"
+            yield (f"{stages} stages, {100 * skip:g}% skipped", 2 * stages, f"--method ddp --steps {o.steps or 400} --layers 8 --lr 6e-3 --microbatches 6 --batch 2 "
+                   f"--stages {','.join(['2'] * stages)} --links {links} {routing}", partial_inference, None)
+
+
+def failure_runs(o):
+    """A node of a later stage dies in a share of the iterations (see `losing`)."""
+    for share in (0, 0.05, 0.1):
+        yield (f"{share:.0%} of the iterations", 8, f"--method noloco --inner-steps 10 --alpha 0.3 --beta 1.0 --steps {o.steps or 400} --lr 6e-3 "
+               "--microbatches 6 --batch 2 --stages 2,2,2,2 --layers 8", None, str(share))
+
+
+def together_runs(o):
+    """Both papers at once on the published instance: 20 nodes, 30 microbatches an iteration, 50 inner steps."""
+    network, _ = skippipe.published_network()
+    steps = o.steps or 500
+    common, outer = "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 6e-3 --steps", "--inner-steps 50 --alpha 0.3 --beta 1.0"
+    skipping = f"--method noloco {outer} --skip 0.33 --links {keep_links(network, 'headline-links-20.json')}"
+    yield "DDP, full pipeline", 20, f"{common} {steps} --method ddp --routing fixed", None, None
+    yield "DiLoCo, full pipeline", 20, f"{common} {steps} --method diloco {outer} --routing fixed", None, None
+    yield "NoLoCo, random routing", 20, f"{common} {steps} --method noloco {outer}", None, None
+    yield "NoLoCo, SkipPipe", 20, f"{common} {steps} {skipping}", None, None
+    yield "NoLoCo, SkipPipe, more steps", 20, f"{common} {steps * 3 // 2} {skipping}", None, None
+
+
+def keep_links(network, name):
+    path = Path("runs", name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(asdict(network)))
+    return path
+
+
+def headline(o, job):
+    """Each part's runs, seed by seed, then its numbers, its picture and its table. A run that is there already is not run again."""
+    for part in o.headline:
+        path, begun = Path(o.out, "results", f"headline_{part}.json"), time.time()
+        if part == "stability":
+            found = stability(o)
+        else:
+            runs, found = list(HEADLINES[part](o)), dict(cpu_hours=0.0, runs={})
+            progress = tqdm([(seed, *run) for seed in range(o.seeds) for run in runs], unit="run")
+            for seed, label, processes, options, after, losing in progress:
+                progress.set_postfix_str(label)
+                run = trained(job, f"{part}-{label}-{seed}", processes, [*SMALL, *options.split(), "--seed", str(seed)], after, losing)
+                found["cpu_hours"] = round(found["cpu_hours"] + run.pop("cpu_hours"), 3)
+                found["runs"].setdefault(label, []).append(run)
+            if part == "together":
+                found["seconds"] = seconds_together(found["runs"])
+        save(o, f"headline_{part}", found)
+        TABLES[part](found)
+
+
+def trained(job, name, processes, options, after=None, losing=None):
+    """One run in runs/headline-...: its command, CPU hours, curves, and what `after` finds in its folder."""
+    name = "headline-" + re.sub(r"[^\w.]+", "-", name)
+    folder, script = Path("runs", name), ["train.py"] if losing is None else ["bench_sync.py", "--losing", losing]
+    command, done = f"{' '.join(script)} --name {name} {' '.join(options)}", folder / "headline.json"
+    if done.exists() and (found := json.loads(done.read_text()))["command"] == command:
+        return found
+    shutil.rmtree(folder, ignore_errors=True)
+    used = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    start = used()
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            torchrun(processes, str(Path(__file__).with_name(script[0])), *command.split()[1:], stdout=log, stderr=log)
+        except subprocess.CalledProcessError:
+            log.seek(0)
+            raise BadInput(f"{command} failed: {log.read()[-2000:]}")
+    rows = [row for line in (folder / "metrics.jsonl").read_text().splitlines() if "heldout_loss" in (row := json.loads(line))]
+    found = dict(command=command, curves={key: [row[key] and float(f"{row[key]:.6g}") for row in rows] for key in KEPT})
+    found.update(after(job, folder) if after else {}, ranks=processes, cpu_hours=(used() - start) / 3600)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    done.write_text(json.dumps(found))
+    return found
+
+
+def mean_of_replicas(job, folder):
+    """Held-out loss of the mean over the replicas, which one all-reduce at the very end would give."""
+    out = subprocess.run([sys.executable, str(Path(__file__).with_name("train.py")), "--resume", str(folder), "--export", str(folder / "export")],
+                         check=True, capture_output=True, text=True).stdout
+    return dict(mean=float(re.search(r"^mean of all +(\S+)", out, re.M)[1]))
+
+
+def partial_inference(job, folder):
+    """Held-out loss of the model with only some of its stages: of three shares of them, and of what is left when half of the nodes are dead."""
+    mean, o = mean_of_replicas(job, folder), train.parse(["--resume", str(folder)])
+    corpus, draw, count, losses = train.load_corpus(o), random.Random(0), len(o.stages), {}
+    _, layers = train.layout(o, sum(o.stages))
+
+    def loss(stages):
+        if stages not in losses:
+            model = Llama(train.shape(o), [i for s in stages for i in layers[s]])
+            load_weights(model, folder / "export")
+            losses[stages] = train.evaluate(train.Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), torch.float32), [[0]], corpus, o)
+        return losses[stages]
+
+    def some(later):
+        choices = list(itertools.combinations(range(1, count), later))
+        return [(0, *c) for c in (choices if len(choices) <= 16 else draw.sample(choices, 16))]
+
+    def survivors():        # half of the later stages' nodes are dead; a stage is there while one of its replicas is
+        nodes = [s for s in range(1, count) for _ in range(o.stages[s])]
+        return (0, *sorted(set(draw.sample(nodes, len(nodes) - len(nodes) // 2))))
+
+    shares = {str(share): [loss(c) for c in some(round(share * count) - 1)] for share in (1.0, 0.75, 0.5)}
+    return dict(**mean, shares=shares, dead=[loss(survivors()) for _ in range(16)])
+
+
+def losing(share, argv):
+    """train.py, but in this share of its iterations a node of a later stage dies, with all microbatches that visit it, and is back for the next."""
+    run, iterations = train.Pipeline.run, itertools.count()
+
+    def failing(pipeline, paths, batches, train=True, order=None):
+        draw = random.Random(f"fails {next(iterations)}") if train else None
+        if train and draw.random() < share:
+            victim = draw.choice(sorted({r for path in paths for r in path[1:]}))
+            left = [u for u, path in enumerate(paths) if victim not in path]
+            pipeline.lost += sum(u in batches for u, path in enumerate(paths) if victim in path)
+            paths, batches = [paths[u] for u in left], {i: batches[u] for i, u in enumerate(left) if u in batches}
+        return run(pipeline, paths, batches, train, order)
+    with mock.patch.object(train.Pipeline, "run", failing):
+        train.main(argv)
+
+
+def seconds_together(runs):
+    """Simulated: {label: (seconds of an iteration, of a synchronisation, every how many steps)} on the published instance's links."""
+    network, names = skippipe.published_network()
+    links = {pair: link for pair, link in skippipe.city_links().items()}
+    each = 4 * 500e6 / len(network.stages)              # bytes of a stage of the 500M model, fp32
+
+    def hop(a, b, size):
+        latency, rate = (0.001, 2 * 2**30) if names[a] == names[b] else links[names[a], names[b]]
+        return latency + size / rate + 0.35
+
+    def all_reduce(ranks):      # the fastest of all rings, and of reducing to one replica and sending back
+        n = len(ranks)
+        rings = (max(hop(a, b, each / n) for a, b in zip(ring, ring[1:] + ring[:1])) for ring in itertools.permutations(ranks))
+        return min(2 * (n - 1) * min(rings), min(2 * max(hop(a, root, each) for a in ranks if a != root) for root in ranks))
+
+    def gossip(outer):          # the slowest pair of all stages, though only its own pipelines would wait for it
+        return max(hop(a, b, each) for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)
+                   for a, b in itertools.combinations(group, 2))
+    everyone, some = max(map(all_reduce, network.stages)), statistics.mean(map(gossip, range(100)))
+    full = skippipe.simulate(network, skippipe.full_paths(network.stages, 6)).makespan
+    routed = statistics.mean(skippipe.simulate(network, skippipe.random_paths(network.stages, 6, step, 0)).makespan for step in range(100))
+    planned = runs["NoLoCo, SkipPipe"][0]["curves"]["simulated_seconds"][0]
+    return {"DDP, full pipeline": (full, everyone, 1), "DiLoCo, full pipeline": (full, everyone, 50), "NoLoCo, random routing": (routed, some, 50),
+            "NoLoCo, SkipPipe": (planned, some, 50), "NoLoCo, SkipPipe, more steps": (planned, some, 50)}
+
+
+def final(runs, key="heldout_loss"):
+    """The last values of all seeds."""
+    return [run["curves"][key][-1] for run in runs]
+
+
+def spread_of(values, form=".3f"):
+    return f"{statistics.mean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def over(runs, base, key=None):
+    """Perplexity over the base's, seed by seed, less 1."""
+    return [math.exp((run[key] if key else a) - b) - 1 for run, a, b in zip(runs, final(runs), final(base))]
+
+
+def convergence_table(found):
+    print("| replicas x stages, method | held-out nats per byte | perplexity over DDP's | ... of the mean of all replicas | MB sent per rank to synchronise |\n" + 5 * "|---" + "|")
+    for label, runs in found["runs"].items():
+        base = found["runs"][label.split(" ")[0] + (" DDP" if label.startswith("8x1") else " DDP, fixed routing")]
+        print(f"| {label} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} | {spread_of(over(runs, base, 'mean'), '+.1%')} "
+              f"| {final(runs, 'sync_bytes')[0] / runs[0]['ranks'] / 1e6:.0f} |")
+    for label, runs in found["runs"].items():
+        if "NoLoCo" in label:
+            print(f"Pearson(spread, rate), {label}: {spread_of([pearson(run) for run in runs], '.2f')}")
+    random, fixed = (found["runs"][f"4x2 local, {routing} routing"] for routing in ("random", "fixed"))
+    print("local, random over fixed routing: spread", spread_of(spread_ratio(random, fixed), "+.1%"), "perplexity", spread_of(over(random, fixed), "+.1%"))
+
+
+def pearson(run):
+    """Correlation of the weight spread with the learning rate after the warm-up, and after the replicas may part."""
+    pairs = [(s, rate) for step, s, rate in zip(*(run["curves"][key] for key in ("step", "weight_spread", "lr"))) if s and step >= 100]
+    return statistics.correlation(*zip(*pairs)) if len(pairs) > 2 else math.nan
+
+
+def spread_ratio(runs, base):
+    """Mean over the evaluations of the second half of training, seed by seed, less 1."""
+    later = lambda run: statistics.mean(run["curves"]["weight_spread"][len(run["curves"]["step"]) // 2:])
+    return [later(a) / later(b) - 1 for a, b in zip(runs, base)]
+
+
+def skip_table(found):
+    print("| stages, share skipped | held-out nats per byte | simulated s per iteration | perplexity over its own whole: 75% of the stages | 50% "
+          "| half of the nodes dead | perplexity over the full pipeline's whole: 75% | 50% |\n" + 8 * "|---" + "|")
+    for label, runs in found["runs"].items():
+        base = found["runs"][label.split(",")[0] + ", 0% skipped"]
+        beyond = lambda key, base, runs=runs: [math.exp(statistics.mean(run[key] if key == "dead" else run["shares"][key]) - b["shares"]["1.0"][0]) - 1
+                                               for run, b in zip(runs, base)]
+        print(f"| {label} | {spread_of(final(runs))} | {runs[0]['curves']['simulated_seconds'][0]:.1f} | "
+              + " | ".join(spread_of(beyond(key, b), "+.1%") for key, b in (("0.75", runs), ("0.5", runs), ("dead", runs), ("0.75", base), ("0.5", base))) + " |")
+
+
+def failure_table(found):
+    base = next(iter(found["runs"].values()))
+    print("| a node dies in | held-out nats per byte | perplexity over none |\n|---|---|---|")
+    for label, runs in found["runs"].items():
+        print(f"| {label} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} |")
+
+
+def clock(found, label, run):
+    """Simulated hours at each evaluation."""
+    iteration, sync, every = found["seconds"][label]
+    return [(step * iteration + step // every * sync) / 3600 for step in run["curves"]["step"]]
+
+
+def reaches(found, label, run, loss):
+    """Simulated hours after which the run's held-out loss is at most `loss`, between evaluations on a straight line; None: never."""
+    hours, losses = clock(found, label, run), run["curves"]["heldout_loss"]
+    for i, value in enumerate(losses):
+        if value <= loss:
+            part = (losses[i - 1] - loss) / (losses[i - 1] - value) if i else 1
+            return hours[i - 1] + part * (hours[i] - hours[i - 1]) if i else hours[0]
+
+
+def together_table(found):
+    first = found["runs"]["DDP, full pipeline"]
+    print("| method | held-out nats per byte | s per iteration | s per synchronisation | hours in all | hours to DDP's final loss, over DDP's |\n" + 6 * "|---" + "|")
+    for label, runs in found["runs"].items():
+        iteration, sync, every = found["seconds"][label]
+        share = [(hours := reaches(found, label, run, final([base])[0])) and hours / clock(found, "DDP, full pipeline", base)[-1] for run, base in zip(runs, first)]
+        print(f"| {label} | {spread_of(final(runs))} | {iteration:.1f} | {sync:.1f} every {every} | {clock(found, label, runs[0])[-1]:.1f} "
+              f"| {'not reached' if None in share else spread_of(share, '.0%')} |")
+
+
+HEADLINES = {"convergence": convergence_runs, "skip": skip_runs, "failure": failure_runs, "together": together_runs, "stability": None}
+TABLES = {"convergence": convergence_table, "skip": skip_table, "failure": failure_table, "together": together_table,
+          "stability": lambda found: None}
+
+
 # ---------------------------------------------------------------- results and pictures
 
 
@@ -884,24 +1158,24 @@ def save(o, name, result):
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
     try:
-        draw(o, "simulated" if name == "sync_simulated" else "measured")
+        draw(o, name if name.startswith("headline") else "sync_simulated" if name == "sync_simulated" else "sync_measured")
     except BadInput as error:       # the numbers are safe
         print(error)
 
 
-def draw(o, kind):
-    """figures/sync_simulated.png or figures/sync_measured.png from results/*.json."""
+def draw(o, name):
+    """figures/NAME.png from results/*.json: sync_simulated, sync_measured or headline_..."""
     try:
         import matplotlib
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
         raise BadInput("no picture without matplotlib: pip install '.[plot]'")
-    found = {p.stem: json.loads(p.read_text()) for p in sorted(Path(o.out, "results").glob("sync_*.json"))}
-    path = Path(o.out, "figures", f"sync_{kind}.png")
+    found = {p.stem: json.loads(p.read_text()) for p in sorted(Path(o.out, "results").glob("*.json"))}
+    path = Path(o.out, "figures", f"{name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": 7.5, "lines.markersize": 4})
-    figure = (draw_simulated if kind == "simulated" else draw_measured)(plt, found)
+    figure = draw_headline(plt, name, found) if name.startswith("headline") else (draw_simulated if name == "sync_simulated" else draw_measured)(plt, found)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     print(path)
@@ -972,16 +1246,127 @@ def draw_measured(plt, found):
     return figure
 
 
+def draw_headline(plt, name, found):
+    return {"convergence": draw_convergence, "skip": draw_skip, "failure": draw_failure, "together": draw_together,
+            "stability": globals().get("draw_stability")}[name.split("_")[1]](plt, found[name])
+
+
+def band(axis, runs, x, label, colour, y=lambda run: run["curves"]["heldout_loss"], **style):
+    """The seeds' mean as a line, their range as a band."""
+    lines = [y(run) for run in runs]
+    mean = [statistics.mean(values) for values in zip(*lines)]
+    axis.plot(x[:len(mean)], mean, color=colour, label=label, lw=1.3, **style)
+    axis.fill_between(x[:len(mean)], [min(v) for v in zip(*lines)], [max(v) for v in zip(*lines)], color=colour, alpha=0.2, lw=0)
+
+
+def tokens(runs):
+    return [x / 1e6 for x in runs[0]["curves"]["tokens"]]
+
+
+def draw_convergence(plt, r):
+    figure, ((a, b, c), (d, e, f)) = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
+    runs, shapes = r["runs"], ("8x1", "4x2")
+    colour = lambda label: COLOURS[next(i for i, name in ((2, "warm"), (0, "DDP"), (1, "DiLoCo"), (3, "NoLoCo"), (4, "local")) if name in label)]
+    for axis, shape in zip((a, b), shapes):
+        for label in runs:
+            if label.startswith(shape):
+                band(axis, runs[label], tokens(runs[label]), label[4:], colour(label), ls="--" if "fixed" in label and ("NoLoCo," in label or "local" in label) else "-")
+        low = min(final(runs[f"{shape} DDP" + ", fixed routing" * (shape == "4x2")]))
+        axis.set(xlabel="million tokens, all replicas", ylabel="held-out nats per byte", title=f"{shape[0]} replicas x {shape[2]} stage{'s' * (shape == '4x2')}", ylim=(low - 0.05, low + 1))
+    for label, row in runs.items():
+        sent = final(row, "sync_bytes")[0] / row[0]["ranks"] / 1e6
+        c.plot([max(sent, 1)] * len(row), final(row), "os"[label.startswith("4x2")], color=colour(label), label=label)
+    c.set(xscale="log", xlabel="MB sent per rank to synchronise (1: none)", ylabel="final held-out nats per byte", title="loss against bytes")
+    for i, (shape, routing) in enumerate((("8x1", ""), ("4x2", ", random routing"), ("4x2", ", fixed routing"))):
+        ddp, diloco = (runs[f"{shape} {m}" + ", fixed routing" * (shape == "4x2")] for m in ("DDP", "DiLoCo"))
+        noloco = runs[f"{shape} NoLoCo{routing}"]
+        triples = [dict(curves=dict(y=[(math.exp(p) - math.exp(q)) / math.exp(z) for p, q, z in zip(*(run["curves"]["heldout_loss"] for run in three))]))
+                   for three in zip(diloco, noloco, ddp)]
+        band(d, triples, tokens(ddp), shape + routing, COLOURS[i], y=lambda run: run["curves"]["y"])
+    d.axhline(0, color="black", lw=0.6)
+    d.set(xlabel="million tokens", ylabel="(DiLoCo - NoLoCo) / DDP, perplexity", title="above 0: NoLoCo is better", ylim=(-0.1, 0.1))
+    for i, label in enumerate(x for x in runs if "NoLoCo" in x and "fixed" not in x):
+        band(e, runs[label], runs[label][0]["curves"]["step"], label, COLOURS[i], y=lambda run: run["curves"]["weight_spread"])
+    first = next(iter(runs.values()))[0]["curves"]
+    peak = max(max(run["curves"]["weight_spread"]) for x in runs if "NoLoCo" in x for run in runs[x])
+    e.plot(first["step"], [peak * x / max(first["lr"]) for x in first["lr"]], "k:", label="learning rate, scaled")
+    e.set(xlabel="step", ylabel="weight spread after the outer step", title="spread follows the learning rate")
+    for i, routing in enumerate(("random", "fixed")):
+        label = f"4x2 local, {routing} routing"
+        band(f, runs[label], runs[label][0]["curves"]["step"], label, COLOURS[i], y=lambda run: run["curves"]["weight_spread"])
+    f.set(xlabel="step", ylabel="weight spread", title="no outer step: routing alone", ylim=(0, None))
+    for axis in (a, b, c, d, e, f):
+        axis.legend(fontsize=6.5)
+    return figure
+
+
+def draw_skip(plt, r):
+    figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    for stages, axis in ((4, a), (8, b)):
+        for i, (label, runs) in enumerate((label, runs) for label, runs in r["runs"].items() if label.startswith(str(stages))):
+            hours = [step * runs[0]["curves"]["simulated_seconds"][0] / 3600 for step in runs[0]["curves"]["step"]]
+            band(axis, runs, hours, label, COLOURS[i])
+        axis.set(xlabel="simulated hours; every line ends after equally many microbatches", ylabel="held-out nats per byte, whole model", title=f"{stages} stages of two nodes, 500M model's messages")
+        axis.legend()
+    for i, (label, runs) in enumerate(r["runs"].items()):
+        base = r["runs"][label.split(",")[0] + ", 0% skipped"]
+        relative = [[math.exp(statistics.mean(run["shares"][share]) - b["shares"]["1.0"][0]) - 1 for share in run["shares"]] for run, b in zip(runs, base)]
+        place = [float(share) for share in runs[0]["shares"]]
+        c.errorbar(place, [100 * statistics.mean(v) for v in zip(*relative)], [[100 * (statistics.mean(v) - min(v)) for v in zip(*relative)],
+                   [100 * (max(v) - statistics.mean(v)) for v in zip(*relative)]], marker="os"[stages_of(label) == 8], color=COLOURS[i % 6], capsize=3, label="trained on " + label)
+        dead = [100 * (math.exp(loss - run["shares"]["1.0"][0]) - 1) for run in runs for loss in run["dead"]]
+        d.boxplot([dead], positions=[i], widths=0.6)
+    c.axhline(7, color="black", ls=":", lw=0.8)
+    c.set(xlabel="share of the stages that run", ylabel="perplexity over the fully trained whole model, %", yscale="symlog", title="partial inference (dotted: 7%)")
+    c.invert_xaxis()
+    c.legend()
+    d.axhline(7, color="black", ls=":", lw=0.8)
+    d.set(ylabel="perplexity over its own whole, %", yscale="symlog", title="half of the later stages' nodes dead, 16 draws a seed", xlabel="stages, share skipped in training")
+    d.set_xticks(range(len(r["runs"])), [label.replace(" stages, ", ", ").replace(" skipped", "") for label in r["runs"]])
+    return figure
+
+
+def stages_of(label):
+    return int(label.split(" ")[0])
+
+
+def draw_failure(plt, r):
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    for i, (label, runs) in enumerate(r["runs"].items()):
+        band(axis, runs, tokens(runs), label, COLOURS[i])
+    axis.set(xlabel="million tokens, lost ones included", ylabel="held-out nats per byte", title="a node of a later stage dies in a share of the iterations")
+    axis.legend()
+    return figure
+
+
+def draw_together(plt, r):
+    figure, (a, b) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for i, (label, runs) in enumerate(r["runs"].items()):
+        band(a, runs, clock(r, label, runs[0]), label, COLOURS[i])
+        band(b, runs, runs[0]["curves"]["step"], label, COLOURS[i])
+    goal = statistics.mean(final(r["runs"]["DDP, full pipeline"]))
+    a.axhline(goal, color="black", ls=":", lw=0.8)
+    a.set(xscale="log", xlabel="simulated hours on the published instance, 20 nodes in 12 cities", ylabel="held-out nats per byte", title="loss against time", ylim=(goal - 0.1, goal + 1.2))
+    b.set(xlabel="steps of 30 microbatches", ylabel="held-out nats per byte", title="loss against steps", ylim=(goal - 0.1, goal + 1.2))
+    a.legend()
+    return figure
+
+
 def main(argv=None):
+    if (argv or [None])[0] == "--losing":
+        return losing(float(argv[1]), argv[2:])
     job = Job()
     o = job.together(parse, argv)
     job.connect(o)
-    if o.trainer:
+    if o.headline:
+        headline(o, job)
+    elif o.trainer:
         trainer(o, job)
     elif job.world > 1:
         (emulate if o.emulate else measure)(o, job)
     elif o.plot:
-        job.together(lambda: [draw(o, kind) for kind in ("simulated", "measured")])
+        job.together(lambda: [draw(o, name) for name in ("sync_simulated", "sync_measured", *(f"headline_{part}" for part in HEADLINES))
+                              if name.startswith("sync") or Path(o.out, "results", f"{name}.json").exists()])
     elif o.simulate:
         simulate(o)
     else:

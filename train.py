@@ -115,6 +115,7 @@ class Options:
     beta: float = option(None, "outer learning rate (Eq. 2)")
     gamma: float = option(None, "pull between slow weights (Eq. 2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)")
+    warm_start: int = option(0, "first steps in which the replicas' gradients are averaged, as in ddp, before the method begins")
     model: str = option("tiny", "a row of the paper's table, or tiny", choices=list(MODELS))
     hidden: int = option(None, "hidden size")
     layers: int = option(None, "number of layers")
@@ -217,7 +218,7 @@ def parse(argv, world=1):
     if o.gamma is None:
         o.gamma = o.beta
     for name, least in dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1, inner_steps=1, group_size=2,
-                            lr=0.0, time_scale=1e-6, clip=1e-6, sync_timeout=0.0).items():
+                            lr=0.0, warm_start=0, time_scale=1e-6, clip=1e-6, sync_timeout=0.0).items():
         if getattr(o, name) is not None and not least <= getattr(o, name) < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(o, name)}")
     if not 0 <= o.skip < 1 or (o.skip and o.routing not in PLANNERS):
@@ -1236,8 +1237,9 @@ def main(argv=None):
         outer.catch_up = len(stages) == 1           # in a pipeline the iterations of all go together
     elif o.method == "diloco":
         outer = DiLoCo(model.parameters(), replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
-    elif o.method == "ddp" and len(replicas) > 1:
-        group = dist.new_group(replicas, use_local_synchronization=True)
+    if len(replicas) > 1 and (o.method == "ddp" or o.warm_start):
+        group = dist.new_group(replicas, use_local_synchronization=True) if dist.is_initialized() else \
+            gloo_group(job.store, f"warm/{stage}", replicas.index(job.rank), len(replicas), job.timeout)
     pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     step, plan = 0, None
     totals = dict(seconds=0.0, sync_bytes=0, skipped=0, seen=0, loss=0.0, tokens=0)     # loss and tokens since the last evaluation
@@ -1347,9 +1349,9 @@ def main(argv=None):
             totals["loss"], totals["tokens"], totals["seen"] = totals["loss"] + loss, totals["tokens"] + home, totals["seen"] + home
 
             # the gradient: a mean over the tokens that came home through this rank (ddp: through this stage), clipped
-            if group:
+            if group and (o.method == "ddp" or step < o.warm_start):
                 count = torch.tensor(float(tokens), device=job.device)
-                works = [dist.all_reduce(t, group=group, async_op=True) for t in (count, grad)]
+                works = [group.allreduce([t]) for t in (count, grad)]
                 for work in works:
                     work.wait()
                 tokens = float(count)
@@ -1362,7 +1364,10 @@ def main(argv=None):
                 else:                   # one Inf would reach every replica in a few outer steps
                     totals["skipped"] += 1
             step, cursor = step + 1, reader and reader.cursor
-            if outer:
+            if outer and step <= o.warm_start:
+                outer.steps = step
+                outer.phi.copy_(theta)
+            elif outer:
                 outer.step()
                 step = outer.steps              # a late replica may have caught up
                 if outer.adopted:
