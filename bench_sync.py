@@ -52,7 +52,7 @@ from tqdm import tqdm
 import skippipe
 import train
 from model import Config, Llama, count_parameters, load_weights
-from noloco import PIECE, DiLoCo, NoLoCo, flatten, outer_update, random_groups, total
+from noloco import PIECE, DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_groups, total
 from train import BadInput, Job, Parser
 
 PAPER = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}       # parameters, as the paper states them
@@ -281,6 +281,139 @@ def simulate(o):
     result["wall_seconds"] = time.perf_counter() - began
     print(f"largest standard error {100 * max(error / value for value, error in pairs):.2f}% of its value; {result['wall_seconds']:.0f} s")
     save(o, "sync_simulated", result)
+
+
+# ---------------------------------------------------------------- headline: stability on the quadratic loss
+
+
+def contraction(replicas, n):
+    """k: of the differences between replicas, a random partition into G groups of n removes on average the share k = (N - G) / (N - 1).
+
+    A group mean is a projection P of trace G that keeps what all replicas share. Averaged over random partitions it treats all other
+    directions alike, so there it is (G - 1) / (N - 1) times the identity: exact for any N, about 1 - 1/n when N >> n, 1 when n = N.
+    """
+    return (replicas - max(1, replicas // n)) / (replicas - 1)
+
+
+def rates(k, beta, gamma, pull):
+    """E r and E r^2, where Delta = -pull phi makes Eq. 2 delta <- alpha delta - r phi for differences: r is beta pull on P's side, else gamma."""
+    return k * gamma + (1 - k) * beta * pull, k * gamma**2 + (1 - k) * (beta * pull)**2
+
+
+def moment_matrix(alpha, k, beta, gamma, pull=0.0):
+    """(..., 3, 3): takes (V, C, M) = E (x^2, x m, m^2) of differences x in phi and m in delta over one outer step."""
+    alpha, gamma = torch.broadcast_tensors(torch.as_tensor(alpha, dtype=torch.float64), torch.as_tensor(gamma, dtype=torch.float64))
+    r, r2 = rates(k, beta, gamma, pull)
+    row = lambda *entries: torch.stack([e + torch.zeros_like(alpha) for e in entries], -1)
+    M, E, V = row(r2, -2 * alpha * r, alpha**2), row(-r, alpha, 0.0), row(1.0, 0.0, 0.0)
+    return torch.stack([V + 2 * E + M, E + M, M], -2)
+
+
+def exact_bound(alpha, k, pull=0.0):
+    """The gamma = beta at which the moment matrix has eigenvalue 1; with pull = 0 and k = 1 - 1/n that is noloco.gamma_bound."""
+    r, r2 = rates(k, 1.0, 1.0, pull)
+    return 2 * (1 - alpha**2) * r / ((1 + alpha) * r2 - 2 * alpha * r**2)
+
+
+def paper_window(alpha, n):
+    """Eq. 74 of arXiv 2506.10911."""
+    return (n / (2 * (n - 1))) ** 0.5 * alpha, (n * (2 + alpha**2) / (2 * (n - 1))) ** 0.5
+
+
+def stationary(alpha, k, beta, gamma, pull, noise):
+    """V in the steady state, when noise of this variance comes with each Delta."""
+    r, r2 = rates(k, beta, gamma, pull)
+    return beta**2 * (1 - k) * noise / (2 * r * (1 - alpha) + 2 * alpha * r**2 / (1 + alpha) - r2)
+
+
+def growth(alpha, gamma, n, pull, generator, replicas=64, draws=8, steps=240):
+    """log of the RMS difference between replicas per outer step, over the last half of the steps, noise-free, beta = gamma; alpha, gamma: (points).
+
+    `draws` independent sequences of groups, the same for all points, are pooled: what grows is the mean square. Once centred and scaled
+    at every step, which a linear map does not feel, nothing overflows.
+    """
+    phi, delta = (torch.randn((draws * replicas, len(alpha)), generator=generator) for _ in range(2))
+    total, start = torch.zeros_like(alpha), replicas * torch.arange(draws)[:, None]
+    for step in range(steps):
+        order = (torch.rand((draws, replicas), generator=generator).argsort(1) + start).flatten()   # groups are neighbours in it
+        phi, delta = phi[order], delta[order]
+        phis, deltas = (v.view(-1, n, len(alpha)) for v in (phi, delta))
+        mean = phis.mean(1, keepdim=True)
+        deltas.mul_(alpha).sub_(gamma * phis).add_((gamma - gamma * pull) * mean)                   # Eq. 2
+        phi += delta                                                                                # Eq. 3
+        for v in (phi.view(draws, replicas, -1), delta.view(draws, replicas, -1)):
+            v -= v.mean(1, keepdim=True)
+        scale = ((phi.square().mean(0) + delta.square().mean(0)) / 2).sqrt().clamp(min=1e-6)        # alpha 0, gamma 1, n = N: all gone at once
+        phi /= scale
+        delta /= scale
+        if step >= steps // 2:
+            total += scale.log()
+    return total / (steps - steps // 2)
+
+
+def noisy_quadratic(omega, gamma, generator, n=2, alpha=0.5, beta=0.7, m=5, replicas=64, dims=64, burn_in=2000, steps=8000):
+    """E V(phi - mean), V(mean) and the same by `stationary`, for each (omega, gamma), all driven by the same draws.
+
+    Loss 1/2 (theta - c)^T A (theta - c), c ~ N(0, 1) fresh at every inner step and replica, A diagonal from 1/2 to 2.
+    """
+    A = torch.logspace(-1, 1, dims, 2.0)[:, None]
+    phi, delta = torch.zeros(replicas, dims, len(omega)), torch.zeros(replicas, dims, len(omega))
+    spread, mean_square = torch.zeros(len(omega)), torch.zeros(len(omega))
+    for step in range(burn_in + steps):
+        order = torch.randperm(replicas, generator=generator)
+        phi, delta, theta = phi[order], delta[order], phi[order]
+        for _ in range(m):
+            theta.lerp_(torch.randn((replicas, dims, 1), generator=generator), omega * A)           # theta - omega A (theta - c)
+        phis, deltas, thetas = (v.view(-1, n, dims, len(omega)) for v in (phi, delta, theta))
+        mean = phis.mean(1, keepdim=True)
+        deltas.mul_(alpha).add_(thetas.mean(1, keepdim=True) - mean, alpha=beta).sub_(gamma * (phis - mean))
+        phi += delta
+        if step >= burn_in:
+            spread += phi.var(0, correction=0).mean(0)
+            mean_square += phi.mean(0).square().mean(0)
+    shrink = (1 - omega * A).double()
+    pull, noise = 1 - shrink**m, (omega * A)**2 * (1 - shrink**(2 * m)) / (1 - shrink**2)
+    expected = stationary(alpha, contraction(replicas, n), beta, gamma, pull, noise * (1 - 1 / replicas)), stationary(alpha, 0, beta, gamma, pull, noise / replicas)
+    return [v / steps for v in (spread, mean_square)] + [v.mean(0) for v in expected]
+
+
+def stability(o, replicas=64, pulls=(0.0, 0.3)):
+    """Where the differences between replicas die out over (alpha, gamma), beside the bounds, and how large noise keeps them."""
+    generator = torch.Generator().manual_seed(o.seed)
+    alphas, gammas = torch.arange(20) * 0.05, torch.arange(80) * 0.05 + 0.025
+    alpha, gamma = (v.flatten() for v in torch.meshgrid(alphas, gammas, indexing="ij"))
+    result = dict(replicas=replicas, pulls=pulls, alphas=alphas.tolist(), gammas=gammas.tolist(), default=(0.5, 0.7), groups={})
+    for n in tqdm((2, 4, replicas), desc="maps", dynamic_ncols=True):
+        k, (low, high) = contraction(replicas, n), paper_window(alpha, n)
+        row = result["groups"][n] = dict(bound=gamma_bound(alphas, n).tolist(), window=[w.tolist() for w in paper_window(alphas, n)], exact={}, crossing={})
+        for pull in pulls:
+            rate = growth(alpha, gamma, n, pull, generator, replicas)
+            by_alpha, exact = rate.view(len(alphas), -1), exact_bound(alphas, k, pull)
+            after = (by_alpha > 0).int().argmax(1, keepdim=True)                # the first gamma that grows
+            before, there = (by_alpha.gather(1, i)[:, 0] for i in (after - 1, after))
+            crossing = gammas[after[:, 0]] - 0.05 * there / (there - before)
+            row["exact"][pull], row["crossing"][pull] = exact.tolist(), crossing.tolist()
+            row.setdefault("crossing_off", {})[pull] = float((crossing - exact).abs().max())
+            if pull:
+                continue
+            theory = torch.linalg.eigvals(moment_matrix(alpha, k, gamma, gamma)).abs().amax(-1).log() / 2
+            grows, inside, apart = rate > 0, (low < gamma) & (gamma < high), (rate - theory).abs()
+            row.update(rate=[[round(x, 3) for x in r] for r in by_alpha.tolist()], rate_off=[float(apart.median()), float(apart.quantile(0.99))])
+            for name, bound in (("bound_holds", gamma_bound(alpha, n)), ("exact_holds", exact_bound(alpha, k))):
+                wrong = grows != (gamma > bound)
+                row[name] = dict(share=1 - float(wrong.double().mean()), wrong=int(wrong.sum()), grows_below=int((grows & wrong).sum()),
+                                 farthest=float(((gamma - bound).abs() * wrong).max()))
+            row["window_fails"] = dict(inside=int(inside.sum()), inside_grows=int((inside & grows).sum()),
+                                       decays=int((~grows).sum()), outside_decays=int((~inside & ~grows).sum()))
+    m, omegas, scan = 5, torch.logspace(-3.4, -0.7, 10), 0.15 * torch.arange(2, 10)
+    omega, gamma = torch.cat([omegas, torch.full_like(scan, 2e-3)]), torch.cat([torch.full_like(omegas, 0.7), scan])
+    names, values = ("spread", "mean", "spread_expected", "mean_expected"), noisy_quadratic(omega, gamma, generator, m=m, replicas=replicas)
+    result["noise"] = dict(m=m, omega=omegas.tolist(), **{name: v[:10].tolist() for name, v in zip(names, values)}, slopes={})
+    result["scan"] = dict(omega=2e-3, gamma=scan.tolist(), spread=values[0][10:].tolist(), spread_expected=values[2][10:].tolist())
+    for name, v in zip(names, values):
+        x, y = omegas.log().tolist(), v[:10].double().log().tolist()
+        result["noise"]["slopes"][name] = dict(small=statistics.linear_regression(x[:4], y[:4]).slope, largest=(y[-1] - y[-2]) / (x[-1] - x[-2]))
+    return result
 
 
 # ---------------------------------------------------------------- measured
@@ -947,7 +1080,6 @@ def keep_links(network, name):
 def headline(o, job):
     """Each part's runs, seed by seed, then its numbers, its picture and its table. A run that is there already is not run again."""
     for part in o.headline:
-        path, begun = Path(o.out, "results", f"headline_{part}.json"), time.time()
         if part == "stability":
             found = stability(o)
         else:
@@ -1155,7 +1287,7 @@ TABLES = {"convergence": convergence_table, "skip": skip_table, "failure": failu
 def save(o, name, result):
     path = Path(o.out, "results", name + ".json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=None if name.startswith("headline") else 1) + "\n")
     print(path)
     try:
         draw(o, name if name.startswith("headline") else "sync_simulated" if name == "sync_simulated" else "sync_measured")
@@ -1213,6 +1345,35 @@ def draw_simulated(plt, found):
     return figure
 
 
+def draw_stability(plt, r):
+    """One figure of what `stability` found, read back from its JSON."""
+    from matplotlib.patheffects import Normal, Stroke
+    halo = dict(path_effects=[Stroke(linewidth=3.5, foreground="w", alpha=0.8), Normal()])      # black lines cross dark colours
+    figure, axes = plt.subplots(1, 4, figsize=(15, 4.4), layout="constrained", width_ratios=[1, 1, 1, 1.15])
+    for axis, (n, row) in zip(axes, r["groups"].items()):
+        rate = torch.tensor(row["rate"]).T.clamp(-0.3, 0.3)
+        picture = axis.pcolormesh(r["alphas"], r["gammas"], rate, cmap="PuOr_r", vmin=-0.3, vmax=0.3, shading="nearest", rasterized=True)
+        axis.plot(r["alphas"], row["bound"], "k-", lw=2, label="gamma_bound(alpha, n)", **halo)
+        axis.plot(r["alphas"], row["exact"]["0.0"], "-", color=COLOURS[2], lw=1.5, label=f"exact for N = {r['replicas']}")
+        for w, label in zip(row["window"], ("the paper's window (Eq. 74)", None)):
+            axis.plot(r["alphas"], w, "k--", lw=1.5, label=label, **halo)
+        for pull in r["pulls"][1:]:
+            axis.plot(r["alphas"], row["crossing"][str(pull)], "k:", lw=2, label=f"measured limit, p = {pull:g}", **halo)
+        axis.plot(*r["default"], "o", color=COLOURS[3], mec="w", ms=7, ls="", label="default")
+        axis.set(xlabel="alpha", ylabel="gamma", title=f"n = {n}" + (" = N" if int(n) == r["replicas"] else ""), xlim=(0, 0.95), ylim=(0, 4))
+        axis.grid(False)
+    axes[0].legend(loc="upper right")
+    figure.colorbar(picture, ax=axes[:3], label="growth of differences, log per outer step, p = 0", extend="both", pad=0.01)
+    q, b = r["noise"], axes[3]
+    x = [q["m"] * w for w in q["omega"]]
+    for name, label, i in (("spread", "V(phi - mean), spread", 0), ("mean", "V(mean of replicas)", 3)):
+        b.plot(x, q[name], "os"[i > 0], color=COLOURS[i], label=f"{label}: slope {q['slopes'][name]['small']:.2f} ... {q['slopes'][name]['largest']:.2f}")
+        b.plot(x, q[name + "_expected"], "-", color=COLOURS[i], lw=1.2)
+    b.set(xscale="log", yscale="log", xlabel="m omega", ylabel="variance per weight", title="n = 2, default; lines: closed form")
+    b.legend()
+    return figure
+
+
 def draw_measured(plt, found):
     whole = sorted((r for name, r in found.items() if name.startswith("sync_measured_")), key=lambda r: r["replicas"])
     links = sorted((r for name, r in found.items() if name.startswith("sync_emulated_")), key=lambda r: r["replicas"])
@@ -1248,7 +1409,7 @@ def draw_measured(plt, found):
 
 def draw_headline(plt, name, found):
     return {"convergence": draw_convergence, "skip": draw_skip, "failure": draw_failure, "together": draw_together,
-            "stability": globals().get("draw_stability")}[name.split("_")[1]](plt, found[name])
+            "stability": draw_stability}[name.split("_")[1]](plt, found[name])
 
 
 def band(axis, runs, x, label, colour, y=lambda run: run["curves"]["heldout_loss"], **style):

@@ -406,6 +406,34 @@ def test_gamma_bound_separates_decay_from_growth(alpha, n):
     assert gamma_bound(alpha, 2) == pytest.approx(2 * (1 - alpha**2))
 
 
+@pytest.mark.parametrize("replicas, n", [(4, 2), (5, 2), (6, 3), (4, 4)])
+def test_moment_recursion_equals_the_average_over_all_groupings(replicas, n):
+    """One outer step of Eqs. 2 and 3 with Delta = -p phi, for every order that the replicas can be drawn in."""
+    alpha, beta, gamma, pull = 0.6, 0.8, 1.1, 0.3
+    x, d = (v - v.mean() for v in torch.randn(2, replicas, generator=torch.Generator().manual_seed(n), dtype=torch.float64))
+    moments, total, orders = lambda x, d: torch.stack([x @ x, x @ d, d @ d]), torch.zeros(3, dtype=torch.float64), list(itertools.permutations(range(replicas)))
+    for order in orders:
+        phi, delta = x + 7, d - 2           # what all share is no difference
+        for g in (list(order[i::replicas // n]) for i in range(replicas // n)):
+            p, q = phi[g], delta[g]
+            outer_update(p, q, -pull * p.mean(0), p.mean(0), alpha, beta, gamma)
+            phi[g], delta[g] = p, q
+        total += moments(phi - phi.mean(), delta - delta.mean()) / len(orders)
+    matrix = bench_sync.moment_matrix(alpha, bench_sync.contraction(replicas, n), beta, gamma, pull)
+    assert torch.allclose(matrix @ moments(x, d), total, rtol=1e-12)
+
+
+def test_spectral_radius_crosses_one_exactly_at_the_bound():
+    radius = lambda alpha, k, gamma, pull=0.0: float(torch.linalg.eigvals(bench_sync.moment_matrix(alpha, k, gamma, gamma, pull)).abs().max())
+    for alpha, n, pull in itertools.product((0.0, 0.5, 0.9), (2, 4, 16), (0.0, 0.3)):
+        for k in (1 - 1 / n, bench_sync.contraction(16, n)):
+            bound = bench_sync.exact_bound(alpha, k, pull)
+            assert radius(alpha, k, 0.999 * bound, pull) < 1 < radius(alpha, k, 1.001 * bound, pull)
+        assert radius(alpha, 1 - 1 / n, gamma_bound(alpha, n)) == pytest.approx(1, abs=1e-6)
+        assert bench_sync.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
+    assert bench_sync.exact_bound(0.5, bench_sync.contraction(16, 16)) == pytest.approx(3)      # heavy ball: 2 (1 + alpha)
+
+
 # ---------------------------------------------------------------- model.py
 
 
