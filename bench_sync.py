@@ -1023,16 +1023,17 @@ KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "
 
 
 def convergence_runs(o):
-    """Figs. 2 and 3 and Table 2 of arXiv 2506.10911, and Fig. 4: `local`, where routes alone keep replicas together."""
-    common = f"--steps {o.steps or 600} --layers 2 --warmup 50 --microbatches 1 --batch 8 --lr 6e-3"
-    outer = "--alpha 0.3 --beta 1.0 --inner-steps"
-    methods = {"DDP": "--method ddp", "DiLoCo": f"--method diloco {outer} 20", "NoLoCo": f"--method noloco {outer} 10",
-               "NoLoCo, warm start": f"--method noloco {outer} 10 --warm-start {(o.steps or 600) // 5}", "local": "--method local"}
-    for name, options in methods.items():
-        yield f"8x1 {name}", 8, f"{common} {options}", mean_of_replicas, None
-    for name, options in methods.items():
-        for routing in ("random", "fixed") if name in ("NoLoCo", "local") else ("fixed",):
-            yield f"4x2 {name}, {routing} routing", 8, f"{common} {options} --microbatches 2 --stages 4,4 --routing {routing}", mean_of_replicas, None
+    """Figs. 2 and 3 and Table 2 of arXiv 2506.10911, and Fig. 4: `local`, where routes alone keep replicas together. The outer settings are train.TINY."""
+    def methods(steps):
+        common = f"--steps {steps} --layers 2 --warmup 50 --lr 6e-3 --method"
+        return {**{name: f"{common} {name.lower()}" for name in ("DDP", "DiLoCo", "NoLoCo", "local")},
+                "NoLoCo, warm start": f"{common} noloco --warm-start {steps // 3}"}
+
+    for name, options in methods(o.steps or 1200).items():
+        yield f"8x1 {name}", 8, f"{options} --microbatches 1 --batch 8", mean_of_replicas, None
+    for name, options in methods(o.steps or 600).items():
+        for routing in {"NoLoCo": ("random", "fixed"), "local": ("random", "fixed"), "NoLoCo, warm start": ()}.get(name, ("fixed",)):
+            yield f"4x2 {name}, {routing} routing", 8, f"{options} --microbatches 2 --batch 8 --stages 4,4 --routing {routing}", mean_of_replicas, None
 
 
 def skip_runs(o):
@@ -1046,22 +1047,22 @@ def skip_runs(o):
         links = keep_links(network, f"headline-links-{stages}.json")
         for skip in skips:
             routing = f"--skip {skip}" if skip else "--routing dtfm"
-            yield (f"{stages} stages, {100 * skip:g}% skipped", 2 * stages, f"--method ddp --steps {o.steps or 400} --layers 8 --lr 6e-3 --microbatches 6 --batch 2 "
+            yield (f"{stages} stages, {100 * skip:g}% skipped", 2 * stages, f"--method ddp --steps {o.steps or 300} --layers 8 --lr 6e-3 --microbatches 6 --batch 2 "
                    f"--stages {','.join(['2'] * stages)} --links {links} {routing}", partial_inference, None)
 
 
 def failure_runs(o):
     """A node of a later stage dies in a share of the iterations (see `losing`)."""
     for share in (0, 0.05, 0.1):
-        yield (f"{share:.0%} of the iterations", 8, f"--method noloco --inner-steps 10 --alpha 0.3 --beta 1.0 --steps {o.steps or 400} --lr 6e-3 "
+        yield (f"{share:.0%} of the iterations", 8, f"--method noloco --steps {o.steps or 300} --lr 6e-3 "
                "--microbatches 6 --batch 2 --stages 2,2,2,2 --layers 8", None, str(share))
 
 
 def together_runs(o):
     """Both papers at once on the published instance: 20 nodes, 30 microbatches an iteration, 50 inner steps."""
     network, _ = skippipe.published_network()
-    steps = o.steps or 500
-    common, outer = "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 6e-3 --steps", "--inner-steps 50 --alpha 0.3 --beta 1.0"
+    steps = o.steps or 400
+    common, outer = "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 6e-3 --steps", "--inner-steps 50"
     skipping = f"--method noloco {outer} --skip 0.33 --links {keep_links(network, 'headline-links-20.json')}"
     yield "DDP, full pipeline", 20, f"{common} {steps} --method ddp --routing fixed", None, None
     yield "DiLoCo, full pipeline", 20, f"{common} {steps} --method diloco {outer} --routing fixed", None, None
