@@ -6,9 +6,9 @@ export OMP_NUM_THREADS = 1
 export MALLOC_MMAP_THRESHOLD_ = 33554432
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: train test faults soak figures emulate speed clean
+.PHONY: train test faults soak figures emulate headline speed clean
 train: .venv/ready
-	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600 --inner-steps 10
+	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
 
 test: .venv/ready
 	$(BIN)/python -m pytest -q
@@ -27,16 +27,21 @@ figures: SHELL := bash
 figures: export TIMEFORMAT = == %0R s
 figures: .venv/ready
 	mkdir -p $(OUT)/results $(OUT)/figures && rm -rf runs/figures
-	time $(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps $(if $(QUICK),30,600) --inner-steps 10 --name figures
+	time $(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps $(if $(QUICK),30,600) --name figures
 	time $(BIN)/python skippipe.py --figure $(OUT)/figures/skippipe.png --results $(OUT)/results/skippipe.json
 	time $(BIN)/python skippipe.py --nodes 42 --sizes 7,5,5,5,5,5,5,5 --kept 6 --seconds $(if $(QUICK),5,15) --figure '' --results ''
 	time $(BIN)/python skippipe.py --nodes 20 --sizes 5,3,3,3,3,3 --seconds 1 --figure '' --results ''
 	time $(MAKE) --no-print-directory emulate
 	time $(BIN)/python bench_sync.py --simulate --out $(OUT)
+	time $(BIN)/python bench_sync.py --headline stability $(if $(QUICK),failure --steps 4 --seeds 1) --out $(OUT)
 	time $(BIN)/python bench_sync.py --model small medium large --mbit 100 1000 100000
 	for n in 2 8; do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --out $(OUT) $(if $(QUICK),--params 1e6 --trials 3) || exit; done
 	for n in $(if $(QUICK),4 8,4 8 16 32 64); do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --latency-ms 50 --latency-std 1 \
 		--out $(OUT) $(if $(QUICK),--trials 3) || exit; done
+
+# the papers' headline results, each with three seeds: HOURS hours on 2 cores. Runs that are in runs/ already are not run again
+headline: .venv/ready
+	$(BIN)/python bench_sync.py --headline convergence skip failure together stability
 
 # the trainer beside others, and the README's table of it: about 15 minutes on 2 idle cores, 22 GB of memory
 speed: .venv/ready

@@ -1036,6 +1036,21 @@ def convergence_runs(o):
             yield f"4x2 {name}, {routing} routing", 8, f"{options} --microbatches 2 --batch 8 --stages 4,4 --routing {routing}", mean_of_replicas, None
 
 
+def tuning_runs(o):
+    """What the settings of the others were chosen by: one seed each is enough to see differences of 0.02 (so do --seeds 1)."""
+    common = f"--steps {o.steps or 800} --layers 2 --warmup 50 --microbatches 1 --batch 8 --method"
+    for rate in ("4e-3", "6e-3", "8e-3", "1.2e-2"):
+        yield f"DDP, rate {rate}", 8, f"{common} ddp --lr {rate}", None, None
+    for rate, outer in (("6e-3", "0.3 0.7"), ("4e-3", "0.3 1.0"), ("6e-3", "0.3 1.0")):
+        yield f"DiLoCo, rate {rate}, alpha, beta {outer}", 8, f"{common} diloco --lr {rate} --alpha {outer.replace(' ', ' --beta ')}", None, None
+    for rate, outer in (("4e-3", "0.3 0.7"), ("6e-3", "0 1.0"), ("4e-3", "0.3 1.0"), ("6e-3", "0.3 1.0"), ("1.2e-2", "0.3 1.0"), ("6e-3", "0.5 1.0"),
+                        ("6e-3", "0.3 1.2 0.8")):
+        alpha, beta, *gamma = outer.split()
+        yield (f"NoLoCo, rate {rate}, alpha, beta{', gamma' * len(gamma)} {outer}", 8,
+               f"{common} noloco --lr {rate} --alpha {alpha} --beta {beta}" + "".join(f" --gamma {g}" for g in gamma), None, None)
+    yield "NoLoCo, rate 6e-3, warm start of 160 steps", 8, f"{common} noloco --lr 6e-3 --warm-start 160", None, None
+
+
 def skip_runs(o):
     """Paths that leave stages out: loss against tokens and against simulated time, then with stages and nodes missing at inference."""
     for stages, skips in ((4, (0, 0.25, 0.5)), (8, (0, 0.25, 0.375, 0.5))):
@@ -1094,7 +1109,8 @@ def headline(o, job):
             if part == "together":
                 found["seconds"] = seconds_together(found["runs"])
         save(o, f"headline_{part}", found)
-        TABLES[part](found)
+        if part in TABLES:
+            TABLES[part](found)
 
 
 def trained(job, name, processes, options, after=None, losing=None):
@@ -1169,25 +1185,25 @@ def losing(share, argv):
         train.main(argv)
 
 
+def all_reduce_seconds(ranks, whole, part):
+    """The fastest of all rings and of reducing to one replica and sending back; whole[a][b], part[a][b]: seconds of a message of all bytes and of their nth part."""
+    n = len(ranks)
+    rings = (max(part[a][b] for a, b in zip(ring, ring[1:] + ring[:1])) for ring in itertools.permutations(ranks))
+    roots = (max(whole[a][root] for a in ranks if a != root) for root in ranks)
+    return min(2 * (n - 1) * min(rings), 2 * min(roots))
+
+
 def seconds_together(runs):
     """Simulated: {label: (seconds of an iteration, of a synchronisation, every how many steps)} on the published instance's links."""
-    network, names = skippipe.published_network()
-    links = {pair: link for pair, link in skippipe.city_links().items()}
+    (network, names), links = skippipe.published_network(), skippipe.city_links()
     each = 4 * 500e6 / len(network.stages)              # bytes of a stage of the 500M model, fp32
-
-    def hop(a, b, size):
-        latency, rate = (0.001, 2 * 2**30) if names[a] == names[b] else links[names[a], names[b]]
-        return latency + size / rate + 0.35
-
-    def all_reduce(ranks):      # the fastest of all rings, and of reducing to one replica and sending back
-        n = len(ranks)
-        rings = (max(hop(a, b, each / n) for a, b in zip(ring, ring[1:] + ring[:1])) for ring in itertools.permutations(ranks))
-        return min(2 * (n - 1) * min(rings), min(2 * max(hop(a, root, each) for a in ranks if a != root) for root in ranks))
+    delay = {n: skippipe.city_delays(names, links, each / n) for n in {1, *map(len, network.stages)}}
 
     def gossip(outer):          # the slowest pair of all stages, though only its own pipelines would wait for it
-        return max(hop(a, b, each) for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)
+        return max(delay[1][a][b] for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)
                    for a, b in itertools.combinations(group, 2))
-    everyone, some = max(map(all_reduce, network.stages)), statistics.mean(map(gossip, range(100)))
+    everyone = max(all_reduce_seconds(ranks, delay[1], delay[len(ranks)]) for ranks in network.stages)
+    some = statistics.mean(map(gossip, range(100)))
     full = skippipe.simulate(network, skippipe.full_paths(network.stages, 6)).makespan
     routed = statistics.mean(skippipe.simulate(network, skippipe.random_paths(network.stages, 6, step, 0)).makespan for step in range(100))
     planned = runs["NoLoCo, SkipPipe"][0]["curves"]["simulated_seconds"][0]
@@ -1277,9 +1293,14 @@ def together_table(found):
               f"| {'not reached' if None in share else spread_of(share, '.0%')} |")
 
 
-HEADLINES = {"convergence": convergence_runs, "skip": skip_runs, "failure": failure_runs, "together": together_runs, "stability": None}
-TABLES = {"convergence": convergence_table, "skip": skip_table, "failure": failure_table, "together": together_table,
-          "stability": lambda found: None}
+def tuning_table(found):
+    print("| setting | held-out nats per byte | MB sent per rank to synchronise |\n|---|---|---|")
+    for label, runs in found["runs"].items():
+        print(f"| {label} | {statistics.mean(final(runs)):.3f} | {final(runs, 'sync_bytes')[0] / runs[0]['ranks'] / 1e6:.0f} |")
+
+
+HEADLINES = {"tuning": tuning_runs, "convergence": convergence_runs, "skip": skip_runs, "failure": failure_runs, "together": together_runs, "stability": None}
+TABLES = {"tuning": tuning_table, "convergence": convergence_table, "skip": skip_table, "failure": failure_table, "together": together_table}
 
 
 # ---------------------------------------------------------------- results and pictures
@@ -1291,7 +1312,8 @@ def save(o, name, result):
     path.write_text(json.dumps(result, indent=None if name.startswith("headline") else 1) + "\n")
     print(path)
     try:
-        draw(o, name if name.startswith("headline") else "sync_simulated" if name == "sync_simulated" else "sync_measured")
+        figure = name if name in FIGURES else None if name.startswith("headline") else "sync_measured"
+        figure and draw(o, figure)
     except BadInput as error:       # the numbers are safe
         print(error)
 
@@ -1308,7 +1330,7 @@ def draw(o, name):
     path = Path(o.out, "figures", f"{name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": 7.5, "lines.markersize": 4})
-    figure = draw_headline(plt, name, found) if name.startswith("headline") else (draw_simulated if name == "sync_simulated" else draw_measured)(plt, found)
+    figure = FIGURES[name](plt, found[name] if name.startswith("headline") else found)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     print(path)
@@ -1406,11 +1428,6 @@ def draw_measured(plt, found):
         if axis.get_legend_handles_labels()[0]:
             axis.legend()
     return figure
-
-
-def draw_headline(plt, name, found):
-    return {"convergence": draw_convergence, "skip": draw_skip, "failure": draw_failure, "together": draw_together,
-            "stability": draw_stability}[name.split("_")[1]](plt, found[name])
 
 
 def band(axis, runs, x, label, colour, y=lambda run: run["curves"]["heldout_loss"], **style):
@@ -1514,6 +1531,10 @@ def draw_together(plt, r):
     return figure
 
 
+FIGURES = {"sync_simulated": draw_simulated, "sync_measured": draw_measured, "headline_convergence": draw_convergence, "headline_skip": draw_skip,
+           "headline_failure": draw_failure, "headline_together": draw_together, "headline_stability": draw_stability}
+
+
 def main(argv=None):
     if (argv or [None])[0] == "--losing":
         return losing(float(argv[1]), argv[2:])
@@ -1527,8 +1548,7 @@ def main(argv=None):
     elif job.world > 1:
         (emulate if o.emulate else measure)(o, job)
     elif o.plot:
-        job.together(lambda: [draw(o, name) for name in ("sync_simulated", "sync_measured", *(f"headline_{part}" for part in HEADLINES))
-                              if name.startswith("sync") or Path(o.out, "results", f"{name}.json").exists()])
+        job.together(lambda: [draw(o, name) for name in FIGURES if name.startswith("sync") or Path(o.out, "results", f"{name}.json").exists()])
     elif o.simulate:
         simulate(o)
     else:

@@ -1348,6 +1348,14 @@ def test_a_stage_without_replicas_is_left_out_or_ends_the_run_with_a_checkpoint(
         assert [checkpoint(tmp_path / "runs/x", 23, r)["step"] for r in range(2)] == [23, 23]
 
 
+def test_a_death_in_the_warm_start_leaves_checkpoints_and_one_line(corpus, tmp_path):
+    world, _, victim = JOBS["one stage"]
+    results = failing("one stage", [(Fault.DIE_IN_FORWARD, victim, 4)], tmp_path, "--data", corpus, "--warm-start", 10, fallen=[victim])
+    line = "stopped: rank {} at step 4: --warm-start needs every process, and one is gone; go on with --resume runs/x"
+    assert [code for code, _ in (r for r in results if r)] == [line.format(r) for r in range(world) if r != victim]
+    assert all(checkpoint(tmp_path / "runs/x", 4, r)["step"] == 4 for r in range(world) if r != victim)
+
+
 def test_survivors_checkpoints_serve_the_dead(corpus, tmp_path):
     world, _, victim = JOBS["one stage"]
     results = failing("one stage", [(Fault.DIE_BEFORE_EXCHANGE, victim, 22)], tmp_path, "--data", corpus, fallen=[victim])
@@ -2045,6 +2053,30 @@ def test_skippipe_command_line(tmp_path, capsys):
 
 
 # ---------------------------------------------------------------- bench_sync.py
+
+
+def test_all_reduce_takes_the_fastest_ring_or_root():
+    """Three nodes by hand: rings of three have one set of links; the best root avoids the slow one."""
+    whole = [[0, 9, 2], [9, 0, 3], [2, 3, 0]]
+    part = lambda by: [[x / by for x in row] for row in whole]
+    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(3)) == 6           # root 2: 2 x 3; the ring: 4 x 9 / 3
+    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(9)) == 4           # latency-free: the ring, 4 x 1
+
+
+def test_hours_to_a_loss_on_straight_lines():
+    found = dict(seconds=dict(x=(36.0, 360.0, 10)))
+    run = dict(curves=dict(step=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], weight_spread=[0.1, 0.2, 0.3], lr=[1, 2, 3]))
+    assert bench_sync.clock(found, "x", run) == pytest.approx([0.2, 0.4, 0.6])
+    assert bench_sync.reaches(found, "x", run, 1.5) == pytest.approx(0.5) and bench_sync.reaches(found, "x", run, 0.9) is None
+
+
+def test_losing_drops_what_visits_the_victim(corpus, tmp_path):
+    """In every iteration one of the two replicas of stage 1 dies, and half of the 4 microbatches with it."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(HERE / "bench_sync.py"), "--losing", "1",
+                           "--stages", "2,2", "--steps", "5", "--data", str(corpus), "--name", "x", *SMALL], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    row = metrics(tmp_path / "runs/x")[-1]
+    assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
 
 
 @pytest.mark.parametrize("spread", [0, 0.5, 1, 2.5])

@@ -1239,7 +1239,7 @@ def main(argv=None):
         outer.catch_up = len(stages) == 1           # in a pipeline the iterations of all go together
     elif o.method == "diloco":
         outer = DiLoCo(model.parameters(), replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
-    if len(replicas) > 1 and (o.method == "ddp" or o.warm_start):
+    if len(replicas) > 1 and (o.method == "ddp" or o.warm_start and not job.joining):
         group = dist.new_group(replicas, use_local_synchronization=True) if dist.is_initialized() else \
             gloo_group(job.store, f"warm/{stage}", replicas.index(job.rank), len(replicas), job.timeout)
     pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
@@ -1411,7 +1411,8 @@ def main(argv=None):
             keep(cursor)
         progress.close()
         pipeline.stop()
-        lost = "the store on node 0 is lost" if job.timeout else f"--method {o.method} needs every process, and one is gone"
+        lost = "the store on node 0 is lost" if job.timeout and step >= o.warm_start else \
+            f"{'--warm-start' if step < o.warm_start else '--method ' + o.method} needs every process, and one is gone"
         reason = error if isinstance(error, Gone) else lost
         sys.exit(f"stopped: rank {job.rank} at step {step}: {reason}; go on with --resume {folder}")
     progress.close()
