@@ -41,7 +41,7 @@ figures: .venv/ready
 
 # the papers' headline results, each with three seeds: HOURS hours on 2 cores. Runs that are in runs/ already are not run again
 headline: .venv/ready
-	$(BIN)/python bench_sync.py --headline convergence skip failure together stability
+	$(BIN)/python bench_sync.py --headline tuning convergence skip failure together stability
 
 # the trainer beside others, and the README's table of it: about 15 minutes on 2 idle cores, 22 GB of memory
 speed: .venv/ready

@@ -1,4 +1,4 @@
-"""How long synchronisation takes: simulated to thousands of replicas, measured on real processes, and on paper.
+"""How long synchronisation takes: simulated to thousands of replicas, measured on real processes, and on paper. The trainer beside others; what it learns.
 
     python bench_sync.py --simulate                                                     Figs. 5A and 5B of arXiv 2506.10911 and beyond
     python bench_sync.py --simulate --params 57e6 --mbit 100 --latency-ms 20            ... with your own model and link
@@ -7,6 +7,7 @@
     python bench_sync.py --model large --replicas 1024 --mbit 100 --latency-ms 50       bytes, seconds and memory on paper
     python bench_sync.py --plot                                                         draw figures/ again from results/
     python bench_sync.py --trainer                                                      the trainer's own speed, beside others' (README, Speed)
+    python bench_sync.py --headline convergence                                         the papers' headline results, tiny (README, Headline results)
 
 n replicas. A message takes t ~ LogNormal(mu, sigma^2), independently of all others:
 
@@ -68,7 +69,7 @@ def parse(argv):
     p.add_argument("--plot", action="store_true", help="draw the pictures again from what --out holds")
     p.add_argument("--trainer", nargs="*", choices=list(PARTS), help="the trainer's speed, these parts of it (default: all); starts its own processes")
     p.add_argument("--headline", nargs="+", choices=list(HEADLINES), help="the papers' headline results at the size of this machine; starts its own processes")
-    p.add_argument("--seeds", type=int, default=3, help="runs of each kind in --headline (default: 3)")
+    p.add_argument("--seeds", type=int, help="runs of each kind in --headline (default: 3, tuning 1)")
     p.add_argument("--steps", type=int, help="training steps in --headline, in place of each part's own")
     p.add_argument("--model", nargs="+", choices=list(PAPER), help="the table on paper for these models")
     p.add_argument("--params", type=float, help="parameters (default: measured 57e6, emulated 25e3, simulated 125e6)")
@@ -84,7 +85,7 @@ def parse(argv):
     p.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl"])
     o = p.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    own = o.params or o.trials != 11 or o.steps or o.seeds != 3 or o.simulate and any(x is not None for x in (o.mbit, o.latency_ms, o.latency_std))
+    own = o.params or o.trials != 11 or o.steps or o.seeds or o.simulate and any(x is not None for x in (o.mbit, o.latency_ms, o.latency_std))
     o.out = o.out or ("runs" if own else ".")       # the README's figures are not overwritten by an experiment
     for name, least in dict(seeds=1, steps=1, params=1, latency_ms=0, latency_std=0, trials=1).items():
         value = getattr(o, name)
@@ -1037,7 +1038,7 @@ def convergence_runs(o):
 
 
 def tuning_runs(o):
-    """What the settings of the others were chosen by: one seed each is enough to see differences of 0.02 (so do --seeds 1)."""
+    """What the settings of the other parts were chosen by."""
     common = f"--steps {o.steps or 800} --layers 2 --warmup 50 --microbatches 1 --batch 8 --method"
     for rate in ("4e-3", "6e-3", "8e-3", "1.2e-2"):
         yield f"DDP, rate {rate}", 8, f"{common} ddp --lr {rate}", None, None
@@ -1100,7 +1101,7 @@ def headline(o, job):
             found = stability(o)
         else:
             runs, found = list(HEADLINES[part](o)), dict(cpu_hours=0.0, runs={})
-            progress = tqdm([(seed, *run) for seed in range(o.seeds) for run in runs], unit="run")
+            progress = tqdm([(seed, *run) for seed in range(o.seeds or (1 if part == "tuning" else 3)) for run in runs], unit="run")
             for seed, label, processes, options, after, losing in progress:
                 progress.set_postfix_str(label)
                 run = trained(job, f"{part}-{label}-{seed}", processes, [*SMALL, *options.split(), "--seed", str(seed)], after, losing)
