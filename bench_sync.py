@@ -1042,29 +1042,37 @@ def tuning_runs(o):
     common = f"--steps {o.steps or 800} --layers 2 --warmup 50 --microbatches 1 --batch 8 --method"
     for rate in ("4e-3", "6e-3", "8e-3", "1.2e-2"):
         yield f"DDP, rate {rate}", 8, f"{common} ddp --lr {rate}", None, None
-    for rate, outer in (("6e-3", "0.3 0.7"), ("4e-3", "0.3 1.0"), ("6e-3", "0.3 1.0")):
+    for rate, outer in (("6e-3", "0.3 0.7"), ("4e-3", "0.3 1.0"), ("6e-3", "0.3 1.0"), ("6e-3", "0.5 1.0")):
         yield f"DiLoCo, rate {rate}, alpha, beta {outer}", 8, f"{common} diloco --lr {rate} --alpha {outer.replace(' ', ' --beta ')}", None, None
     for rate, outer in (("4e-3", "0.3 0.7"), ("6e-3", "0 1.0"), ("4e-3", "0.3 1.0"), ("6e-3", "0.3 1.0"), ("1.2e-2", "0.3 1.0"), ("6e-3", "0.5 1.0"),
                         ("6e-3", "0.3 1.2 0.8")):
         alpha, beta, *gamma = outer.split()
         yield (f"NoLoCo, rate {rate}, alpha, beta{', gamma' * len(gamma)} {outer}", 8,
                f"{common} noloco --lr {rate} --alpha {alpha} --beta {beta}" + "".join(f" --gamma {g}" for g in gamma), None, None)
-    yield "NoLoCo, rate 6e-3, warm start of 160 steps", 8, f"{common} noloco --lr 6e-3 --warm-start 160", None, None
+    yield "NoLoCo, rate 6e-3, 2 inner steps", 8, f"{common} noloco --lr 6e-3 --inner-steps 2", None, None
+    for name in ("NoLoCo", "DiLoCo"):
+        yield f"{name}, rate 6e-3, warm start of 160 steps", 8, f"{common} {name.lower()} --lr 6e-3 --warm-start 160", None, None
 
 
 def skip_runs(o):
     """Paths that leave stages out: loss against tokens and against simulated time, then with stages and nodes missing at inference."""
+    steps = o.steps or 300
     for stages, skips in ((4, (0, 0.25, 0.5)), (8, (0, 0.25, 0.375, 0.5))):
         names = (skippipe.CITIES * 2)[:2 * stages]
-        delay, compute, times = skippipe.city_delays(names, skippipe.city_links()), [0.44] * len(names), dict(memory=3, overhead=0.13, origin_overhead=0.09)
-        # nodes get their stages as suits the pipeline without skips
+        # the published instance cuts the model in 6; nodes get their stages as suits the pipeline without skips
+        delay, compute = skippipe.city_delays(names, skippipe.city_links()), [0.44 * 6 / stages] * len(names)
+        times = dict(memory=3, overhead=0.13, origin_overhead=0.09)
         network = skippipe.Network(delay, compute, skippipe.assign_stages(
             delay, compute, [2] * stages, stages, rounds=2, **times, seconds=None, iterations=300), **times)
-        links = keep_links(network, f"headline-links-{stages}.json")
+        links, seconds = keep_links(network, f"headline-links-{stages}.json"), {}
         for skip in skips:
             routing = f"--skip {skip}" if skip else "--routing dtfm"
-            yield (f"{stages} stages, {100 * skip:g}% skipped", 2 * stages, f"--method ddp --steps {o.steps or 300} --layers 8 --lr 6e-3 --microbatches 6 --batch 2 "
-                   f"--stages {','.join(['2'] * stages)} --links {links} {routing}", partial_inference, None)
+            options = f"--layers 8 --lr 6e-3 --microbatches 6 --batch 2 --stages {','.join(['2'] * stages)} --links {links} {routing}"
+            yield f"{stages} stages, {100 * skip:g}% skipped", 2 * stages, f"--method ddp --steps {steps} {options}", missing_stages, None
+            seconds[skip] = json.loads(train.plan_paths(train.parse(options.split(), 2 * stages), network))["makespan"]
+            if skip in (0.25, 0.5):
+                more = round(steps * seconds[0] / seconds[skip])
+                yield f"{stages} stages, {100 * skip:g}% skipped, equal time", 2 * stages, f"--method ddp --steps {more} {options}", missing_stages, None
 
 
 def failure_runs(o):
@@ -1084,7 +1092,8 @@ def together_runs(o):
     yield "DiLoCo, full pipeline", 20, f"{common} {steps} --method diloco {outer} --routing fixed", None, None
     yield "NoLoCo, random routing", 20, f"{common} {steps} --method noloco {outer}", None, None
     yield "NoLoCo, SkipPipe", 20, f"{common} {steps} {skipping}", None, None
-    yield "NoLoCo, SkipPipe, more steps", 20, f"{common} {steps * 3 // 2} {skipping}", None, None
+    for share in (0.4, 1.0):        # of DDP's time
+        yield f"NoLoCo, SkipPipe, {share:.0%} of DDP's time", 20, f"{common} {int(steps * share * 100.1 / 33.75)} {skipping}", None, None
 
 
 def keep_links(network, name):
@@ -1100,7 +1109,7 @@ def headline(o, job):
         if part == "stability":
             found = stability(o)
         else:
-            runs, found = list(HEADLINES[part](o)), dict(cpu_hours=0.0, runs={})
+            runs, found = list(HEADLINES[part][0](o)), dict(cpu_hours=0.0, runs={})
             progress = tqdm([(seed, *run) for seed in range(o.seeds or (1 if part == "tuning" else 3)) for run in runs], unit="run")
             for seed, label, processes, options, after, losing in progress:
                 progress.set_postfix_str(label)
@@ -1108,21 +1117,21 @@ def headline(o, job):
                 found["cpu_hours"] = round(found["cpu_hours"] + run.pop("cpu_hours"), 3)
                 found["runs"].setdefault(label, []).append(run)
             if part == "together":
-                found["seconds"] = seconds_together(found["runs"])
+                found["seconds"], found["ring"] = seconds_together()
         save(o, f"headline_{part}", found)
-        if part in TABLES:
-            TABLES[part](found)
+        if part != "stability":
+            HEADLINES[part][1](found)
 
 
 def trained(job, name, processes, options, after=None, losing=None):
-    """One run in runs/headline-...: its command, CPU hours, curves, and what `after` finds in its folder."""
+    """One run in runs/headline-...: its command, CPU hours, curves, and what `after` finds in its folder. (Remove the folder when train.py has changed.)"""
     name = "headline-" + re.sub(r"[^\w.]+", "-", name)
     folder, script = Path("runs", name), ["train.py"] if losing is None else ["bench_sync.py", "--losing", losing]
     command, done = f"{' '.join(script)} --name {name} {' '.join(options)}", folder / "headline.json"
     if done.exists() and (found := json.loads(done.read_text()))["command"] == command:
         return found
     shutil.rmtree(folder, ignore_errors=True)
-    used = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    used = lambda: sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
     start = used()
     with tempfile.TemporaryFile("w+") as log:
         try:
@@ -1145,7 +1154,7 @@ def mean_of_replicas(job, folder):
     return dict(mean=float(re.search(r"^mean of all +(\S+)", out, re.M)[1]))
 
 
-def partial_inference(job, folder):
+def missing_stages(job, folder):
     """Held-out loss of the model with only some of its stages: of three shares of them, and of what is left when half of the nodes are dead."""
     mean, o = mean_of_replicas(job, folder), train.parse(["--resume", str(folder)])
     corpus, draw, count, losses = train.load_corpus(o), random.Random(0), len(o.stages), {}
@@ -1187,29 +1196,27 @@ def losing(share, argv):
 
 
 def all_reduce_seconds(ranks, whole, part):
-    """The fastest of all rings and of reducing to one replica and sending back; whole[a][b], part[a][b]: seconds of a message of all bytes and of their nth part."""
-    n = len(ranks)
-    rings = (max(part[a][b] for a, b in zip(ring, ring[1:] + ring[:1])) for ring in itertools.permutations(ranks))
-    roots = (max(whole[a][root] for a in ranks if a != root) for root in ranks)
-    return min(2 * (n - 1) * min(rings), 2 * min(roots))
+    """(all at once: each rank sends every other its nth part, then what it summed; the best ring). whole[a][b], part[a][b]: seconds of a message of all
+    bytes and of their nth part. Links do not contend, so the first is the fastest that there is, unless whole vectors to everyone (as NoLoCo's) are faster."""
+    pairs, n = list(itertools.combinations(ranks, 2)), len(ranks)
+    direct = min(2 * max(part[a][b] for a, b in pairs), max(whole[a][b] for a, b in pairs))
+    return direct, 2 * (n - 1) * min(max(part[a][b] for a, b in zip(ring, ring[1:] + ring[:1])) for ring in itertools.permutations(ranks))
 
 
-def seconds_together(runs):
-    """Simulated: {label: (seconds of an iteration, of a synchronisation, every how many steps)} on the published instance's links."""
+def seconds_together():
+    """Simulated: {label: (seconds of an iteration, None: as each seed's plan has it; of a synchronisation; every how many steps)} on the published
+    instance's links, and the seconds of an all-reduce by rings."""
     (network, names), links = skippipe.published_network(), skippipe.city_links()
     each = 4 * 500e6 / len(network.stages)              # bytes of a stage of the 500M model, fp32
     delay = {n: skippipe.city_delays(names, links, each / n) for n in {1, *map(len, network.stages)}}
-
-    def gossip(outer):          # the slowest pair of all stages, though only its own pipelines would wait for it
-        return max(delay[1][a][b] for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)
-                   for a, b in itertools.combinations(group, 2))
-    everyone = max(all_reduce_seconds(ranks, delay[1], delay[len(ranks)]) for ranks in network.stages)
-    some = statistics.mean(map(gossip, range(100)))
+    # the slowest stage; and the slowest group of all stages, though only its own pipelines would wait for it. With 3 replicas a group is everyone
+    everyone, ring = map(max, zip(*(all_reduce_seconds(ranks, delay[1], delay[len(ranks)]) for ranks in network.stages)))
+    some = statistics.mean(max(delay[1][a][b] for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)
+                               for a, b in itertools.combinations(group, 2)) for outer in range(100))
     full = skippipe.simulate(network, skippipe.full_paths(network.stages, 6)).makespan
     routed = statistics.mean(skippipe.simulate(network, skippipe.random_paths(network.stages, 6, step, 0)).makespan for step in range(100))
-    planned = runs["NoLoCo, SkipPipe"][0]["curves"]["simulated_seconds"][0]
     return {"DDP, full pipeline": (full, everyone, 1), "DiLoCo, full pipeline": (full, everyone, 50), "NoLoCo, random routing": (routed, some, 50),
-            "NoLoCo, SkipPipe": (planned, some, 50), "NoLoCo, SkipPipe, more steps": (planned, some, 50)}
+            **{f"NoLoCo, SkipPipe{more}": (None, some, 50) for more in ("", ", 40% of DDP's time", ", 100% of DDP's time")}}, ring
 
 
 def final(runs, key="heldout_loss"):
@@ -1272,6 +1279,7 @@ def failure_table(found):
 def clock(found, label, run):
     """Simulated hours at each evaluation."""
     iteration, sync, every = found["seconds"][label]
+    iteration = iteration or run["curves"]["simulated_seconds"][0]
     return [(step * iteration + step // every * sync) / 3600 for step in run["curves"]["step"]]
 
 
@@ -1289,6 +1297,7 @@ def together_table(found):
     print("| method | held-out nats per byte | s per iteration | s per synchronisation | hours in all | hours to DDP's final loss, over DDP's |\n" + 6 * "|---" + "|")
     for label, runs in found["runs"].items():
         iteration, sync, every = found["seconds"][label]
+        iteration = iteration or statistics.mean(run["curves"]["simulated_seconds"][0] for run in runs)
         share = [(hours := reaches(found, label, run, final([base])[0])) and hours / clock(found, "DDP, full pipeline", base)[-1] for run, base in zip(runs, first)]
         print(f"| {label} | {spread_of(final(runs))} | {iteration:.1f} | {sync:.1f} every {every} | {clock(found, label, runs[0])[-1]:.1f} "
               f"| {'not reached' if None in share else spread_of(share, '.0%')} |")
@@ -1300,8 +1309,8 @@ def tuning_table(found):
         print(f"| {label} | {statistics.mean(final(runs)):.3f} | {final(runs, 'sync_bytes')[0] / runs[0]['ranks'] / 1e6:.0f} |")
 
 
-HEADLINES = {"tuning": tuning_runs, "convergence": convergence_runs, "skip": skip_runs, "failure": failure_runs, "together": together_runs, "stability": None}
-TABLES = {"tuning": tuning_table, "convergence": convergence_table, "skip": skip_table, "failure": failure_table, "together": together_table}
+HEADLINES = {"tuning": (tuning_runs, tuning_table), "convergence": (convergence_runs, convergence_table), "skip": (skip_runs, skip_table),
+             "failure": (failure_runs, failure_table), "together": (together_runs, together_table), "stability": None}
 
 
 # ---------------------------------------------------------------- results and pictures
@@ -1377,23 +1386,24 @@ def draw_stability(plt, r):
     for axis, (n, row) in zip(axes, r["groups"].items()):
         rate = torch.tensor(row["rate"]).T.clamp(-0.3, 0.3)
         picture = axis.pcolormesh(r["alphas"], r["gammas"], rate, cmap="PuOr_r", vmin=-0.3, vmax=0.3, shading="nearest", rasterized=True)
-        axis.plot(r["alphas"], row["bound"], "k-", lw=2, label="gamma_bound(alpha, n)", **halo)
-        axis.plot(r["alphas"], row["exact"]["0.0"], "-", color=COLOURS[2], lw=1.5, label=f"exact for N = {r['replicas']}")
+        axis.plot(r["alphas"], row["bound"], "k-", lw=2, label="our bound, N large (gamma_bound)", **halo)
+        axis.plot(r["alphas"], row["exact"]["0.0"], "-", color=COLOURS[2], lw=1.5, label=f"our bound for N = {r['replicas']}")
         for w, label in zip(row["window"], ("the paper's window (Eq. 74)", None)):
             axis.plot(r["alphas"], w, "k--", lw=1.5, label=label, **halo)
         for pull in r["pulls"][1:]:
-            axis.plot(r["alphas"], row["crossing"][str(pull)], "k:", lw=2, label=f"measured limit, p = {pull:g}", **halo)
-        axis.plot(*r["default"], "o", color=COLOURS[3], mec="w", ms=7, ls="", label="default")
+            axis.plot(r["alphas"], row["crossing"][str(pull)], "k:", lw=2, label=f"measured limit with pull, Delta = -{pull:g} phi", **halo)
+        axis.plot(*r["default"], "o", color=COLOURS[3], mec="w", ms=7, ls="", label="the papers' values")
+        axis.plot(train.TINY["noloco"]["alpha"], train.TINY["noloco"]["beta"], "s", color=COLOURS[0], mec="w", ms=7, ls="", label="those of tiny runs")
         axis.set(xlabel="alpha", ylabel="gamma", title=f"n = {n}" + (" = N" if int(n) == r["replicas"] else ""), xlim=(0, 0.95), ylim=(0, 4))
         axis.grid(False)
     axes[0].legend(loc="upper right")
-    figure.colorbar(picture, ax=axes[:3], label="growth of differences, log per outer step, p = 0", extend="both", pad=0.01)
+    figure.colorbar(picture, ax=axes[:3], label="growth of differences, log per outer step, no pull", extend="both", pad=0.01)
     q, b = r["noise"], axes[3]
     x = [q["m"] * w for w in q["omega"]]
     for name, label, i in (("spread", "V(phi - mean), spread", 0), ("mean", "V(mean of replicas)", 3)):
         b.plot(x, q[name], "os"[i > 0], color=COLOURS[i], label=f"{label}: slope {q['slopes'][name]['small']:.2f} ... {q['slopes'][name]['largest']:.2f}")
         b.plot(x, q[name + "_expected"], "-", color=COLOURS[i], lw=1.2)
-    b.set(xscale="log", yscale="log", xlabel="m omega", ylabel="variance per weight", title="n = 2, default; lines: closed form")
+    b.set(xscale="log", yscale="log", xlabel="m omega", ylabel="variance per weight", title="n = 2, the papers' values; lines: closed form")
     b.legend()
     return figure
 
@@ -1470,7 +1480,7 @@ def draw_convergence(plt, r):
     first = next(iter(runs.values()))[0]["curves"]
     peak = max(max(run["curves"]["weight_spread"]) for x in runs if "NoLoCo" in x for run in runs[x])
     e.plot(first["step"], [peak * x / max(first["lr"]) for x in first["lr"]], "k:", label="learning rate, scaled")
-    e.set(xlabel="step", ylabel="weight spread after the outer step", title="spread follows the learning rate")
+    e.set(xlabel="step", ylabel="weight spread after the outer step", title="weight spread and learning rate (that of 8x1)")
     for i, routing in enumerate(("random", "fixed")):
         label = f"4x2 local, {routing} routing"
         band(f, runs[label], runs[label][0]["curves"]["step"], label, COLOURS[i], y=lambda run: run["curves"]["weight_spread"])
@@ -1493,7 +1503,7 @@ def draw_skip(plt, r):
         relative = [[math.exp(statistics.mean(run["shares"][share]) - b["shares"]["1.0"][0]) - 1 for share in run["shares"]] for run, b in zip(runs, base)]
         place = [float(share) for share in runs[0]["shares"]]
         c.errorbar(place, [100 * statistics.mean(v) for v in zip(*relative)], [[100 * (statistics.mean(v) - min(v)) for v in zip(*relative)],
-                   [100 * (max(v) - statistics.mean(v)) for v in zip(*relative)]], marker="os"[stages_of(label) == 8], color=COLOURS[i % 6], capsize=3, label="trained on " + label)
+                   [100 * (max(v) - statistics.mean(v)) for v in zip(*relative)]], marker="os"[label.startswith("8")], color=COLOURS[i % 6], capsize=3, label="trained on " + label)
         dead = [100 * (math.exp(loss - run["shares"]["1.0"][0]) - 1) for run in runs for loss in run["dead"]]
         d.boxplot([dead], positions=[i], widths=0.6)
     c.axhline(7, color="black", ls=":", lw=0.8)
@@ -1506,15 +1516,11 @@ def draw_skip(plt, r):
     return figure
 
 
-def stages_of(label):
-    return int(label.split(" ")[0])
-
-
 def draw_failure(plt, r):
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     for i, (label, runs) in enumerate(r["runs"].items()):
         band(axis, runs, tokens(runs), label, COLOURS[i])
-    axis.set(xlabel="million tokens, lost ones included", ylabel="held-out nats per byte", title="a node of a later stage dies in a share of the iterations")
+    axis.set(xlabel="million tokens that came home", ylabel="held-out nats per byte", title="a node of a later stage dies in a share of the iterations")
     axis.legend()
     return figure
 

@@ -2055,12 +2055,12 @@ def test_skippipe_command_line(tmp_path, capsys):
 # ---------------------------------------------------------------- bench_sync.py
 
 
-def test_all_reduce_takes_the_fastest_ring_or_root():
-    """Three nodes by hand: rings of three have one set of links; the best root avoids the slow one."""
+def test_all_reduce_seconds_of_three_nodes_by_hand():
     whole = [[0, 9, 2], [9, 0, 3], [2, 3, 0]]
     part = lambda by: [[x / by for x in row] for row in whole]
-    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(3)) == 6           # root 2: 2 x 3; the ring: 4 x 9 / 3
-    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(9)) == 4           # latency-free: the ring, 4 x 1
+    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(3)) == (6, 12)        # two rounds of 9 / 3; a ring's four of the slowest link
+    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(1.5)) == (9, 24)      # mostly latency: whole vectors, once
+    assert bench_sync.all_reduce_seconds([0, 2], whole, part(2)) == (2, 2)
 
 
 def test_hours_to_a_loss_on_straight_lines():

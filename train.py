@@ -162,8 +162,8 @@ class Options:
 
 # What shapes the weights and the ranks: a checkpoint fits only the same.
 SHAPE = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")         # in the order of Config's fields
-LAYOUT = ("stages", "layers_per_stage", "method", "model", *SHAPE, "init_from", "seq_len", "seed", "data", "tokenizer", "routing", "skip", "microbatches",
-          "batch")
+LAYOUT = ("stages", "layers_per_stage", "method", "warm_start", "model", *SHAPE, "init_from", "seq_len", "seed", "data", "tokenizer", "routing", "skip",
+          "microbatches", "batch")
 
 
 class BadInput(Exception):
@@ -1014,7 +1014,7 @@ def partial_inference(pipeline, stages, corpus, o, job, folder):
         if math.comb(len(running), others) <= 16:
             choices = list(combinations(running, others))
         else:
-            choices = sorted({tuple(sorted(draw.sample(running, others))) for _ in range(64)})[:16]
+            choices = list(dict.fromkeys(tuple(sorted(draw.sample(running, others))) for _ in range(64)))[:16]
         for choice in choices:
             losses = job.collect(f"partial/{choice}", evaluate(pipeline, [alive[0], *(alive[s] for s in choice)], corpus, o))
             if job.rank == 0:
@@ -1241,7 +1241,7 @@ def main(argv=None):
         outer = DiLoCo(model.parameters(), replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
     if len(replicas) > 1 and (o.method == "ddp" or o.warm_start and not job.joining):
         group = dist.new_group(replicas, use_local_synchronization=True) if dist.is_initialized() else \
-            gloo_group(job.store, f"warm/{stage}", replicas.index(job.rank), len(replicas), job.timeout)
+            gloo_group(job.store, f"warm/{stage}", replicas.index(job.rank), len(replicas), 10 * job.timeout)
     pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     step, plan = 0, None
     totals = dict(seconds=0.0, sync_bytes=0, skipped=0, seen=0, loss=0.0, tokens=0)     # loss and tokens since the last evaluation
@@ -1348,7 +1348,6 @@ def main(argv=None):
             pipeline.emulated = None
             iterations.append(time.perf_counter() - start)
             pipeline.pause(job.timeout)
-            totals["loss"], totals["tokens"], totals["seen"] = totals["loss"] + loss, totals["tokens"] + home, totals["seen"] + home
 
             # the gradient: a mean over the tokens that came home through this rank (ddp: through this stage), clipped
             if group and (o.method == "ddp" or step < o.warm_start):
@@ -1358,6 +1357,7 @@ def main(argv=None):
                     work.wait()
                 tokens = float(count)
                 totals["sync_bytes"] += 2 * (len(replicas) - 1) * grad.nbytes // len(replicas)      # of a ring all-reduce
+            totals["loss"], totals["tokens"], totals["seen"] = totals["loss"] + loss, totals["tokens"] + home, totals["seen"] + home
             if tokens:
                 norm = torch.linalg.vector_norm(grad) / tokens
                 if torch.isfinite(norm):
