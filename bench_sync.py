@@ -1228,10 +1228,10 @@ def over(runs, base, key=None):
 
 
 def convergence_table(found):
-    print("| replicas x stages, method | held-out nats per byte | perplexity over DDP's | ... of the mean of all replicas | MB sent per rank to synchronise |\n" + 5 * "|---" + "|")
+    print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all replicas | MB sent per rank to synchronise |\n" + 6 * "|---" + "|")
     for label, runs in found["runs"].items():
         base = found["runs"][label.split(" ")[0] + (" DDP" if label.startswith("8x1") else " DDP, fixed routing")]
-        print(f"| {label} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} | {spread_of(over(runs, base, 'mean'), '+.1%')} "
+        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} | {spread_of(over(runs, base, 'mean'), '+.1%')} "
               f"| {final(runs, 'sync_bytes')[0] / runs[0]['ranks'] / 1e6:.0f} |")
     for label, runs in found["runs"].items():
         if "NoLoCo" in label:
@@ -1267,7 +1267,7 @@ def failure_table(found):
     base = next(iter(found["runs"].values()))
     print("| a node dies in | held-out nats per byte | perplexity over none |\n|---|---|---|")
     for label, runs in found["runs"].items():
-        print(f"| {label} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} |")
+        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} |")
 
 
 def clock(found, label, run):
@@ -1298,9 +1298,9 @@ def together_table(found):
 
 
 def tuning_table(found):
-    print("| setting | held-out nats per byte | MB sent per rank to synchronise |\n|---|---|---|")
+    print("| setting | seeds | held-out nats per byte | MB sent per rank to synchronise |\n|---|---|---|---|")
     for label, runs in found["runs"].items():
-        print(f"| {label} | {spread_of(final(runs))} | {final(runs, 'sync_bytes')[0] / runs[0]['ranks'] / 1e6:.0f} |")
+        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {final(runs, 'sync_bytes')[0] / runs[0]['ranks'] / 1e6:.0f} |")
 
 
 HEADLINES = {"tuning": (tuning_runs, tuning_table), "convergence": (convergence_runs, convergence_table), "skip": (skip_runs, skip_table),
