@@ -993,7 +993,7 @@ def test_resume_with_another_number_of_processes_is_refused(corpus, tmp_path):
 
 
 def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
-    out = run(2, "--gamma", 1.6, "--steps", 1, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    out = run(2, "--alpha", 0.5, "--gamma", 1.6, "--steps", 1, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
     assert "warning: gamma 1.6 is outside 0 < gamma < 1.500" in out
 
 
