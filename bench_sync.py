@@ -1161,15 +1161,11 @@ def missing_stages(job, folder):
             losses[stages] = train.evaluate(train.Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), torch.float32), [[0]], corpus, o)
         return losses[stages]
 
-    def some(later):
-        choices = list(itertools.combinations(range(1, count), later))
-        return [(0, *c) for c in (choices if len(choices) <= 16 else draw.sample(choices, 16))]
-
     def survivors():        # half of the later stages' nodes are dead; a stage is there while one of its replicas is
         nodes = [s for s in range(1, count) for _ in range(o.stages[s])]
         return (0, *sorted(set(draw.sample(nodes, len(nodes) - len(nodes) // 2))))
 
-    shares = {str(share): [loss(c) for c in some(round(share * count) - 1)] for share in (1.0, 0.75, 0.5)}
+    shares = {str(share): [loss((0, *c)) for c in train.some_choices(range(1, count), round(share * count) - 1, draw)] for share in (1.0, 0.75, 0.5)}
     return dict(**mean, shares=shares, dead=[loss(survivors()) for _ in range(16)])
 
 
@@ -1265,7 +1261,7 @@ def skip_table(found):
 
 def failure_table(found):
     base = next(iter(found["runs"].values()))
-    print("| a node dies in | held-out nats per byte | perplexity over none |\n|---|---|---|")
+    print("| a node dies in | seeds | held-out nats per byte | perplexity over none |\n|---|---|---|---|")
     for label, runs in found["runs"].items():
         print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} |")
 

@@ -15,7 +15,8 @@ Where we differ from the paper and from the code released with it:
 * The paper prints -beta in Eq. 2 although Delta = theta - phi, which would climb. Its appendix and the released code use +beta, as here.
 * What it calls Nesterov momentum is, as printed, heavy-ball momentum. We implement what is printed; DiLoCo here does the same.
 * The bound on gamma is ours (second moments of the differences between replicas, for N >> n and without Delta's pull: fewer replicas and
-  pull allow more; derived in the README, Stability). The paper's window (its Eq. 74) is neither necessary nor sufficient. gamma is not stated in the paper; the released code uses gamma = beta = 0.7, our default.
+  pull allow more; derived in the README, Stability). The paper's window (its Eq. 74) is neither necessary nor sufficient. gamma is not
+  stated in the paper; the released code uses gamma = beta = 0.7, our default.
 * Weights, phi and delta are fp32: in bf16 small updates round away and large weights stop moving.
 
 What travels. Eq. 2 regroups to

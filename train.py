@@ -63,20 +63,22 @@ METHODS = {
 }
 # The papers' values are for 25 000 steps; in a short run of a tiny model the best we found are these (README, Headline results).
 TINY = {"noloco": dict(inner_steps=10, alpha=0.0, beta=1.0), "diloco": dict(inner_steps=20, alpha=0.3, beta=1.0)}
+
+
+def planned(network, kept, each, rounds, seed, dead, collisions=True):
+    return skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, collisions=collisions)
+
+
 # The planned routings, in the paper's words SkipPipe, SkipPipe without TC2, DT-FM skip (random valid paths) and DT-FM (every stage). A budget of
 # work, not of time, so that a plan depends on the network and the seed alone. The last two run in the order that first come, first served gives.
 PLANNERS = {
-    "skippipe": lambda *args: planned(*args),
+    "skippipe": planned,
     "no-tc2": lambda *args: planned(*args, collisions=False),
     "dtfm-skip": lambda network, kept, each, rounds, seed, dead: served(
         network, kept, each, rounds, dead, skippipe.random_valid_paths(network, kept, each, seed=seed, dead=dead)),
     "dtfm": lambda network, _, each, rounds, seed, dead: served(
         network, len(living(network.stages, dead)), each, rounds, dead, full_paths(living(network.stages, dead), each)),
 }
-
-
-def planned(network, kept, each, rounds, seed, dead, collisions=True):
-    return skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, collisions=collisions)
 
 
 def served(network, kept, each, rounds, dead, paths):
@@ -1003,6 +1005,13 @@ def evaluate(pipeline, stages, corpus, o):
     return float(total) / home if home else None
 
 
+def some_choices(stages, count, draw):
+    """All choices of `count` of these stages, or 16 drawn ones where there are more."""
+    if math.comb(len(stages), count) <= 16:
+        return list(combinations(stages, count))
+    return list(dict.fromkeys(tuple(sorted(draw.sample(stages, count))) for _ in range(64)))[:16]
+
+
 def partial_inference(pipeline, stages, corpus, o, job, folder):
     """Held-out loss with only some of the stages running and without the dead ranks: stage 0 always, all or 16 sampled choices of the others."""
     alive = [[r for r in stage if r not in o.dead] for stage in stages]
@@ -1011,10 +1020,7 @@ def partial_inference(pipeline, stages, corpus, o, job, folder):
         running = [s for s in range(1, len(stages)) if alive[s]]        # a stage without a living replica is skipped by all
         others, draw = min(kept - 1, len(running)), random.Random(o.seed)
         share = (others + 1) / len(stages)
-        if math.comb(len(running), others) <= 16:
-            choices = list(combinations(running, others))
-        else:
-            choices = list(dict.fromkeys(tuple(sorted(draw.sample(running, others))) for _ in range(64)))[:16]
+        choices = some_choices(running, others, draw)
         for choice in choices:
             losses = job.collect(f"partial/{choice}", evaluate(pipeline, [alive[0], *(alive[s] for s in choice)], corpus, o))
             if job.rank == 0:
@@ -1366,10 +1372,10 @@ def main(argv=None):
                 else:                   # one Inf would reach every replica in a few outer steps
                     totals["skipped"] += 1
             step, cursor = step + 1, reader and reader.cursor
-            if outer and step <= o.warm_start:
+            if outer and step == o.warm_start:      # the method begins
                 outer.steps = step
                 outer.phi.copy_(theta)
-            elif outer:
+            elif outer and step > o.warm_start:
                 outer.step()
                 step = outer.steps              # a late replica may have caught up
                 if outer.adopted:
