@@ -108,7 +108,8 @@ def parse(argv):
     if world > 1 and (o.simulate or o.plot or o.model or o.headline):
         raise BadInput("--simulate, --plot, --model and --headline need no torchrun: python bench_sync.py ...")
     if world == 1 and not (o.simulate or o.plot or o.model or o.headline):
-        raise BadInput("nothing to do: give --simulate, --model, --trainer, --headline or --plot, or start several processes: torchrun --nproc-per-node 2 bench_sync.py")
+        raise BadInput("nothing to do: give --simulate, --model, --trainer, --headline or --plot, "
+                       "or start several processes: torchrun --nproc-per-node 2 bench_sync.py")
     if o.emulate:
         if world % 2 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
             raise BadInput(f"emulated links need an even number of processes, all on one machine (one clock); got {world}")
@@ -374,7 +375,8 @@ def noisy_quadratic(omega, gamma, generator, n=2, alpha=0.5, beta=0.7, m=5, repl
             mean_square += phi.mean(0).square().mean(0)
     shrink = (1 - omega * A).double()
     pull, noise = 1 - shrink**m, (omega * A)**2 * (1 - shrink**(2 * m)) / (1 - shrink**2)
-    expected = stationary(alpha, contraction(replicas, n), beta, gamma, pull, noise * (1 - 1 / replicas)), stationary(alpha, 0, beta, gamma, pull, noise / replicas)
+    expected = (stationary(alpha, contraction(replicas, n), beta, gamma, pull, noise * (1 - 1 / replicas)),
+                stationary(alpha, 0, beta, gamma, pull, noise / replicas))
     return [v / steps for v in (spread, mean_square)] + [v.mean(0) for v in expected]
 
 
@@ -1038,20 +1040,30 @@ def convergence_runs(o):
 
 
 def tuning_runs(o):
-    """What the settings of the other parts were chosen by."""
-    common = f"--steps {o.steps or 800} --layers 2 --warmup 50 --microbatches 1 --batch 8 --method"
+    """What the settings of the other parts were chosen by: one grid for both methods, then what might close NoLoCo's gap to DDP."""
+    common = f"--layers 2 --warmup 50 --microbatches 1 --batch"
+    usual = f"--steps {o.steps or 800} {common} 8 --method"
     for rate in ("4e-3", "6e-3", "8e-3", "1.2e-2"):
-        yield f"DDP, rate {rate}", 8, f"{common} ddp --lr {rate}", None, None
+        yield f"DDP, rate {rate}", 8, f"{usual} ddp --lr {rate}", None, None
     for method, inner in (("DiLoCo", 20), ("NoLoCo", 10)):
-        for rate, alpha, beta in (("4e-3", 0.3, 0.7), ("4e-3", 0.3, 1.0), ("6e-3", 0, 1.0), ("6e-3", 0.3, 0.7), ("6e-3", 0.3, 1.0), ("6e-3", 0.5, 1.0), ("1.2e-2", 0.3, 1.0)):
+        for rate, alpha, beta in (("3e-3", 0, 1.0), ("3e-3", 0.3, 1.0), ("4e-3", 0, 1.0), ("4e-3", 0.3, 0.7), ("4e-3", 0.3, 1.0), ("6e-3", 0, 1.0),
+                                  ("6e-3", 0.3, 1.0), ("6e-3", 0.5, 1.0), ("1.2e-2", 0.3, 1.0)):
             yield (f"{method}, rate {rate}, alpha {alpha}, beta {beta}", 8,
-                   f"{common} {method.lower()} --inner-steps {inner} --lr {rate} --alpha {alpha} --beta {beta}", None, None)
+                   f"{usual} {method.lower()} --inner-steps {inner} --lr {rate} --alpha {alpha} --beta {beta}", None, None)
+    best = f"{usual} noloco --lr 6e-3"
+    yield "NoLoCo, rate 6e-3, alpha 0, beta 1.3, gamma 1.0", 8, f"{best} --beta 1.3 --gamma 1.0", None, None
+    yield "NoLoCo, every 5 steps", 8, f"{best} --inner-steps 5", None, None
+    yield "NoLoCo, every 2 steps", 8, f"{best} --inner-steps 2", None, None
+    yield "NoLoCo, warm start of a third", 8, f"{best} --warm-start {(o.steps or 800) // 3}", None, None
+    yield "DiLoCo, warm start of a third", 8, f"{usual} diloco --lr 6e-3 --warm-start {(o.steps or 800) // 3}", None, None
+    for method in ("DDP", "DiLoCo", "NoLoCo"):
+        yield f"{method}, 4 times the batch, half the steps", 8, f"--steps {(o.steps or 800) // 2} {common} 32 --method {method.lower()} --lr 6e-3", None, None
 
 
 def skip_runs(o):
     """Paths that leave stages out: loss against tokens and against simulated time, then with stages and nodes missing at inference."""
     steps = o.steps or 300
-    for stages, skips in ((4, (0, 0.25, 0.5)), (8, (0, 0.25, 0.375, 0.5))):
+    for stages, skips in ((4, (0.25, 0.5)), (8, (0.25, 0.375, 0.5))):
         names = (skippipe.CITIES * 2)[:2 * stages]
         # the published instance cuts the model in 6; nodes get their stages as suits the pipeline without skips
         delay, compute = skippipe.city_delays(names, skippipe.city_links()), [0.44 * 6 / stages] * len(names)
@@ -1059,14 +1071,16 @@ def skip_runs(o):
         network = skippipe.Network(delay, compute, skippipe.assign_stages(
             delay, compute, [2] * stages, stages, rounds=2, **times, seconds=None, iterations=300), **times)
         links, seconds = keep_links(network, f"headline-links-{stages}.json"), {}
-        for skip in skips:
-            routing = f"--skip {skip}" if skip else "--routing dtfm"
+        # all stages in DT-FM's order; all stages, planned; some stages, planned
+        for name, routing in (("0% skipped", "--routing dtfm"), ("0% skipped, planned", "--routing skippipe"),
+                              *((f"{100 * skip:g}% skipped", f"--skip {skip}") for skip in skips)):
             options = f"--layers 8 --lr 6e-3 --microbatches 6 --batch 2 --stages {','.join(['2'] * stages)} --links {links} {routing}"
-            yield f"{stages} stages, {100 * skip:g}% skipped", 2 * stages, f"--method ddp --steps {steps} {options}", missing_stages, None
-            seconds[skip] = json.loads(train.plan_paths(train.parse(options.split(), 2 * stages), network))["makespan"]
-            if skip in (0.25, 0.5):
-                more = round(steps * seconds[0] / seconds[skip])
-                yield f"{stages} stages, {100 * skip:g}% skipped, equal time", 2 * stages, f"--method ddp --steps {more} {options}", missing_stages, None
+            seconds[name] = json.loads(train.plan_paths(train.parse(options.split(), 2 * stages), network))["makespan"]
+            if "planned" not in name:           # a plan that skips nothing changes the time alone
+                yield f"{stages} stages, {name}", 2 * stages, f"--method ddp --steps {steps} {options}", missing_stages, None
+            if name not in ("0% skipped", "37.5% skipped"):
+                more = round(steps * seconds["0% skipped"] / seconds[name])
+                yield f"{stages} stages, {name}, equal time", 2 * stages, f"--method ddp --steps {more} {options}", missing_stages, None
 
 
 def failure_runs(o):
@@ -1086,8 +1100,10 @@ def together_runs(o):
     yield "DiLoCo, full pipeline", 20, f"{common} {steps} --method diloco {outer} --routing fixed", None, None
     yield "NoLoCo, random routing", 20, f"{common} {steps} --method noloco {outer}", None, None
     yield "NoLoCo, SkipPipe", 20, f"{common} {steps} {skipping}", None, None
-    for share in (0.4, 1.0):        # of DDP's time
-        yield f"NoLoCo, SkipPipe, {share:.0%} of DDP's time", 20, f"{common} {int(steps * share * 100.1 / 33.75)} {skipping}", None, None
+    # within 40% and 100% of DDP's time, and ending with an outer step: DDP takes 100.1 s a step, SkipPipe 51.7 s with it and 33.7 s with NoLoCo
+    warm, whole = steps // 100 * 50, lambda steps: max(1, int(steps) // 50 * 50)
+    yield "NoLoCo, SkipPipe, warm start", 20, f"{common} {whole(warm + (steps * 40.04 - warm * 51.7) / 33.7)} {skipping} --warm-start {warm}", None, None
+    yield "NoLoCo, SkipPipe, DDP's time", 20, f"{common} {whole(steps * 100.1 / 33.7)} {skipping}", None, None
 
 
 def keep_links(network, name):
@@ -1206,7 +1222,7 @@ def seconds_together():
     full = skippipe.simulate(network, skippipe.full_paths(network.stages, 6)).makespan
     routed = statistics.mean(skippipe.simulate(network, skippipe.random_paths(network.stages, 6, step, 0)).makespan for step in range(100))
     return {"DDP, full pipeline": (full, everyone, 1), "DiLoCo, full pipeline": (full, everyone, 50), "NoLoCo, random routing": (routed, some, 50),
-            **{f"NoLoCo, SkipPipe{more}": (None, some, 50) for more in ("", ", 40% of DDP's time", ", 100% of DDP's time")}}, ring
+            **{f"NoLoCo, SkipPipe{more}": (None, some, 50) for more in ("", ", warm start", ", DDP's time")}}, ring
 
 
 def final(runs, key="heldout_loss"):
@@ -1224,7 +1240,8 @@ def over(runs, base, key=None):
 
 
 def convergence_table(found):
-    print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all replicas | MB sent per rank to synchronise |\n" + 6 * "|---" + "|")
+    print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all replicas "
+          "| MB sent per rank to synchronise |\n" + 6 * "|---" + "|")
     for label, runs in found["runs"].items():
         base = found["runs"][label.split(" ")[0] + (" DDP" if label.startswith("8x1") else " DDP, fixed routing")]
         print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} | {spread_of(over(runs, base, 'mean'), '+.1%')} "
@@ -1249,14 +1266,15 @@ def spread_ratio(runs, base):
 
 
 def skip_table(found):
-    print("| stages, share skipped | held-out nats per byte | simulated s per iteration | perplexity over its own whole: 75% of the stages | 50% "
-          "| half of the nodes dead | perplexity over the full pipeline's whole: 75% | 50% |\n" + 8 * "|---" + "|")
+    print("| stages, share skipped | seeds | held-out nats per byte | simulated s per iteration | perplexity over its own whole: 75% of the stages | 50% "
+          "| half of the nodes dead | perplexity over the full pipeline's whole: 75% | 50% |\n" + 9 * "|---" + "|")
     for label, runs in found["runs"].items():
         base = found["runs"][label.split(",")[0] + ", 0% skipped"]
         beyond = lambda key, base, runs=runs: [math.exp(statistics.mean(run[key] if key == "dead" else run["shares"][key]) - b["shares"]["1.0"][0]) - 1
                                                for run, b in zip(runs, base)]
-        print(f"| {label} | {spread_of(final(runs))} | {runs[0]['curves']['simulated_seconds'][0]:.1f} | "
-              + " | ".join(spread_of(beyond(key, b), "+.1%") for key, b in (("0.75", runs), ("0.5", runs), ("dead", runs), ("0.75", base), ("0.5", base))) + " |")
+        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {runs[0]['curves']['simulated_seconds'][0]:.1f} | "
+              + " | ".join(spread_of(beyond(key, b), "+.1%")
+                           for key, b in (("0.75", runs), ("0.5", runs), ("dead", runs), ("0.75", base), ("0.5", base))) + " |")
 
 
 def failure_table(found):
@@ -1267,10 +1285,11 @@ def failure_table(found):
 
 
 def clock(found, label, run):
-    """Simulated hours at each evaluation."""
+    """Simulated hours at each evaluation. A warm start pays DDP's all-reduce at every step."""
     iteration, sync, every = found["seconds"][label]
     iteration = iteration or run["curves"]["simulated_seconds"][0]
-    return [(step * iteration + step // every * sync) / 3600 for step in run["curves"]["step"]]
+    warm, averaged = int((re.findall(r"--warm-start (\d+)", run["command"]) or [0])[0]), found["seconds"]["DDP, full pipeline"][1]
+    return [(step * iteration + min(step, warm) * averaged + max(step - warm, 0) // every * sync) / 3600 for step in run["curves"]["step"]]
 
 
 def reaches(found, label, run, loss):
@@ -1284,12 +1303,14 @@ def reaches(found, label, run, loss):
 
 def together_table(found):
     first = found["runs"]["DDP, full pipeline"]
-    print("| method | held-out nats per byte | s per iteration | s per synchronisation | hours in all | hours to DDP's final loss, over DDP's |\n" + 6 * "|---" + "|")
+    print("| method | seeds | held-out nats per byte | s per iteration | s per synchronisation | hours in all | hours to DDP's final loss, over DDP's |\n"
+          + 7 * "|---" + "|")
     for label, runs in found["runs"].items():
         iteration, sync, every = found["seconds"][label]
         iteration = iteration or statistics.mean(run["curves"]["simulated_seconds"][0] for run in runs)
-        share = [(hours := reaches(found, label, run, final([base])[0])) and hours / clock(found, "DDP, full pipeline", base)[-1] for run, base in zip(runs, first)]
-        print(f"| {label} | {spread_of(final(runs))} | {iteration:.1f} | {sync:.1f} every {every} | {clock(found, label, runs[0])[-1]:.1f} "
+        share = [(hours := reaches(found, label, run, final([base])[0])) and hours / clock(found, "DDP, full pipeline", base)[-1]
+                 for run, base in zip(runs, first)]
+        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {iteration:.1f} | {sync:.1f} every {every} | {clock(found, label, runs[0])[-1]:.1f} "
               f"| {'not reached' if None in share else spread_of(share, '.0%')} |")
 
 
@@ -1431,12 +1452,12 @@ def draw_measured(plt, found):
     return figure
 
 
-def band(axis, runs, x, label, colour, y=lambda run: run["curves"]["heldout_loss"], **style):
-    """The seeds' mean as a line, their range as a band."""
-    lines = [y(run) for run in runs]
-    mean = [statistics.mean(values) for values in zip(*lines)]
-    axis.plot(x[:len(mean)], mean, color=colour, label=label, lw=1.3, **style)
-    axis.fill_between(x[:len(mean)], [min(v) for v in zip(*lines)], [max(v) for v in zip(*lines)], color=colour, alpha=0.2, lw=0)
+def band(axis, runs, x, label, colour, y=lambda run: run["curves"]["heldout_loss"], every=1, **style):
+    """The seeds' mean as a line, their range as a band, at every so manieth evaluation."""
+    points = list(zip(*map(y, runs)))[every - 1::every]
+    x = x[every - 1::every][:len(points)]
+    axis.plot(x, [statistics.mean(v) for v in points], color=colour, label=label, lw=1.3, **style)
+    axis.fill_between(x, [min(v) for v in points], [max(v) for v in points], color=colour, alpha=0.2, lw=0)
 
 
 def tokens(runs):
@@ -1445,14 +1466,16 @@ def tokens(runs):
 
 def draw_convergence(plt, r):
     figure, ((a, b, c), (d, e, f)) = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
-    runs, shapes = r["runs"], ("8x1", "4x2")
+    runs, shapes, outer = r["runs"], ("8x1", "4x2"), 2          # every second evaluation comes after an outer step of DiLoCo's
     colour = lambda label: COLOURS[next(i for i, name in ((2, "warm"), (0, "DDP"), (1, "DiLoCo"), (3, "NoLoCo"), (4, "local")) if name in label)]
     for axis, shape in zip((a, b), shapes):
         for label in runs:
             if label.startswith(shape):
-                band(axis, runs[label], tokens(runs[label]), label[4:], colour(label), ls="--" if "fixed" in label and ("NoLoCo," in label or "local" in label) else "-")
+                dashed = "fixed" in label and ("NoLoCo," in label or "local" in label)
+                band(axis, runs[label], tokens(runs[label]), label[4:], colour(label), every=outer if "DiLoCo" in label else 1, ls="--" if dashed else "-")
         low = min(final(runs[f"{shape} DDP" + ", fixed routing" * (shape == "4x2")]))
-        axis.set(xlabel="million tokens, all replicas", ylabel="held-out nats per byte", title=f"{shape[0]} replicas x {shape[2]} stage{'s' * (shape == '4x2')}", ylim=(low - 0.05, low + 1))
+        axis.set(xlabel="million tokens, all replicas", ylabel="held-out nats per byte", ylim=(low - 0.05, low + 1),
+                 title=f"{shape[0]} replicas x {shape[2]} stage{'s' * (shape == '4x2')} (DiLoCo: just after its outer steps)")
     for label, row in runs.items():
         sent = final(row, "sync_bytes")[0] / row[0]["ranks"] / 1e6
         c.plot([max(sent, 1)] * len(row), final(row), "os"[label.startswith("4x2")], color=colour(label), label=label)
@@ -1462,7 +1485,7 @@ def draw_convergence(plt, r):
         noloco = runs[f"{shape} NoLoCo{routing}"]
         triples = [dict(curves=dict(y=[(math.exp(p) - math.exp(q)) / math.exp(z) for p, q, z in zip(*(run["curves"]["heldout_loss"] for run in three))]))
                    for three in zip(diloco, noloco, ddp)]
-        band(d, triples, tokens(ddp), shape + routing, COLOURS[i], y=lambda run: run["curves"]["y"])
+        band(d, triples, tokens(ddp), shape + routing, COLOURS[i], y=lambda run: run["curves"]["y"], every=outer)
     d.axhline(0, color="black", lw=0.6)
     d.set(xlabel="million tokens", ylabel="(DiLoCo - NoLoCo) / DDP, perplexity", title="above 0: NoLoCo is better", ylim=(-0.1, 0.1))
     for i, label in enumerate(x for x in runs if "NoLoCo" in x and "fixed" not in x):
@@ -1481,28 +1504,30 @@ def draw_convergence(plt, r):
 
 
 def draw_skip(plt, r):
-    figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    for stages, axis in ((4, a), (8, b)):
-        for i, (label, runs) in enumerate((label, runs) for label, runs in r["runs"].items() if label.startswith(str(stages))):
-            hours = [step * runs[0]["curves"]["simulated_seconds"][0] / 3600 for step in runs[0]["curves"]["step"]]
-            band(axis, runs, hours, label, COLOURS[i])
-        axis.set(xlabel="simulated hours; every line ends after equally many microbatches", ylabel="held-out nats per byte, whole model", title=f"{stages} stages of two nodes, 500M model's messages")
-        axis.legend()
-    for i, (label, runs) in enumerate(r["runs"].items()):
-        base = r["runs"][label.split(",")[0] + ", 0% skipped"]
-        relative = [[math.exp(statistics.mean(run["shares"][share]) - b["shares"]["1.0"][0]) - 1 for share in run["shares"]] for run, b in zip(runs, base)]
-        place = [float(share) for share in runs[0]["shares"]]
-        c.errorbar(place, [100 * statistics.mean(v) for v in zip(*relative)], [[100 * (statistics.mean(v) - min(v)) for v in zip(*relative)],
-                   [100 * (max(v) - statistics.mean(v)) for v in zip(*relative)]], marker="os"[label.startswith("8")], color=COLOURS[i % 6], capsize=3, label="trained on " + label)
+    figure, axes = plt.subplot_mosaic([["time4", "time8", "dead"], ["part4", "part8", "dead"]], figsize=(14, 8), layout="constrained")
+    colour = lambda label: COLOURS[next(i for i, share in enumerate((" 0%", " 25%", " 37.5%", " 50%")) if share in label)]
+    for place, (label, runs) in enumerate(r["runs"].items()):
+        stages, name = label[0], label[len("4 stages, "):]
+        style = dict(color=colour(label), ls="--" if "equal" in label else "-")
+        hours = [step * runs[0]["curves"]["simulated_seconds"][0] / 3600 for step in runs[0]["curves"]["step"]]
+        band(axes["time" + stages], runs, hours, name, style["color"], ls=style["ls"])
+        whole = [run["shares"]["1.0"][0] for run in r["runs"][f"{stages} stages, 0% skipped"]]
+        columns = [[100 * (math.exp(statistics.mean(run["shares"][share]) - b) - 1) for run, b in zip(runs, whole)] for share in runs[0]["shares"]]
+        mean, *errors = zip(*((m := statistics.mean(v), m - min(v), max(v) - m) for v in columns))
+        axes["part" + stages].errorbar([100 * float(share) for share in runs[0]["shares"]], mean, errors, marker="o", capsize=3, label=name, **style)
         dead = [100 * (math.exp(loss - run["shares"]["1.0"][0]) - 1) for run in runs for loss in run["dead"]]
-        d.boxplot([dead], positions=[i], widths=0.6)
-    c.axhline(7, color="black", ls=":", lw=0.8)
-    c.set(xlabel="share of the stages that run", ylabel="perplexity over the fully trained whole model, %", yscale="symlog", title="partial inference (dotted: 7%)")
-    c.invert_xaxis()
-    c.legend()
-    d.axhline(7, color="black", ls=":", lw=0.8)
-    d.set(ylabel="perplexity over its own whole, %", yscale="symlog", title="half of the later stages' nodes dead, 16 draws a seed", xlabel="stages, share skipped in training")
-    d.set_xticks(range(len(r["runs"])), [label.replace(" stages, ", ", ").replace(" skipped", "") for label in r["runs"]])
+        axes["dead"].boxplot([dead], positions=[-place], widths=0.6, vert=False, medianprops=dict(color=colour(label), lw=2))
+    for stages in "48":
+        axes["time" + stages].set(xlabel="simulated hours of the pipeline", ylabel="held-out nats per byte, whole model",
+                                  title=f"{stages} stages of two nodes, the 500M model's messages")
+        axes["part" + stages].set(xlabel="% of the stages that run", ylabel="perplexity over the full pipeline's whole model, %",
+                                  title=f"partial inference, {stages} stages (dotted: 7%)", xticks=(100, 75, 50))
+        axes["part" + stages].invert_xaxis()
+        axes["part" + stages].axhline(7, color="black", ls=":", lw=0.8)
+        axes["time" + stages].legend()
+    axes["dead"].axvline(7, color="black", ls=":", lw=0.8)
+    axes["dead"].set(xlabel="perplexity over its own whole, %", title="half of the later stages' nodes dead, 16 draws a seed")
+    axes["dead"].set_yticks([-place for place in range(len(r["runs"]))], [label.replace(" skipped", "") for label in r["runs"]])
     return figure
 
 
@@ -1522,7 +1547,8 @@ def draw_together(plt, r):
         band(b, runs, runs[0]["curves"]["step"], label, COLOURS[i])
     goal = statistics.mean(final(r["runs"]["DDP, full pipeline"]))
     a.axhline(goal, color="black", ls=":", lw=0.8)
-    a.set(xscale="log", xlabel="simulated hours on the published instance, 20 nodes in 12 cities", ylabel="held-out nats per byte", title="loss against time", ylim=(goal - 0.1, goal + 1.2))
+    a.set(xscale="log", xlabel="simulated hours on the published instance, 20 nodes in 12 cities", ylabel="held-out nats per byte",
+          title="loss against time", ylim=(goal - 0.1, goal + 1.2))
     b.set(xlabel="steps of 30 microbatches", ylabel="held-out nats per byte", title="loss against steps", ylim=(goal - 0.1, goal + 1.2))
     a.legend()
     return figure
