@@ -2064,9 +2064,10 @@ def test_all_reduce_seconds_of_three_nodes_by_hand():
 
 
 def test_hours_to_a_loss_on_straight_lines():
-    found = dict(seconds=dict(x=(36.0, 360.0, 10)))
-    run = dict(curves=dict(step=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], weight_spread=[0.1, 0.2, 0.3], lr=[1, 2, 3]))
+    found = dict(seconds={"x": (36.0, 360.0, 10), "DDP, full pipeline": (36.0, 72.0, 1)})
+    run = dict(command="train.py", curves=dict(step=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], weight_spread=[0.1, 0.2, 0.3], lr=[1, 2, 3]))
     assert bench_sync.clock(found, "x", run) == pytest.approx([0.2, 0.4, 0.6])
+    assert bench_sync.clock(found, "x", run | dict(command="train.py --warm-start 10")) == pytest.approx([0.3, 0.5, 0.7])
     assert bench_sync.reaches(found, "x", run, 1.5) == pytest.approx(0.5) and bench_sync.reaches(found, "x", run, 0.9) is None
 
 
