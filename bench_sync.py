@@ -1041,7 +1041,7 @@ def convergence_runs(o):
 
 def tuning_runs(o):
     """What the settings of the other parts were chosen by: one grid for both methods, then what might close NoLoCo's gap to DDP."""
-    common = f"--layers 2 --warmup 50 --microbatches 1 --batch"
+    common = "--layers 2 --warmup 50 --microbatches 1 --batch"
     usual = f"--steps {o.steps or 800} {common} 8 --method"
     for rate in ("4e-3", "6e-3", "8e-3", "1.2e-2"):
         yield f"DDP, rate {rate}", 8, f"{usual} ddp --lr {rate}", None, None
@@ -1056,14 +1056,15 @@ def tuning_runs(o):
     yield "NoLoCo, every 2 steps", 8, f"{best} --inner-steps 2", None, None
     yield "NoLoCo, warm start of a third", 8, f"{best} --warm-start {(o.steps or 800) // 3}", None, None
     yield "DiLoCo, warm start of a third", 8, f"{usual} diloco --lr 6e-3 --warm-start {(o.steps or 800) // 3}", None, None
-    for method in ("DDP", "DiLoCo", "NoLoCo"):
-        yield f"{method}, 4 times the batch, half the steps", 8, f"--steps {(o.steps or 800) // 2} {common} 32 --method {method.lower()} --lr 6e-3", None, None
+    half = (o.steps or 800) // 2
+    for name, method in (("DDP", "ddp"), ("DiLoCo", "diloco"), ("NoLoCo", "noloco"), ("NoLoCo, warm start of a third", f"noloco --warm-start {half // 3}")):
+        yield f"{name}, 4 times the batch, half the steps", 8, f"--steps {half} {common} 32 --lr 6e-3 --method {method}", None, None
 
 
 def skip_runs(o):
     """Paths that leave stages out: loss against tokens and against simulated time, then with stages and nodes missing at inference."""
     steps = o.steps or 300
-    for stages, skips in ((4, (0.25, 0.5)), (8, (0.25, 0.375, 0.5))):
+    for stages, skips in ((4, ("0", "0 in order", "25", "25 in order", "50")), (8, ("0", "0 in order", "25", "25 in order", "37.5", "50", "50 in order"))):
         names = (skippipe.CITIES * 2)[:2 * stages]
         # the published instance cuts the model in 6; nodes get their stages as suits the pipeline without skips
         delay, compute = skippipe.city_delays(names, skippipe.city_links()), [0.44 * 6 / stages] * len(names)
@@ -1071,12 +1072,12 @@ def skip_runs(o):
         network = skippipe.Network(delay, compute, skippipe.assign_stages(
             delay, compute, [2] * stages, stages, rounds=2, **times, seconds=None, iterations=300), **times)
         links, seconds = keep_links(network, f"headline-links-{stages}.json"), {}
-        # all stages in DT-FM's order; all stages, planned; some stages, planned
-        for name, routing in (("0% skipped", "--routing dtfm"), ("0% skipped, planned", "--routing skippipe"),
-                              *((f"{100 * skip:g}% skipped", f"--skip {skip}") for skip in skips)):
+        for skip, *in_order in map(str.split, skips):           # 0: DT-FM, else planned; without swapped neighbours where it says "in order"
+            name = f"{skip}% skipped" + ", in order" * bool(in_order)
+            routing = f"--routing {'no-swaps' if in_order else 'dtfm' if skip == '0' else 'skippipe'} --skip {float(skip) / 100:g}"
             options = f"--layers 8 --lr 6e-3 --microbatches 6 --batch 2 --stages {','.join(['2'] * stages)} --links {links} {routing}"
             seconds[name] = json.loads(train.plan_paths(train.parse(options.split(), 2 * stages), network))["makespan"]
-            if "planned" not in name:           # a plan that skips nothing changes the time alone
+            if name != "0% skipped, in order":                  # that plan changes the time alone
                 yield f"{stages} stages, {name}", 2 * stages, f"--method ddp --steps {steps} {options}", missing_stages, None
             if name not in ("0% skipped", "37.5% skipped"):
                 more = round(steps * seconds["0% skipped"] / seconds[name])
@@ -1104,6 +1105,7 @@ def together_runs(o):
     warm, whole = steps // 100 * 50, lambda steps: max(1, int(steps) // 50 * 50)
     yield "NoLoCo, SkipPipe, warm start", 20, f"{common} {whole(warm + (steps * 40.04 - warm * 51.7) / 33.7)} {skipping} --warm-start {warm}", None, None
     yield "NoLoCo, SkipPipe, DDP's time", 20, f"{common} {whole(steps * 100.1 / 33.7)} {skipping}", None, None
+    yield "NoLoCo, SkipPipe in order, DDP's time", 20, f"{common} {whole(steps * 100.1 / 35.6)} {skipping} --routing no-swaps", None, None
 
 
 def keep_links(network, name):
@@ -1222,7 +1224,7 @@ def seconds_together():
     full = skippipe.simulate(network, skippipe.full_paths(network.stages, 6)).makespan
     routed = statistics.mean(skippipe.simulate(network, skippipe.random_paths(network.stages, 6, step, 0)).makespan for step in range(100))
     return {"DDP, full pipeline": (full, everyone, 1), "DiLoCo, full pipeline": (full, everyone, 50), "NoLoCo, random routing": (routed, some, 50),
-            **{f"NoLoCo, SkipPipe{more}": (None, some, 50) for more in ("", ", warm start", ", DDP's time")}}, ring
+            **{f"NoLoCo, SkipPipe{more}": (None, some, 50) for more in ("", ", warm start", ", DDP's time", " in order, DDP's time")}}, ring
 
 
 def final(runs, key="heldout_loss"):

@@ -1724,6 +1724,13 @@ def test_every_planned_routing_runs_emulated_with_every_method(routing, method, 
     assert line["iteration_seconds"] >= plan["makespan"] * 0.999 and line["skipped_steps"] == 0
 
 
+def test_the_routing_without_swaps_keeps_every_path_in_order():
+    network, _ = skippipe.published_network()
+    swapping, in_order = (train.PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("skippipe", "no-swaps"))
+    assert skippipe.check(network, in_order.paths, 4, swaps=0) == [] != skippipe.check(network, swapping.paths, 4, swaps=0)
+    assert in_order.makespan > swapping.bound
+
+
 def _measured(rank, world):
     """`measure` with one slow pair: messages from rank 1 to rank 2 take 0.3 s more, and rank 0's forward 0.2 s: far above any noise."""
     job = train.Job()

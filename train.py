@@ -65,14 +65,16 @@ METHODS = {
 TINY = {"noloco": dict(inner_steps=10, alpha=0.0, beta=1.0), "diloco": dict(inner_steps=20, alpha=0.3, beta=1.0)}
 
 
-def planned(network, kept, each, rounds, seed, dead, collisions=True):
-    return skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, collisions=collisions)
+def planned(network, kept, each, rounds, seed, dead, **kwargs):
+    return skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, **kwargs)
 
 
-# The planned routings, in the paper's words SkipPipe, SkipPipe without TC2, DT-FM skip (random valid paths) and DT-FM (every stage). A budget of
-# work, not of time, so that a plan depends on the network and the seed alone. The last two run in the order that first come, first served gives.
+# The planned routings, in the paper's words SkipPipe, ours with every path in order, SkipPipe without TC2, DT-FM skip (random valid paths) and DT-FM
+# (every stage). A budget of work, not of time, so that a plan depends on the network and the seed alone. The last two run in the order that
+# first come, first served gives.
 PLANNERS = {
     "skippipe": planned,
+    "no-swaps": lambda *args: planned(*args, swaps=0),
     "no-tc2": lambda *args: planned(*args, collisions=False),
     "dtfm-skip": lambda network, kept, each, rounds, seed, dead: served(
         network, kept, each, rounds, dead, skippipe.random_valid_paths(network, kept, each, seed=seed, dead=dead)),
