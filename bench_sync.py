@@ -1233,7 +1233,7 @@ def final(runs, key="heldout_loss"):
 
 
 def spread_of(values, form=".3f"):
-    return f"{statistics.mean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+    return f"{statistics.mean(values):{form}}" + f" [{min(values):{form}}, {max(values):{form}}]" * (len(values) > 1)
 
 
 def over(runs, base, key=None):
@@ -1269,14 +1269,13 @@ def spread_ratio(runs, base):
 
 def skip_table(found):
     print("| stages, share skipped | seeds | held-out nats per byte | simulated s per iteration | perplexity over its own whole: 75% of the stages | 50% "
-          "| half of the nodes dead | perplexity over the full pipeline's whole: 75% | 50% |\n" + 9 * "|---" + "|")
+          "| half of the nodes dead | perplexity over the full pipeline's whole: whole | 75% | 50% |\n" + 10 * "|---" + "|")
     for label, runs in found["runs"].items():
         base = found["runs"][label.split(",")[0] + ", 0% skipped"]
-        beyond = lambda key, base, runs=runs: [math.exp(statistics.mean(run[key] if key == "dead" else run["shares"][key]) - b["shares"]["1.0"][0]) - 1
-                                               for run, b in zip(runs, base)]
-        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {runs[0]['curves']['simulated_seconds'][0]:.1f} | "
-              + " | ".join(spread_of(beyond(key, b), "+.1%")
-                           for key, b in (("0.75", runs), ("0.5", runs), ("dead", runs), ("0.75", base), ("0.5", base))) + " |")
+        beyond = lambda key, base: [math.exp(statistics.mean(run[key] if key == "dead" else run["shares"][key]) - b["shares"]["1.0"][0]) - 1
+                                    for run, b in zip(runs, base)]
+        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {runs[0]['curves']['simulated_seconds'][0]:.1f}", *(
+            spread_of(beyond(key, b), "+.1%") for b, keys in ((runs, ("0.75", "0.5", "dead")), (base, ("1.0", "0.75", "0.5"))) for key in keys), "", sep=" | ")
 
 
 def failure_table(found):
@@ -1507,7 +1506,8 @@ def draw_convergence(plt, r):
 
 def draw_skip(plt, r):
     figure, axes = plt.subplot_mosaic([["time4", "time8", "dead"], ["part4", "part8", "dead"]], figsize=(14, 8), layout="constrained")
-    colour = lambda label: COLOURS[next(i for i, share in enumerate((" 0%", " 25%", " 37.5%", " 50%")) if share in label)]
+    colour = lambda label: COLOURS[next(i for i, kind in ((0, " 0%"), (5, "25% skipped, in order"), (4, "50% skipped, in order"), (1, " 25%"), (2, " 37.5%"),
+                                                          (3, " 50%")) if kind in label)]
     for place, (label, runs) in enumerate(r["runs"].items()):
         stages, name = label[0], label[len("4 stages, "):]
         style = dict(color=colour(label), ls="--" if "equal" in label else "-")
@@ -1528,7 +1528,7 @@ def draw_skip(plt, r):
         axes["part" + stages].axhline(7, color="black", ls=":", lw=0.8)
         axes["time" + stages].legend()
     axes["dead"].axvline(7, color="black", ls=":", lw=0.8)
-    axes["dead"].set(xlabel="perplexity over its own whole, %", title="half of the later stages' nodes dead, 16 draws a seed")
+    axes["dead"].set(xlabel="perplexity over its own whole, %", title="half of the later stages' nodes dead")
     axes["dead"].set_yticks([-place for place in range(len(r["runs"]))], [label.replace(" skipped", "") for label in r["runs"]])
     return figure
 
