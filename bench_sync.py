@@ -1545,8 +1545,9 @@ def draw_failure(plt, r):
 def draw_together(plt, r):
     figure, (a, b) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for i, (label, runs) in enumerate(r["runs"].items()):
-        band(a, runs, clock(r, label, runs[0]), label, COLOURS[i])
-        band(b, runs, runs[0]["curves"]["step"], label, COLOURS[i])
+        colour = (*COLOURS, "black")[i]
+        band(a, runs, clock(r, label, runs[0]), label, colour)
+        band(b, runs, runs[0]["curves"]["step"], label, colour)
     goal = statistics.mean(final(r["runs"]["DDP, full pipeline"]))
     a.axhline(goal, color="black", ls=":", lw=0.8)
     a.set(xscale="log", xlabel="simulated hours on the published instance, 20 nodes in 12 cities", ylabel="held-out nats per byte",
