@@ -1224,7 +1224,7 @@ def seconds_together():
     full = skippipe.simulate(network, skippipe.full_paths(network.stages, 6)).makespan
     routed = statistics.mean(skippipe.simulate(network, skippipe.random_paths(network.stages, 6, step, 0)).makespan for step in range(100))
     return {"DDP, full pipeline": (full, everyone, 1), "DiLoCo, full pipeline": (full, everyone, 50), "NoLoCo, random routing": (routed, some, 50),
-            **{f"NoLoCo, SkipPipe{more}": (None, some, 50) for more in ("", ", warm start", ", DDP's time", " in order, DDP's time")}}, ring
+            "NoLoCo, SkipPipe": (None, some, 50)}, ring
 
 
 def final(runs, key="heldout_loss"):
@@ -1267,15 +1267,20 @@ def spread_ratio(runs, base):
     return [later(a) / later(b) - 1 for a, b in zip(runs, base)]
 
 
+def missing_over(runs, whole, key):
+    """Perplexity with stages missing (key: a share of them that runs, or "dead") over that of the other run's whole model, seed by seed, less 1."""
+    return [math.exp(statistics.mean(run["dead"] if key == "dead" else run["shares"][key]) - b["shares"]["1.0"][0]) - 1
+            for run, b in zip(runs, whole)]
+
+
 def skip_table(found):
     print("| stages, share skipped | seeds | held-out nats per byte | simulated s per iteration | perplexity over its own whole: 75% of the stages | 50% "
           "| half of the nodes dead | perplexity over the full pipeline's whole: whole | 75% | 50% |\n" + 10 * "|---" + "|")
     for label, runs in found["runs"].items():
         base = found["runs"][label.split(",")[0] + ", 0% skipped"]
-        beyond = lambda key, base: [math.exp(statistics.mean(run[key] if key == "dead" else run["shares"][key]) - b["shares"]["1.0"][0]) - 1
-                                    for run, b in zip(runs, base)]
         print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {runs[0]['curves']['simulated_seconds'][0]:.1f}", *(
-            spread_of(beyond(key, b), "+.1%") for b, keys in ((runs, ("0.75", "0.5", "dead")), (base, ("1.0", "0.75", "0.5"))) for key in keys), "", sep=" | ")
+            spread_of(missing_over(runs, b, key), "+.1%")
+            for b, keys in ((runs, ("0.75", "0.5", "dead")), (base, ("1.0", "0.75", "0.5"))) for key in keys), "", sep=" | ")
 
 
 def failure_table(found):
@@ -1285,10 +1290,15 @@ def failure_table(found):
         print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} |")
 
 
+def timing(found, label, run):
+    """`seconds_together` of this method, of which the label may name a variant, with the run's own plan."""
+    iteration, sync, every = next(value for name, value in found["seconds"].items() if label.startswith(name))
+    return iteration or run["curves"]["simulated_seconds"][0], sync, every
+
+
 def clock(found, label, run):
     """Simulated hours at each evaluation. A warm start pays DDP's all-reduce at every step."""
-    iteration, sync, every = found["seconds"][label]
-    iteration = iteration or run["curves"]["simulated_seconds"][0]
+    iteration, sync, every = timing(found, label, run)
     warm, averaged = int((re.findall(r"--warm-start (\d+)", run["command"]) or [0])[0]), found["seconds"]["DDP, full pipeline"][1]
     return [(step * iteration + min(step, warm) * averaged + max(step - warm, 0) // every * sync) / 3600 for step in run["curves"]["step"]]
 
@@ -1307,12 +1317,11 @@ def together_table(found):
     print("| method | seeds | held-out nats per byte | s per iteration | s per synchronisation | hours in all | hours to DDP's final loss, over DDP's |\n"
           + 7 * "|---" + "|")
     for label, runs in found["runs"].items():
-        iteration, sync, every = found["seconds"][label]
-        iteration = iteration or statistics.mean(run["curves"]["simulated_seconds"][0] for run in runs)
+        iterations, (sync, *_), (every, *_) = zip(*(timing(found, label, run) for run in runs))
         share = [(hours := reaches(found, label, run, final([base])[0])) and hours / clock(found, "DDP, full pipeline", base)[-1]
                  for run, base in zip(runs, first)]
-        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {iteration:.1f} | {sync:.1f} every {every} | {clock(found, label, runs[0])[-1]:.1f} "
-              f"| {'not reached' if None in share else spread_of(share, '.0%')} |")
+        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {statistics.mean(iterations):.1f} | {sync:.1f} every {every} "
+              f"| {clock(found, label, runs[0])[-1]:.1f} | {'not reached' if None in share else spread_of(share, '.0%')} |")
 
 
 def tuning_table(found):
@@ -1513,8 +1522,8 @@ def draw_skip(plt, r):
         style = dict(color=colour(label), ls="--" if "equal" in label else "-")
         hours = [step * runs[0]["curves"]["simulated_seconds"][0] / 3600 for step in runs[0]["curves"]["step"]]
         band(axes["time" + stages], runs, hours, name, style["color"], ls=style["ls"])
-        whole = [run["shares"]["1.0"][0] for run in r["runs"][f"{stages} stages, 0% skipped"]]
-        columns = [[100 * (math.exp(statistics.mean(run["shares"][share]) - b) - 1) for run, b in zip(runs, whole)] for share in runs[0]["shares"]]
+        base = r["runs"][f"{stages} stages, 0% skipped"]
+        columns = [[100 * x for x in missing_over(runs, base, share)] for share in runs[0]["shares"]]
         mean, *errors = zip(*((m := statistics.mean(v), m - min(v), max(v) - m) for v in columns))
         axes["part" + stages].errorbar([100 * float(share) for share in runs[0]["shares"]], mean, errors, marker="o", capsize=3, label=name, **style)
         dead = [100 * (math.exp(loss - run["shares"]["1.0"][0]) - 1) for run in runs for loss in run["dead"]]
