@@ -1022,6 +1022,7 @@ def speed_table(r):
 
 # Wide enough to learn the default text, small enough that three seeds of everything take hours. No failure is looked for.
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000".split()
+TOGETHER = "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1"
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds")       # of metrics.jsonl
 
 
@@ -1030,12 +1031,13 @@ def convergence_runs(o):
     def methods(steps):
         common = f"--steps {steps} --layers 2 --warmup 50 --lr 6e-3 --method"
         return {**{name: f"{common} {name.lower()}" for name in ("DDP", "DiLoCo", "NoLoCo", "local")},
-                "NoLoCo, warm start": f"{common} noloco --warm-start {steps // 3}"}
+                "NoLoCo, warm start": f"{common} noloco --warm-start {steps // 3}",
+                "DiLoCo, every 4 steps": f"{common} diloco --inner-steps 4 --alpha 0", "NoLoCo, every 2 steps": f"{common} noloco --inner-steps 2"}
 
     for name, options in methods(o.steps or 1200).items():
         yield f"8x1 {name}", 8, f"{options} --microbatches 1 --batch 8", mean_of_replicas, None
     for name, options in methods(o.steps or 600).items():
-        for routing in {"NoLoCo": ("random", "fixed"), "local": ("random", "fixed"), "NoLoCo, warm start": ()}.get(name, ("fixed",)):
+        for routing in {"NoLoCo": ("random", "fixed"), "local": ("random", "fixed")}.get(name, () if "," in name else ("fixed",)):
             yield f"4x2 {name}, {routing} routing", 8, f"{options} --microbatches 2 --batch 8 --stages 4,4 --routing {routing}", mean_of_replicas, None
 
 
@@ -1055,33 +1057,46 @@ def tuning_runs(o):
     yield "NoLoCo, every 5 steps", 8, f"{best} --inner-steps 5", None, None
     yield "NoLoCo, every 2 steps", 8, f"{best} --inner-steps 2", None, None
     yield "NoLoCo, warm start of a third", 8, f"{best} --warm-start {(o.steps or 800) // 3}", None, None
+    yield "NoLoCo, warm start of a third, every 2 steps", 8, f"{best} --warm-start {(o.steps or 800) // 3} --inner-steps 2", None, None
+    for alpha in (0, 0.3):
+        yield f"DiLoCo, every 4 steps, alpha {alpha}", 8, f"{usual} diloco --lr 6e-3 --inner-steps 4 --alpha {alpha}", None, None
     yield "DiLoCo, warm start of a third", 8, f"{usual} diloco --lr 6e-3 --warm-start {(o.steps or 800) // 3}", None, None
     half = (o.steps or 800) // 2
     for name, method in (("DDP", "ddp"), ("DiLoCo", "diloco"), ("NoLoCo", "noloco"), ("NoLoCo, warm start of a third", f"noloco --warm-start {half // 3}")):
         yield f"{name}, 4 times the batch, half the steps", 8, f"--steps {half} {common} 32 --lr 6e-3 --method {method}", None, None
 
 
+def skip_network(stages):
+    """Two nodes a stage, spread over the 12 cities: (network, simulated seconds of the slowest stage's all-reduce)."""
+    # the published instance cuts the model in 6; nodes get their stages as suits the pipeline without skips
+    names, compute = (skippipe.CITIES * 2)[:2 * stages], [0.44 * 6 / stages] * 2 * stages
+    delay, times = skippipe.city_delays(names, skippipe.city_links()), dict(memory=3, overhead=0.13, origin_overhead=0.09)
+    network = skippipe.Network(delay, compute, skippipe.assign_stages(
+        delay, compute, [2] * stages, stages, rounds=2, **times, seconds=None, iterations=300), **times)
+    return network, slowest_all_reduce(network, names, skippipe.city_links())[0]
+
+
 def skip_runs(o):
     """Paths that leave stages out: loss against tokens and against simulated time, then with stages and nodes missing at inference."""
     steps = o.steps or 300
-    for stages, skips in ((4, ("0", "0 in order", "25", "25 in order", "50")), (8, ("0", "0 in order", "25", "25 in order", "37.5", "50", "50 in order"))):
-        names = (skippipe.CITIES * 2)[:2 * stages]
-        # the published instance cuts the model in 6; nodes get their stages as suits the pipeline without skips
-        delay, compute = skippipe.city_delays(names, skippipe.city_links()), [0.44 * 6 / stages] * len(names)
-        times = dict(memory=3, overhead=0.13, origin_overhead=0.09)
-        network = skippipe.Network(delay, compute, skippipe.assign_stages(
-            delay, compute, [2] * stages, stages, rounds=2, **times, seconds=None, iterations=300), **times)
+    for stages, skips in ((4, ("0", "0 in order", "25", "25 in order", "50")), (8, ("0", "0 in order", "25", "25 in order", "37.5", "50"))):
+        network, sync = skip_network(stages)
         links, seconds = keep_links(network, f"headline-links-{stages}.json"), {}
         for skip, *in_order in map(str.split, skips):           # 0: DT-FM, else planned; without swapped neighbours where it says "in order"
             name = f"{skip}% skipped" + ", in order" * bool(in_order)
             routing = f"--routing {'no-swaps' if in_order else 'dtfm' if skip == '0' else 'skippipe'} --skip {float(skip) / 100:g}"
-            options = f"--layers 8 --lr 6e-3 --microbatches 6 --batch 2 --stages {','.join(['2'] * stages)} --links {links} {routing}"
-            seconds[name] = json.loads(train.plan_paths(train.parse(options.split(), 2 * stages), network))["makespan"]
+            options = f"--layers 8 --lr 4e-3 --microbatches 6 --batch 2 --stages {','.join(['2'] * stages)} --links {links} {routing}"
+            seconds[name] = makespan(options, network) + sync
             if name != "0% skipped, in order":                  # that plan changes the time alone
                 yield f"{stages} stages, {name}", 2 * stages, f"--method ddp --steps {steps} {options}", missing_stages, None
-            if name not in ("0% skipped", "37.5% skipped"):
+            if name != "0% skipped":
                 more = round(steps * seconds["0% skipped"] / seconds[name])
                 yield f"{stages} stages, {name}, equal time", 2 * stages, f"--method ddp --steps {more} {options}", missing_stages, None
+
+
+def seconds_skip():
+    """As `seconds_together`."""
+    return {f"{stages} stages": (None, skip_network(stages)[1]) for stages in (4, 8)}
 
 
 def failure_runs(o):
@@ -1095,17 +1110,28 @@ def together_runs(o):
     """Both papers at once on the published instance: 20 nodes, 30 microbatches an iteration, 50 inner steps."""
     network, _ = skippipe.published_network()
     steps = o.steps or 400
-    common, outer = "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 6e-3 --steps", "--inner-steps 50"
+    common, outer = f"{TOGETHER} --lr 4e-3 --steps", "--inner-steps 50"
     skipping = f"--method noloco {outer} --skip 0.33 --links {keep_links(network, 'headline-links-20.json')}"
     yield "DDP, full pipeline", 20, f"{common} {steps} --method ddp --routing fixed", None, None
     yield "DiLoCo, full pipeline", 20, f"{common} {steps} --method diloco {outer} --routing fixed", None, None
     yield "NoLoCo, random routing", 20, f"{common} {steps} --method noloco {outer}", None, None
     yield "NoLoCo, SkipPipe", 20, f"{common} {steps} {skipping}", None, None
-    # within 40% and 100% of DDP's time, and ending with an outer step: DDP takes 100.1 s a step, SkipPipe 51.7 s with it and 33.7 s with NoLoCo
-    warm, whole = steps // 100 * 50, lambda steps: max(1, int(steps) // 50 * 50)
-    yield "NoLoCo, SkipPipe, warm start", 20, f"{common} {whole(warm + (steps * 40.04 - warm * 51.7) / 33.7)} {skipping} --warm-start {warm}", None, None
-    yield "NoLoCo, SkipPipe, DDP's time", 20, f"{common} {whole(steps * 100.1 / 33.7)} {skipping}", None, None
-    yield "NoLoCo, SkipPipe in order, DDP's time", 20, f"{common} {whole(steps * 100.1 / 35.6)} {skipping} --routing no-swaps", None, None
+    # within 40% and 100% of DDP's time, and ending with an outer step
+    seconds = seconds_together()
+    (full, averaging), (_, sync), every = seconds["DDP, full pipeline"], seconds["NoLoCo, SkipPipe"], 50
+    swaps, in_order = (makespan(f"{TOGETHER} --links x --skip 0.33 --routing {routing}", network) for routing in ("skippipe", "no-swaps"))
+    warm, whole, time = steps // 100 * 50, lambda steps: max(1, int(steps) // every * every), steps * (full + averaging)
+    yield ("NoLoCo, SkipPipe, warm start", 20, f"{common} {whole(warm + (0.4 * time - warm * (swaps + averaging)) / (swaps + sync / every))} "
+           f"{skipping} --warm-start {warm}", None, None)
+    yield "NoLoCo, SkipPipe, DDP's time", 20, f"{common} {whole(time / (swaps + sync / every))} {skipping}", None, None
+    yield ("NoLoCo, SkipPipe in order, DDP's time", 20, f"{common} {whole(time / (in_order + sync / every))} {skipping} --routing no-swaps", None, None)
+    yield ("NoLoCo, SkipPipe in order, every 10 steps, DDP's time", 20,
+           f"{common} {whole(time / (in_order + sync / 10))} {skipping} --routing no-swaps --inner-steps 10", None, None)
+
+
+def makespan(options, network):
+    """Simulated seconds of an iteration on the paths that train.py would plan with these options."""
+    return json.loads(train.plan_paths(train.parse(options.split(), len(network.delay)), network))["makespan"]
 
 
 def keep_links(network, name):
@@ -1123,22 +1149,22 @@ def headline(o, job):
         else:
             runs, found = list(HEADLINES[part][0](o)), dict(cpu_hours=0.0, runs={})
             progress = tqdm([(seed, *run) for seed in range(o.seeds) for run in runs], unit="run")
-            for seed, label, processes, options, after, losing in progress:
+            for seed, label, processes, options, after, lost in progress:
                 progress.set_postfix_str(label)
-                run = trained(job, f"{part}-{label}-{seed}", processes, [*SMALL, *options.split(), "--seed", str(seed)], after, losing)
+                run = trained(job, f"{part}-{label}-{seed}", processes, [*SMALL, *options.split(), "--seed", str(seed)], after, lost)
                 found["cpu_hours"] = round(found["cpu_hours"] + run.pop("cpu_hours"), 3)
                 found["runs"].setdefault(label, []).append(run)
-            if part == "together":
-                found["seconds"], found["ring"] = seconds_together()
+            if part in SECONDS:
+                found["seconds"] = SECONDS[part]()
         save(o, f"headline_{part}", found)
         if part != "stability":
             HEADLINES[part][1](found)
 
 
-def trained(job, name, processes, options, after=None, losing=None):
+def trained(job, name, processes, options, after=None, lost=None):
     """One run in runs/headline-...: its command, CPU hours, curves, and what `after` finds in its folder. (Remove the folder when train.py has changed.)"""
     name = "headline-" + re.sub(r"[^\w.]+", "-", name)
-    folder, script = Path("runs", name), ["train.py"] if losing is None else ["bench_sync.py", "--losing", losing]
+    folder, script = Path("runs", name), ["train.py"] if lost is None else ["bench_sync.py", "--losing", lost]
     command, done = f"{' '.join(script)} --name {name} {' '.join(options)}", folder / "headline.json"
     if done.exists() and (found := json.loads(done.read_text()))["command"] == command:
         return found
@@ -1204,27 +1230,33 @@ def losing(share, argv):
 
 
 def all_reduce_seconds(ranks, whole, part):
-    """(all at once: each rank sends every other its nth part, then what it summed; the best ring). whole[a][b], part[a][b]: seconds of a message of all
-    bytes and of their nth part. Links do not contend, so the first is the fastest that there is, unless whole vectors to everyone (as NoLoCo's) are faster."""
-    pairs, n = list(itertools.combinations(ranks, 2)), len(ranks)
-    direct = min(2 * max(part[a][b] for a, b in pairs), max(whole[a][b] for a, b in pairs))
-    return direct, 2 * (n - 1) * min(max(part[a][b] for a, b in zip(ring, ring[1:] + ring[:1])) for ring in itertools.permutations(ranks))
+    """As fast as there is: links do not contend, so all at once (each rank sends every other its nth part, then what it summed; or, as NoLoCo does,
+    the whole vector), or the best ring. whole[a][b], part[a][b]: seconds of a message of all bytes and of their nth part."""
+    pairs, n, (first, *others) = list(itertools.combinations(ranks, 2)), len(ranks), ranks
+    rings = ((first, *rest, first) for rest in itertools.permutations(others))
+    return min(2 * max(part[a][b] for a, b in pairs), max(whole[a][b] for a, b in pairs),
+               2 * (n - 1) * min(max(part[a][b] for a, b in zip(ring, ring[1:])) for ring in rings))
+
+
+def slowest_all_reduce(network, names, links):
+    """Simulated: (seconds in which the slowest stage of the 500M model, fp32, is averaged over its nodes; delay of a whole stage's bytes)."""
+    each = 4 * 500e6 / len(network.stages)
+    delay = {n: skippipe.city_delays(names, links, each / n) for n in {1, *map(len, network.stages)}}
+    return max(all_reduce_seconds(ranks, delay[1], delay[len(ranks)]) for ranks in network.stages), delay[1]
 
 
 def seconds_together():
-    """Simulated: {label: (seconds of an iteration, None: as each seed's plan has it; of a synchronisation; every how many steps)} on the published
-    instance's links, and the seconds of an all-reduce by rings."""
+    """Simulated: {label: (seconds of an iteration, None: as each seed's plan has it; of a synchronisation)} on the published instance's links."""
     (network, names), links = skippipe.published_network(), skippipe.city_links()
-    each = 4 * 500e6 / len(network.stages)              # bytes of a stage of the 500M model, fp32
-    delay = {n: skippipe.city_delays(names, links, each / n) for n in {1, *map(len, network.stages)}}
     # the slowest stage; and the slowest group of all stages, though only its own pipelines would wait for it. With 3 replicas a group is everyone
-    everyone, ring = map(max, zip(*(all_reduce_seconds(ranks, delay[1], delay[len(ranks)]) for ranks in network.stages)))
-    some = statistics.mean(max(delay[1][a][b] for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)
+    everyone, whole = slowest_all_reduce(network, names, links)
+    some = statistics.mean(max(whole[a][b] for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)
                                for a, b in itertools.combinations(group, 2)) for outer in range(100))
     full = skippipe.simulate(network, skippipe.full_paths(network.stages, 6)).makespan
+    planned = makespan(f"{TOGETHER} --links x --routing no-swaps --skip 0", network)
     routed = statistics.mean(skippipe.simulate(network, skippipe.random_paths(network.stages, 6, step, 0)).makespan for step in range(100))
-    return {"DDP, full pipeline": (full, everyone, 1), "DiLoCo, full pipeline": (full, everyone, 50), "NoLoCo, random routing": (routed, some, 50),
-            "NoLoCo, SkipPipe": (None, some, 50)}, ring
+    return {"DDP, full pipeline": (full, everyone), "DDP, planned": (planned, everyone), "DiLoCo, full pipeline": (full, everyone),
+            "NoLoCo, random routing": (routed, some), "NoLoCo, SkipPipe": (None, some)}
 
 
 def final(runs, key="heldout_loss"):
@@ -1241,18 +1273,23 @@ def over(runs, base, key=None):
     return [math.exp((run[key] if key else a) - b) - 1 for run, a, b in zip(runs, final(runs), final(base))]
 
 
+def ddp_of(label):
+    """The label of the shape's DDP."""
+    return f"{label[:3]} DDP" + ", fixed routing" * label.startswith("4x2")
+
+
 def convergence_table(found):
     print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all replicas "
           "| MB sent per rank to synchronise |\n" + 6 * "|---" + "|")
     for label, runs in found["runs"].items():
-        base = found["runs"][label.split(" ")[0] + (" DDP" if label.startswith("8x1") else " DDP, fixed routing")]
+        base = found["runs"][ddp_of(label)]
         print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {spread_of(over(runs, base), '+.1%')} | {spread_of(over(runs, base, 'mean'), '+.1%')} "
               f"| {final(runs, 'sync_bytes')[0] / runs[0]['ranks'] / 1e6:.0f} |")
     for label, runs in found["runs"].items():
         if "NoLoCo" in label:
             print(f"Pearson(spread, rate), {label}: {spread_of([pearson(run) for run in runs], '.2f')}")
-    random, fixed = (found["runs"][f"4x2 local, {routing} routing"] for routing in ("random", "fixed"))
-    print("local, random over fixed routing: spread", spread_of(spread_ratio(random, fixed), "+.1%"), "perplexity", spread_of(over(random, fixed), "+.1%"))
+    routed, fixed = (found["runs"][f"4x2 local, {routing} routing"] for routing in ("random", "fixed"))
+    print("local, random over fixed routing: spread", spread_of(spread_ratio(routed, fixed), "+.1%"), "perplexity", spread_of(over(routed, fixed), "+.1%"))
 
 
 def pearson(run):
@@ -1274,11 +1311,13 @@ def missing_over(runs, whole, key):
 
 
 def skip_table(found):
-    print("| stages, share skipped | seeds | held-out nats per byte | simulated s per iteration | perplexity over its own whole: 75% of the stages | 50% "
-          "| half of the nodes dead | perplexity over the full pipeline's whole: whole | 75% | 50% |\n" + 10 * "|---" + "|")
+    print("| stages, share skipped | seeds | held-out nats per byte | simulated s per iteration + all-reduce | perplexity "
+          "over its own whole: 75% of the stages | 50% | half of the nodes dead | perplexity over the full pipeline's whole: whole | 75% | 50% |\n"
+          + 10 * "|---" + "|")
     for label, runs in found["runs"].items():
         base = found["runs"][label.split(",")[0] + ", 0% skipped"]
-        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {runs[0]['curves']['simulated_seconds'][0]:.1f}", *(
+        iterations, (sync, *_), _ = zip(*(timing(found, label, run) for run in runs))
+        print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {statistics.mean(iterations):.1f} + {sync:.1f}", *(
             spread_of(missing_over(runs, b, key), "+.1%")
             for b, keys in ((runs, ("0.75", "0.5", "dead")), (base, ("1.0", "0.75", "0.5"))) for key in keys), "", sep=" | ")
 
@@ -1291,37 +1330,46 @@ def failure_table(found):
 
 
 def timing(found, label, run):
-    """`seconds_together` of this method, of which the label may name a variant, with the run's own plan."""
-    iteration, sync, every = next(value for name, value in found["seconds"].items() if label.startswith(name))
-    return iteration or run["curves"]["simulated_seconds"][0], sync, every
+    """(seconds of an iteration, of a synchronisation, every how many steps): what `found` has for this method, of which the label may name a variant."""
+    iteration, sync = next(value for name, value in found["seconds"].items() if label.startswith(name))
+    return iteration or run["curves"]["simulated_seconds"][0], sync, option(run, "inner-steps", 1)
+
+
+def option(run, name, default):
+    """The last --name NUMBER of the run's command."""
+    return int((re.findall(rf"--{name} (\d+)", run["command"]) or [default])[-1])
 
 
 def clock(found, label, run):
     """Simulated hours at each evaluation. A warm start pays DDP's all-reduce at every step."""
     iteration, sync, every = timing(found, label, run)
-    warm, averaged = int((re.findall(r"--warm-start (\d+)", run["command"]) or [0])[0]), found["seconds"]["DDP, full pipeline"][1]
-    return [(step * iteration + min(step, warm) * averaged + max(step - warm, 0) // every * sync) / 3600 for step in run["curves"]["step"]]
+    warm = option(run, "warm-start", 0)
+    averaged = warm and found["seconds"]["DDP, full pipeline"][1]
+    return [(step * iteration + min(step, warm) * averaged + max(step // every - warm // every, 0) * sync) / 3600 for step in run["curves"]["step"]]
 
 
 def reaches(found, label, run, loss):
     """Simulated hours after which the run's held-out loss is at most `loss`, between evaluations on a straight line; None: never."""
-    hours, losses = clock(found, label, run), run["curves"]["heldout_loss"]
-    for i, value in enumerate(losses):
+    points = list(zip(clock(found, label, run), run["curves"]["heldout_loss"]))
+    if points[0][1] <= loss:
+        return points[0][0]
+    for (before, above), (hours, value) in zip(points, points[1:]):
         if value <= loss:
-            part = (losses[i - 1] - loss) / (losses[i - 1] - value) if i else 1
-            return hours[i - 1] + part * (hours[i] - hours[i - 1]) if i else hours[0]
+            return before + (above - loss) / (above - value) * (hours - before)
 
 
 def together_table(found):
     first = found["runs"]["DDP, full pipeline"]
-    print("| method | seeds | held-out nats per byte | s per iteration | s per synchronisation | hours in all | hours to DDP's final loss, over DDP's |\n"
-          + 7 * "|---" + "|")
+    bases = [[clock(found, name, run)[-1] for run in first] for name in ("DDP, full pipeline", "DDP, planned")]     # the same losses, sooner
+    print("| method | seeds | held-out nats per byte | s per iteration | s per synchronisation | hours in all | hours to DDP's final loss, over DDP's "
+          "| ... over planned DDP's |\n" + 8 * "|---" + "|")
     for label, runs in found["runs"].items():
         iterations, (sync, *_), (every, *_) = zip(*(timing(found, label, run) for run in runs))
-        share = [(hours := reaches(found, label, run, final([base])[0])) and hours / clock(found, "DDP, full pipeline", base)[-1]
-                 for run, base in zip(runs, first)]
+        taken = [reaches(found, label, run, final([base])[0]) for run, base in zip(runs, first)]
+        shares = ["not reached" if None in taken else spread_of([a / b for a, b in zip(taken, whole)], ".0%")
+                  for whole in bases]
         print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {statistics.mean(iterations):.1f} | {sync:.1f} every {every} "
-              f"| {clock(found, label, runs[0])[-1]:.1f} | {'not reached' if None in share else spread_of(share, '.0%')} |")
+              f"| {clock(found, label, runs[0])[-1]:.1f} | {' | '.join(shares)} |")
 
 
 def tuning_table(found):
@@ -1332,6 +1380,7 @@ def tuning_table(found):
 
 HEADLINES = {"tuning": (tuning_runs, tuning_table), "convergence": (convergence_runs, convergence_table), "skip": (skip_runs, skip_table),
              "failure": (failure_runs, failure_table), "together": (together_runs, together_table), "stability": None}
+SECONDS = {"skip": seconds_skip, "together": seconds_together}
 
 
 # ---------------------------------------------------------------- results and pictures
@@ -1418,7 +1467,7 @@ def draw_stability(plt, r):
         axis.set(xlabel="alpha", ylabel="gamma", title=f"n = {n}" + (" = N" if int(n) == r["replicas"] else ""), xlim=(0, 0.95), ylim=(0, 4))
         axis.grid(False)
     axes[0].legend(loc="upper right")
-    figure.colorbar(picture, ax=axes[:3], label="growth of differences, log per outer step, no pull", extend="both", pad=0.01)
+    figure.colorbar(picture, ax=axes[:3], label="growth of differences, log per outer step, no pull", extend="both", pad=0.02)
     q, b = r["noise"], axes[3]
     x = [q["m"] * w for w in q["omega"]]
     for name, label, i in (("spread", "V(phi - mean), spread", 0), ("mean", "V(mean of replicas)", 3)):
@@ -1481,29 +1530,35 @@ def draw_convergence(plt, r):
     for axis, shape in zip((a, b), shapes):
         for label in runs:
             if label.startswith(shape):
-                dashed = "fixed" in label and ("NoLoCo," in label or "local" in label)
+                dashed = "every" in label or "fixed" in label and ("NoLoCo," in label or "local" in label)
                 band(axis, runs[label], tokens(runs[label]), label[4:], colour(label), every=outer if "DiLoCo" in label else 1, ls="--" if dashed else "-")
-        low = min(final(runs[f"{shape} DDP" + ", fixed routing" * (shape == "4x2")]))
+        low = min(final(runs[ddp_of(shape)]))
         axis.set(xlabel="million tokens, all replicas", ylabel="held-out nats per byte", ylim=(low - 0.05, low + 1),
                  title=f"{shape[0]} replicas x {shape[2]} stage{'s' * (shape == '4x2')} (DiLoCo: just after its outer steps)")
     for label, row in runs.items():
         sent = final(row, "sync_bytes")[0] / row[0]["ranks"] / 1e6
-        c.plot([max(sent, 1)] * len(row), final(row), "os"[label.startswith("4x2")], color=colour(label), label=label)
-    c.set(xscale="log", xlabel="MB sent per rank to synchronise (1: none)", ylabel="final held-out nats per byte", title="loss against bytes")
-    for i, (shape, routing) in enumerate((("8x1", ""), ("4x2", ", random routing"), ("4x2", ", fixed routing"))):
-        ddp, diloco = (runs[f"{shape} {m}" + ", fixed routing" * (shape == "4x2")] for m in ("DDP", "DiLoCo"))
-        noloco = runs[f"{shape} NoLoCo{routing}"]
-        triples = [dict(curves=dict(y=[(math.exp(p) - math.exp(q)) / math.exp(z) for p, q, z in zip(*(run["curves"]["heldout_loss"] for run in three))]))
-                   for three in zip(diloco, noloco, ddp)]
-        band(d, triples, tokens(ddp), shape + routing, COLOURS[i], y=lambda run: run["curves"]["y"], every=outer)
+        marker = "^" if "every" in label else "o" if label.startswith("8x1") else "s"
+        c.plot([max(sent, 1)] * len(row), [100 * x for x in over(row, runs[ddp_of(label)])], marker, color=colour(label), label=label,
+               mfc="none" if "fixed" in label else None)
+    c.set(xscale="log", xlabel="MB sent per rank to synchronise (1: none)", ylabel="perplexity over the shape's own DDP, %", ylim=(-2, 60),
+          title="loss against bytes")
+    for i, (shape, theirs, ours) in enumerate((("8x1", "", ""), ("8x1", ", every 4 steps", ", every 2 steps"),
+                                               ("4x2", ", fixed routing", ", random routing"), ("4x2", ", fixed routing", ", fixed routing"))):
+        ddp, diloco, noloco = (runs[label] for label in (ddp_of(shape), f"{shape} DiLoCo{theirs}", f"{shape} NoLoCo{ours}"))
+        ahead = [[math.exp(p - z) - math.exp(q - z) for p, q, z in zip(*(run["curves"]["heldout_loss"] for run in three))]
+                 for three in zip(diloco, noloco, ddp)]
+        band(d, ahead, tokens(ddp), shape + ours, COLOURS[i], y=list, every=outer)
     d.axhline(0, color="black", lw=0.6)
-    d.set(xlabel="million tokens", ylabel="(DiLoCo - NoLoCo) / DDP, perplexity", title="above 0: NoLoCo is better", ylim=(-0.1, 0.1))
+    d.set(xlabel="million tokens", ylabel="(DiLoCo - NoLoCo) / DDP, perplexity", title="above 0: NoLoCo is better", ylim=(-0.15, 0.1))
     for i, label in enumerate(x for x in runs if "NoLoCo" in x and "fixed" not in x):
-        band(e, runs[label], runs[label][0]["curves"]["step"], label, COLOURS[i], y=lambda run: run["curves"]["weight_spread"])
-    first = next(iter(runs.values()))[0]["curves"]
+        curves = runs[label][0]["curves"]
+        band(e, runs[label], [100 * step / curves["step"][-1] for step in curves["step"]], label, COLOURS[i], y=lambda run: run["curves"]["weight_spread"])
     peak = max(max(run["curves"]["weight_spread"]) for x in runs if "NoLoCo" in x for run in runs[x])
-    e.plot(first["step"], [peak * x / max(first["lr"]) for x in first["lr"]], "k:", label="learning rate, scaled")
-    e.set(xlabel="step", ylabel="weight spread after the outer step", title="weight spread and learning rate (that of 8x1)")
+    for shape in shapes:
+        curves = runs[ddp_of(shape)][0]["curves"]
+        e.plot([100 * step / curves["step"][-1] for step in curves["step"]], [peak * x / max(curves["lr"]) for x in curves["lr"]],
+               "k:" if shape == "8x1" else "k--", lw=0.8, label=f"learning rate of {shape}, scaled")
+    e.set(xlabel="% of the steps", ylabel="weight spread after the outer step", title="weight spread and learning rate")
     for i, routing in enumerate(("random", "fixed")):
         label = f"4x2 local, {routing} routing"
         band(f, runs[label], runs[label][0]["curves"]["step"], label, COLOURS[i], y=lambda run: run["curves"]["weight_spread"])
@@ -1514,31 +1569,35 @@ def draw_convergence(plt, r):
 
 
 def draw_skip(plt, r):
+    """Against time: the runs that end when the full pipeline does. Missing stages: the runs of as many microbatches."""
     figure, axes = plt.subplot_mosaic([["time4", "time8", "dead"], ["part4", "part8", "dead"]], figsize=(14, 8), layout="constrained")
-    colour = lambda label: COLOURS[next(i for i, kind in ((0, " 0%"), (5, "25% skipped, in order"), (4, "50% skipped, in order"), (1, " 25%"), (2, " 37.5%"),
-                                                          (3, " 50%")) if kind in label)]
-    for place, (label, runs) in enumerate(r["runs"].items()):
-        stages, name = label[0], label[len("4 stages, "):]
-        style = dict(color=colour(label), ls="--" if "equal" in label else "-")
-        hours = [step * runs[0]["curves"]["simulated_seconds"][0] / 3600 for step in runs[0]["curves"]["step"]]
-        band(axes["time" + stages], runs, hours, name, style["color"], ls=style["ls"])
-        base = r["runs"][f"{stages} stages, 0% skipped"]
-        columns = [[100 * x for x in missing_over(runs, base, share)] for share in runs[0]["shares"]]
-        mean, *errors = zip(*((m := statistics.mean(v), m - min(v), max(v) - m) for v in columns))
-        axes["part" + stages].errorbar([100 * float(share) for share in runs[0]["shares"]], mean, errors, marker="o", capsize=3, label=name, **style)
-        dead = [100 * (math.exp(loss - run["shares"]["1.0"][0]) - 1) for run in runs for loss in run["dead"]]
-        axes["dead"].boxplot([dead], positions=[-place], widths=0.6, vert=False, medianprops=dict(color=colour(label), lw=2))
+    kinds = ["0% skipped", "0% skipped, in order", "25% skipped", "25% skipped, in order", "37.5% skipped", "50% skipped"]
+    place = itertools.count()
+    for label, runs in r["runs"].items():
+        stages, name = label[0], label[len("4 stages, "):].replace(", equal time", "")
+        kind, whole = kinds.index(name), name == kinds[0]
+        if whole or "equal time" in label:
+            band(axes["time" + stages], runs, clock(r, label, runs[0]), name + ", as it comes (DT-FM)" * whole, COLOURS[kind])
+        if "equal time" not in label:
+            base = r["runs"][f"{stages} stages, {kinds[0]}"]
+            columns = [[100 * x for x in missing_over(runs, base, share)] for share in runs[0]["shares"]]
+            mean, *errors = zip(*((m := statistics.mean(v), m - min(v), max(v) - m) for v in columns))
+            at = [100 * float(share) - kind / 2 for share in runs[0]["shares"]]         # a little apart
+            axes["part" + stages].errorbar(at, mean, errors, marker="o", capsize=3, label=name, color=COLOURS[kind])
+            dead = [100 * (math.exp(loss - run["shares"]["1.0"][0]) - 1) for run in runs for loss in run["dead"]]
+            axes["dead"].boxplot([dead], positions=[-next(place)], widths=0.6, vert=False, medianprops=dict(color=COLOURS[kind], lw=2),
+                                 tick_labels=[label.replace(" skipped", "")])
     for stages in "48":
-        axes["time" + stages].set(xlabel="simulated hours of the pipeline", ylabel="held-out nats per byte, whole model",
+        axes["time" + stages].set(xlabel="simulated hours, gradients averaged at every step", ylabel="held-out nats per byte, whole model",
                                   title=f"{stages} stages of two nodes, the 500M model's messages")
         axes["part" + stages].set(xlabel="% of the stages that run", ylabel="perplexity over the full pipeline's whole model, %",
-                                  title=f"partial inference, {stages} stages (dotted: 7%)", xticks=(100, 75, 50))
+                                  title=f"some stages missing, {stages} stages (dotted: 7%)", xticks=(100, 75, 50))
         axes["part" + stages].invert_xaxis()
         axes["part" + stages].axhline(7, color="black", ls=":", lw=0.8)
         axes["time" + stages].legend()
+        axes["part" + stages].legend()
     axes["dead"].axvline(7, color="black", ls=":", lw=0.8)
     axes["dead"].set(xlabel="perplexity over its own whole, %", title="half of the later stages' nodes dead")
-    axes["dead"].set_yticks([-place for place in range(len(r["runs"]))], [label.replace(" skipped", "") for label in r["runs"]])
     return figure
 
 
@@ -1554,7 +1613,7 @@ def draw_failure(plt, r):
 def draw_together(plt, r):
     figure, (a, b) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for i, (label, runs) in enumerate(r["runs"].items()):
-        colour = (*COLOURS, "black")[i]
+        colour = (*COLOURS, "black", "gray")[i]
         band(a, runs, clock(r, label, runs[0]), label, colour)
         band(b, runs, runs[0]["curves"]["step"], label, colour)
     goal = statistics.mean(final(r["runs"]["DDP, full pipeline"]))
@@ -1562,7 +1621,9 @@ def draw_together(plt, r):
     a.set(xscale="log", xlabel="simulated hours on the published instance, 20 nodes in 12 cities", ylabel="held-out nats per byte",
           title="loss against time", ylim=(goal - 0.1, goal + 1.2))
     b.set(xlabel="steps of 30 microbatches", ylabel="held-out nats per byte", title="loss against steps", ylim=(goal - 0.1, goal + 1.2))
-    a.legend()
+    a.set_xticks((0.5, 1, 2, 5, 10), ("0.5", "1", "2", "5", "10"))
+    a.set_xticks((), minor=True)
+    b.legend()
     return figure
 
 

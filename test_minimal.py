@@ -2062,19 +2062,22 @@ def test_skippipe_command_line(tmp_path, capsys):
 # ---------------------------------------------------------------- bench_sync.py
 
 
-def test_all_reduce_seconds_of_three_nodes_by_hand():
+def test_all_reduce_seconds_by_hand():
     whole = [[0, 9, 2], [9, 0, 3], [2, 3, 0]]
     part = lambda by: [[x / by for x in row] for row in whole]
-    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(3)) == (6, 12)        # two rounds of 9 / 3; a ring's four of the slowest link
-    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(1.5)) == (9, 24)      # mostly latency: whole vectors, once
-    assert bench_sync.all_reduce_seconds([0, 2], whole, part(2)) == (2, 2)
+    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(3)) == 6        # two rounds of 9 / 3; a ring: four of 3
+    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(1.5)) == 9      # mostly latency: whole vectors, once
+    assert bench_sync.all_reduce_seconds([0, 2], whole, part(2)) == 2
+    slow = [[400 if {i, j} == {0, 2} else 4 for j in range(4)] for i in range(4)]
+    assert bench_sync.all_reduce_seconds([0, 1, 2, 3], slow, [[x / 4 for x in row] for row in slow]) == 6       # the ring goes round the slow link
 
 
 def test_hours_to_a_loss_on_straight_lines():
-    found = dict(seconds={"x": (36.0, 360.0, 10), "DDP, full pipeline": (36.0, 72.0, 1)})
-    run = dict(command="train.py", curves=dict(step=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], weight_spread=[0.1, 0.2, 0.3], lr=[1, 2, 3]))
+    found = dict(seconds={"x": (36.0, 360.0), "DDP, full pipeline": (36.0, 72.0)})
+    run = dict(command="train.py --inner-steps 10", curves=dict(step=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], weight_spread=[0.1, 0.2, 0.3], lr=[1, 2, 3]))
     assert bench_sync.clock(found, "x", run) == pytest.approx([0.2, 0.4, 0.6])
-    assert bench_sync.clock(found, "x", run | dict(command="train.py --warm-start 10")) == pytest.approx([0.3, 0.5, 0.7])
+    assert bench_sync.clock(found, "x", run | dict(command="train.py --inner-steps 10 --warm-start 10")) == pytest.approx([0.3, 0.5, 0.7])
+    assert bench_sync.clock(found, "x", run | dict(command="train.py --inner-steps 10 --warm-start 15")) == pytest.approx([0.3, 0.6, 0.8])
     assert bench_sync.reaches(found, "x", run, 1.5) == pytest.approx(0.5) and bench_sync.reaches(found, "x", run, 0.9) is None
 
 
