@@ -1585,7 +1585,7 @@ def draw_skip(plt, r):
             at = [100 * float(share) - kind / 2 for share in runs[0]["shares"]]         # a little apart
             axes["part" + stages].errorbar(at, mean, errors, marker="o", capsize=3, label=name, color=COLOURS[kind])
             dead = [100 * (math.exp(loss - run["shares"]["1.0"][0]) - 1) for run in runs for loss in run["dead"]]
-            axes["dead"].boxplot([dead], positions=[-next(place)], widths=0.6, vert=False, medianprops=dict(color=COLOURS[kind], lw=2),
+            axes["dead"].boxplot([dead], positions=[-next(place)], widths=0.6, orientation="horizontal", medianprops=dict(color=COLOURS[kind], lw=2),
                                  tick_labels=[label.replace(" skipped", "")])
     for stages in "48":
         axes["time" + stages].set(xlabel="simulated hours, gradients averaged at every step", ylabel="held-out nats per byte, whole model",
