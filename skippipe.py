@@ -848,6 +848,9 @@ def draw(file, network, names, rows, found):
 def read_network(o, progress):
     """The Network that the options ask for, and the names of its nodes."""
     given = {name: value for name, value in (("compute", o.compute), ("memory", o.memory)) if value is not None}
+    for name in ("instance", "links"):
+        if getattr(o, name) and not Path(getattr(o, name)).is_file():
+            raise ValueError(f"--{name} {getattr(o, name)}: no such file")
     if o.instance:
         data = json.loads(Path(o.instance).read_text())
         if not isinstance(data, dict) or not {"delay", "compute", "stages"} <= set(data):
@@ -880,7 +883,7 @@ def main(argv=None):
     numbers = lambda text: [int(x) for x in text.split(",") if x]
     parser = argparse.ArgumentParser(description="Plan SkipPipe's paths and draw them; without options for the published instance.",
                                      allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: parser.exit(2, "skippipe.py: error: " + " ".join(str(message).split()) + "\n")
+    parser.error = lambda message: parser.exit(2, "error: " + " ".join(str(message).split()) + "\n")
     for name, kind_, default, text in (
             ("instance", str, None, "JSON file: delay (s), compute (s), stages; may have memory, overhead, origin_overhead (s), names"),
             ("links", str, None, "csv file a,b,latency_ms,bandwidth_gib_s with every pair of cities, in place of the built-in twelve"),

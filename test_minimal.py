@@ -892,7 +892,7 @@ def bad(*argv, error):
 
 
 @pytest.mark.parametrize("argv, error", [
-    bad("--stages", "4,4", error="needs 8 processes but 1"),
+    bad("--stages", "4,4", error="needs 8 processes but got 1"),
     bad("--stages", "x", error="numbers with commas"),
     bad("--stages", "1,0", error="every stage needs a replica"),
     bad("--method", "ddp", "--alpha", 0.5, error="ddp has no --alpha"),
@@ -989,7 +989,7 @@ def test_machines_without_a_shared_folder_resume_and_one_without_its_part_refuse
 def test_resume_with_another_number_of_processes_is_refused(corpus, tmp_path):
     run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
     (code, text), = processes(1, _main, ["--resume", "runs/x"], cwd=tmp_path)
-    assert code == 2 and "needs 2 processes but 1" in text
+    assert code == 2 and "needs 2 processes but got 1" in text
 
 
 def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
@@ -2056,7 +2056,7 @@ def test_skippipe_command_line(tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             skippipe.main([*wrong, "--figure", "", "--results", ""])
         error = capsys.readouterr().err
-        assert stop.value.code == 2 and error.startswith("skippipe.py: error: ") and error.count("\n") == 1, (wrong, error)
+        assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, (wrong, error)
 
 
 # ---------------------------------------------------------------- bench_sync.py

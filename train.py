@@ -260,7 +260,7 @@ def layout(o, world):
     if min(sizes) < 1:
         raise BadInput(f"--stages {','.join(map(str, sizes))}: every stage needs a replica")
     if sum(sizes) != world:
-        raise BadInput(f"--stages {','.join(map(str, sizes))} needs {sum(sizes)} processes but {world} are running: "
+        raise BadInput(f"--stages {','.join(map(str, sizes))} needs {sum(sizes)} processes but got {world}: "
                        f"start torchrun with --nproc-per-node {sum(sizes)}, or give stages that add up to {world}")
     if depths is None:      # later stages first: origins also carry the embedding, the head and the loss
         depths = [(o.layers + s) // len(sizes) for s in range(len(sizes))]
@@ -1290,7 +1290,8 @@ def main(argv=None):
 
     # what runs, in a few lines
     whole, inner = count_parameters(config)
-    say(f"{o.method}, stages {'x'.join(map(str, o.stages))}, {o.routing} routing, {job.world} processes on {job.device.type}"
+    pipelines = f"stages {'x'.join(map(str, o.stages))}, {o.routing} routing" if len(o.stages) > 1 else "replicas of the whole model"
+    say(f"{o.method}, {pipelines}, {job.world} processes on {job.device.type}"
         + (f" over {'NCCL' if job.nccl else 'Gloo'}" if job.world > 1 else ""))
     say(f"{o.init_from or o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without embedding and head; {o.dtype}")
     if corpus:
