@@ -39,7 +39,7 @@ figures: .venv/ready
 	for n in $(if $(QUICK),4 8,4 8 16 32 64); do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --latency-ms 50 --latency-std 1 \
 		--out $(OUT) $(if $(QUICK),--trials 3) || exit; done
 
-# the papers' headline results, each with three seeds: about seven and a half hours on 2 cores. Runs that are in runs/ already are not run again
+# the papers' headline results, each with three seeds: about eight hours on 2 cores. Runs that are in runs/ already are not run again
 headline: .venv/ready
 	$(BIN)/python bench_sync.py --headline tuning convergence skip failure together stability
 

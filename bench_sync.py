@@ -60,7 +60,7 @@ PAPER = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}       # parameters, as
 COUNTS = (4, 16, 64, 256, 1024, 4096)
 SPREADS = (0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5)
 INNER_STEPS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 120)
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7")        # Okabe and Ito's, safe for the colour-blind
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000")        # Okabe and Ito's, safe for the colour-blind
 
 
 def parse(argv):
@@ -80,7 +80,7 @@ def parse(argv):
     p.add_argument("--step-seconds", type=float, default=1.0, help="time of an inner step in the table on paper (default: 1)")
     p.add_argument("--trials", type=int, default=11, help="measurements of each kind, interleaved (default: 11)")
     p.add_argument("--seed", type=int, default=0, help="of all drawn times and groups")
-    p.add_argument("--out", help="folder of results/ and figures/ (default: here; runs with your own numbers of parameters or trials)")
+    p.add_argument("--out", help="folder of results/ and figures/ (default: here; runs with your own numbers of steps, seeds, parameters or trials)")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl"])
     o = p.parse_args(argv)
@@ -303,12 +303,12 @@ def rates(k, beta, gamma, pull):
 
 
 def moment_matrix(alpha, k, beta, gamma, pull=0.0):
-    """(..., 3, 3): takes (V, C, M) = E (x^2, x m, m^2) of differences x in phi and m in delta over one outer step."""
+    """(..., 3, 3): takes (V, C, D) = E (x^2, x d, d^2) of differences x in phi and d in delta over one outer step."""
     alpha, gamma = torch.broadcast_tensors(torch.as_tensor(alpha, dtype=torch.float64), torch.as_tensor(gamma, dtype=torch.float64))
     r, r2 = rates(k, beta, gamma, pull)
     row = lambda *entries: torch.stack([e + torch.zeros_like(alpha) for e in entries], -1)
-    M, E, V = row(r2, -2 * alpha * r, alpha**2), row(-r, alpha, 0.0), row(1.0, 0.0, 0.0)
-    return torch.stack([V + 2 * E + M, E + M, M], -2)
+    D, E, V = row(r2, -2 * alpha * r, alpha**2), row(-r, alpha, 0.0), row(1.0, 0.0, 0.0)
+    return torch.stack([V + 2 * E + D, E + D, D], -2)
 
 
 def exact_bound(alpha, k, pull=0.0):
@@ -1032,7 +1032,9 @@ def convergence_runs(o):
         common = f"--steps {steps} --layers 2 --warmup 50 --lr 6e-3 --method"
         return {**{name: f"{common} {name.lower()}" for name in ("DDP", "DiLoCo", "NoLoCo", "local")},
                 "NoLoCo, warm start": f"{common} noloco --warm-start {steps // 3}",
-                "DiLoCo, every 4 steps": f"{common} diloco --inner-steps 4 --alpha 0", "NoLoCo, every 2 steps": f"{common} noloco --inner-steps 2"}
+                "DiLoCo, every 4 steps": f"{common} diloco --inner-steps 4", "NoLoCo, every 2 steps": f"{common} noloco --inner-steps 2",
+                "NoLoCo, warm start, every 2 steps": f"{common} noloco --warm-start {steps // 3} --inner-steps 2",
+                "NoLoCo, warm start of half, every 2 steps": f"{common} noloco --warm-start {steps // 2} --inner-steps 2"}
 
     for name, options in methods(o.steps or 1200).items():
         yield f"8x1 {name}", 8, f"{options} --microbatches 1 --batch 8", mean_of_replicas, None
@@ -1079,15 +1081,15 @@ def skip_network(stages):
 def skip_runs(o):
     """Paths that leave stages out: loss against tokens and against simulated time, then with stages and nodes missing at inference."""
     steps = o.steps or 300
-    for stages, skips in ((4, ("0", "0 in order", "25", "25 in order", "50")), (8, ("0", "0 in order", "25", "25 in order", "37.5", "50"))):
+    for stages, skips in ((4, ("0", "0 in order", "25", "25 in order", "50")), (8, ("0", "0 in order", "0 with swaps", "25", "25 in order", "37.5", "50"))):
         network, sync = skip_network(stages)
         links, seconds = keep_links(network, f"headline-links-{stages}.json"), {}
-        for skip, *in_order in map(str.split, skips):           # 0: DT-FM, else planned; without swapped neighbours where it says "in order"
-            name = f"{skip}% skipped" + ", in order" * bool(in_order)
-            routing = f"--routing {'no-swaps' if in_order else 'dtfm' if skip == '0' else 'skippipe'} --skip {float(skip) / 100:g}"
+        for skip, _, how in (x.partition(" ") for x in skips):  # 0: DT-FM, else planned; without swapped neighbours where it says "in order"
+            name = f"{skip}% skipped" + f", {how}" * bool(how)
+            routing = f"--routing {'no-swaps' if how == 'in order' else 'dtfm' if name == '0% skipped' else 'skippipe'} --skip {float(skip) / 100:g}"
             options = f"--layers 8 --lr 4e-3 --microbatches 6 --batch 2 --stages {','.join(['2'] * stages)} --links {links} {routing}"
             seconds[name] = makespan(options, network) + sync
-            if name != "0% skipped, in order":                  # that plan changes the time alone
+            if skip != "0" or not how:                          # a plan that skips nothing: what it gains is time
                 yield f"{stages} stages, {name}", 2 * stages, f"--method ddp --steps {steps} {options}", missing_stages, None
             if name != "0% skipped":
                 more = round(steps * seconds["0% skipped"] / seconds[name])
@@ -1102,7 +1104,7 @@ def seconds_skip():
 def failure_runs(o):
     """A node of a later stage dies in a share of the iterations (see `losing`)."""
     for share in (0, 0.05, 0.1):
-        yield (f"{share:.0%} of the iterations", 8, f"--method noloco --steps {o.steps or 300} --lr 6e-3 "
+        yield (f"{share:.0%} of the iterations", 8, f"--method noloco --steps {o.steps or 300} --lr 4e-3 "
                "--microbatches 6 --batch 2 --stages 2,2,2,2 --layers 8", None, str(share))
 
 
@@ -1151,7 +1153,8 @@ def headline(o, job):
             progress = tqdm([(seed, *run) for seed in range(o.seeds) for run in runs], unit="run")
             for seed, label, processes, options, after, lost in progress:
                 progress.set_postfix_str(label)
-                run = trained(job, f"{part}-{label}-{seed}", processes, [*SMALL, *options.split(), "--seed", str(seed)], after, lost)
+                name = f"{part}-{label}-{seed}" + f"-of-{o.steps}-steps" * bool(o.steps)       # a try leaves the whole runs where they are
+                run = trained(job, name, processes, [*SMALL, *options.split(), "--seed", str(seed)], after, lost)
                 found["cpu_hours"] = round(found["cpu_hours"] + run.pop("cpu_hours"), 3)
                 found["runs"].setdefault(label, []).append(run)
             if part in SECONDS:
@@ -1287,14 +1290,15 @@ def convergence_table(found):
               f"| {final(runs, 'sync_bytes')[0] / runs[0]['ranks'] / 1e6:.0f} |")
     for label, runs in found["runs"].items():
         if "NoLoCo" in label:
-            print(f"Pearson(spread, rate), {label}: {spread_of([pearson(run) for run in runs], '.2f')}")
+            print(f"Pearson(spread, rate), {label}: {spread_of([pearson(run) for run in runs], '.2f')}; "
+                  f"(spread, step): {spread_of([pearson(run, 'step') for run in runs], '.2f')}")
     routed, fixed = (found["runs"][f"4x2 local, {routing} routing"] for routing in ("random", "fixed"))
     print("local, random over fixed routing: spread", spread_of(spread_ratio(routed, fixed), "+.1%"), "perplexity", spread_of(over(routed, fixed), "+.1%"))
 
 
-def pearson(run):
-    """Correlation of the weight spread with the learning rate after the warm-up, and after the replicas may part."""
-    pairs = [(s, rate) for step, s, rate in zip(*(run["curves"][key] for key in ("step", "weight_spread", "lr"))) if s and step >= 100]
+def pearson(run, against="lr"):
+    """Correlation of the weight spread with the learning rate from step 100 on, after the warm-up, and after the replicas may part."""
+    pairs = [(s, x) for step, s, x in zip(*(run["curves"][key] for key in ("step", "weight_spread", against))) if s and step >= 100]
     return statistics.correlation(*zip(*pairs)) if len(pairs) > 2 else math.nan
 
 
@@ -1366,8 +1370,8 @@ def together_table(found):
     for label, runs in found["runs"].items():
         iterations, (sync, *_), (every, *_) = zip(*(timing(found, label, run) for run in runs))
         taken = [reaches(found, label, run, final([base])[0]) for run, base in zip(runs, first)]
-        shares = ["not reached" if None in taken else spread_of([a / b for a, b in zip(taken, whole)], ".0%")
-                  for whole in bases]
+        reached = f", {sum(t is not None for t in taken)} of {len(taken)} seeds" * (None in taken)
+        shares = ["not reached" if not any(taken) else spread_of([a / b for a, b in zip(taken, whole) if a], ".0%") + reached for whole in bases]
         print(f"| {label} | {len(runs)} | {spread_of(final(runs))} | {statistics.mean(iterations):.1f} | {sync:.1f} every {every} "
               f"| {clock(found, label, runs[0])[-1]:.1f} | {' | '.join(shares)} |")
 
@@ -1531,7 +1535,8 @@ def draw_convergence(plt, r):
         for label in runs:
             if label.startswith(shape):
                 dashed = "every" in label or "fixed" in label and ("NoLoCo," in label or "local" in label)
-                band(axis, runs[label], tokens(runs[label]), label[4:], colour(label), every=outer if "DiLoCo" in label else 1, ls="--" if dashed else "-")
+                band(axis, runs[label], tokens(runs[label]), label[4:], colour(label), every=outer if "DiLoCo" in label else 1,
+                     ls=":" if "half" in label else "--" if dashed else "-")
         low = min(final(runs[ddp_of(shape)]))
         axis.set(xlabel="million tokens, all replicas", ylabel="held-out nats per byte", ylim=(low - 0.05, low + 1),
                  title=f"{shape[0]} replicas x {shape[2]} stage{'s' * (shape == '4x2')} (DiLoCo: just after its outer steps)")
@@ -1558,7 +1563,7 @@ def draw_convergence(plt, r):
         curves = runs[ddp_of(shape)][0]["curves"]
         e.plot([100 * step / curves["step"][-1] for step in curves["step"]], [peak * x / max(curves["lr"]) for x in curves["lr"]],
                "k:" if shape == "8x1" else "k--", lw=0.8, label=f"learning rate of {shape}, scaled")
-    e.set(xlabel="% of the steps", ylabel="weight spread after the outer step", title="weight spread and learning rate")
+    e.set(xlabel="% of the steps", ylabel="weight spread after the outer step", title="weight spread and learning rate", ylim=(None, 1.5 * peak))
     for i, routing in enumerate(("random", "fixed")):
         label = f"4x2 local, {routing} routing"
         band(f, runs[label], runs[label][0]["curves"]["step"], label, COLOURS[i], y=lambda run: run["curves"]["weight_spread"])
@@ -1571,13 +1576,13 @@ def draw_convergence(plt, r):
 def draw_skip(plt, r):
     """Against time: the runs that end when the full pipeline does. Missing stages: the runs of as many microbatches."""
     figure, axes = plt.subplot_mosaic([["time4", "time8", "dead"], ["part4", "part8", "dead"]], figsize=(14, 8), layout="constrained")
-    kinds = ["0% skipped", "0% skipped, in order", "25% skipped", "25% skipped, in order", "37.5% skipped", "50% skipped"]
+    kinds = ["0% skipped", "0% skipped, in order", "25% skipped", "25% skipped, in order", "37.5% skipped", "50% skipped", "0% skipped, with swaps"]
     place = itertools.count()
     for label, runs in r["runs"].items():
         stages, name = label[0], label[len("4 stages, "):].replace(", equal time", "")
         kind, whole = kinds.index(name), name == kinds[0]
         if whole or "equal time" in label:
-            band(axes["time" + stages], runs, clock(r, label, runs[0]), name + ", as it comes (DT-FM)" * whole, COLOURS[kind])
+            band(axes["time" + stages], runs, clock(r, label, runs[0]), name + ", DT-FM's order" * whole, COLOURS[kind])
         if "equal time" not in label:
             base = r["runs"][f"{stages} stages, {kinds[0]}"]
             columns = [[100 * x for x in missing_over(runs, base, share)] for share in runs[0]["shares"]]
@@ -1591,13 +1596,12 @@ def draw_skip(plt, r):
         axes["time" + stages].set(xlabel="simulated hours, gradients averaged at every step", ylabel="held-out nats per byte, whole model",
                                   title=f"{stages} stages of two nodes, the 500M model's messages")
         axes["part" + stages].set(xlabel="% of the stages that run", ylabel="perplexity over the full pipeline's whole model, %",
-                                  title=f"some stages missing, {stages} stages (dotted: 7%)", xticks=(100, 75, 50))
+                                  title=f"some stages missing, {stages} stages", xticks=(100, 75, 50))
         axes["part" + stages].invert_xaxis()
-        axes["part" + stages].axhline(7, color="black", ls=":", lw=0.8)
         axes["time" + stages].legend()
         axes["part" + stages].legend()
     axes["dead"].axvline(7, color="black", ls=":", lw=0.8)
-    axes["dead"].set(xlabel="perplexity over its own whole, %", title="half of the later stages' nodes dead")
+    axes["dead"].set(xlabel="perplexity over its own whole, %", title="half of the later stages' nodes dead (dotted: 7%)")
     return figure
 
 
@@ -1613,7 +1617,7 @@ def draw_failure(plt, r):
 def draw_together(plt, r):
     figure, (a, b) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for i, (label, runs) in enumerate(r["runs"].items()):
-        colour = (*COLOURS, "black", "gray")[i]
+        colour = (*COLOURS, "gray")[i]
         band(a, runs, clock(r, label, runs[0]), label, colour)
         band(b, runs, runs[0]["curves"]["step"], label, colour)
     goal = statistics.mean(final(r["runs"]["DDP, full pipeline"]))

@@ -62,7 +62,7 @@ METHODS = {
     "local": {},
 }
 # The papers' values are for 25 000 steps; in a short run of a tiny model the best we found are these (README, Headline results).
-TINY = {"noloco": dict(inner_steps=10, alpha=0.0, beta=1.0), "diloco": dict(inner_steps=20, alpha=0.3, beta=1.0)}
+TINY = {"noloco": dict(inner_steps=10, alpha=0.0, beta=1.0), "diloco": dict(inner_steps=20, alpha=0.0, beta=1.0)}
 
 
 def planned(network, kept, each, rounds, seed, dead, **kwargs):
