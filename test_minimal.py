@@ -19,8 +19,9 @@ import skippipe
 import train
 from model import Config, Llama, count_parameters
 from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_groups
+from plumbing.data import load_data
 from skippipe import Deadlock, Network, full_paths, random_paths, simulate
-from tests.harness import SMALL, checkpoint, gloo, processes, run, write_corpus
+from tests.harness import SMALL, checkpoint, connected_job, gloo, processes, run, write_corpus
 from tests.oracles import (
     PUBLISHED_ROUTES, any_paths, assert_possible, every_order, random_network, reference_logits, replay,
     valid_combinations,
@@ -80,7 +81,7 @@ def test_outer_step_equals_float64_brute_force(n, gamma):
         outer.phi[:size], outer.delta[:size] = phis[i], deltas[i]
         pad = lambda vs: [torch.nn.functional.pad(v, (0, padded - size)) for v in vs]
         # with gamma = beta phi is not needed
-        outer.outer_step(pad(thetas), pad(phis) if gamma != 0.7 else None)
+        outer.outer_step(pad(thetas), pad(phis) if gamma != 0.7 else None, n)
         found = outer.phi[:size], outer.delta[:size], parameter
         for got, want in zip(found, (want_phi[i], want_delta[i], want_phi[i])):
             assert torch.allclose(got.double(), want, rtol=0, atol=4e-6)
@@ -193,8 +194,7 @@ def _state_dict(rank, world):
             if step == stop:
                 kept = io.BytesIO()
                 torch.save([model.state_dict(), outer.state_dict()], kept)
-                for work in outer.ahead[1]:  # phi is on its way to the partners of the next outer step
-                    work.wait()
+                outer.settle()  # phi is on its way to the partners of the next outer step
                 kept.seek(0)
                 weights, state = torch.load(kept, weights_only=True)
                 model, *_ = quadratic(rank, seed=9)
@@ -205,8 +205,7 @@ def _state_dict(rank, world):
             inner(model, optimizer, xs[step], ys[step])
             outer.step()
         results.append(outer.theta.tolist())
-        for work in outer.ahead[1] if outer.ahead else []:
-            work.wait()
+        outer.settle()
     return results
 
 
@@ -363,7 +362,7 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
     stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
     model, whole = Llama(config, layers[stage], ends=stage == 0), Llama(config).double()
     theta, grad = flatten(model.parameters())
-    job = train.Job()
+    job = connected_job()
     pipeline = train.Pipeline(model, job, stages, shape, dtype)
     worst = 0.0
     for t, paths in enumerate(all_paths):
@@ -415,8 +414,7 @@ def test_ddp_on_two_processes_equals_one_process(tmp_path):
     run(2, "--method", "ddp", "--steps", 3, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
     got = checkpoint(tmp_path / "runs/x", 3, 0)["theta"]
     o = train.parse(["--steps", "3", "--data", str(corpus), *SMALL])
-    data = train.load_corpus(o)
-    readers = [train.Reader.of(o, data, i, 2) for i in range(2)]
+    readers = [load_data(o, i, 2)[1] for i in range(2)]
     model = Llama(Config(256, 32, 64, 4, 2, 2))
     theta, _ = flatten(model.parameters())
     adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))

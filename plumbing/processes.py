@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -205,7 +206,7 @@ def complain(line):
     print("error: " + line, file=sys.stderr, flush=True)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):
-            message = dict(message="error: " + line, extraInfo=dict(timestamp="0"))
+            message = dict(message="error: " + line, extraInfo=dict(timestamp=str(int(time.time()))))
             Path(file).write_text(json.dumps(dict(message=message)))
 
 

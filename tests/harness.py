@@ -12,11 +12,13 @@ import socket
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 import train
+from plumbing.processes import Job
 
 
 HERE = Path(__file__).parent.parent
@@ -28,7 +30,7 @@ SMALL = [
 # The server imports everything once, all files with functions that ranks run, and what an optimizer would
 # import by itself (seconds); each test process is a fork of it, ready in milliseconds.
 fork = multiprocessing.get_context("forkserver")
-ROOMS = ["bench", "checkpoints", "noloco", "routing", "survive", "training"]
+ROOMS = ["bench", "checkpoints", "noloco", "routing", "survive", "tools", "training"]
 PRELOAD = ["torch._dynamo", "test_minimal", *(f"tests.test_{room}" for room in ROOMS)]
 fork.set_forkserver_preload(PRELOAD)
 
@@ -100,20 +102,31 @@ def gloo(function):
     return wrapped
 
 
-def train_main(rank, world, argv):
-    """train.main in this process: (exit status, what it printed)."""
+def connected_job():
+    """What a Pipeline made by hand needs: this process's Job, with the default process group."""
+    job = Job()
+    job.connect(SimpleNamespace(device="cpu", backend="gloo"))
+    return job
+
+
+def captured(rank, world, main, argv):
+    """main(argv) in this process: (exit status, what it printed)."""
     out, code = io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            train.main(argv)
+            main(argv)
         except SystemExit as stop:
             code = stop.code
     return code, out.getvalue()
 
 
-def run(world, *argv, cwd):
-    """Train; fails unless every rank ends well. Returns rank 0's output."""
-    results = processes(world, train_main, [str(a) for a in argv], cwd=cwd)
+def train_main(rank, world, argv):
+    return captured(rank, world, train.main, argv)
+
+
+def run(world, *argv, cwd, main=train.main):
+    """Train, or another program; fails unless every rank ends well. Returns rank 0's output."""
+    results = processes(world, captured, main, [str(a) for a in argv], cwd=cwd)
     assert all(code == 0 for code, _ in results), results
     return results[0][1]
 

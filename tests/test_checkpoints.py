@@ -97,3 +97,19 @@ def test_resume_with_another_number_of_processes_is_refused(corpus, tmp_path):
     run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
     ((code, text),) = processes(1, train_main, ["--resume", "runs/x"], cwd=tmp_path)
     assert code == 2 and "needs 2 processes but got 1" in text
+
+
+@pytest.mark.parametrize("form", [None, 1, 3])
+def test_a_checkpoint_of_another_version_is_refused_in_one_line(form, corpus, tmp_path):
+    """None: as older versions wrote it. Here it is rank 1's part alone."""
+    run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    part = tmp_path / "runs/x/checkpoints/00000002/rank1.pt"
+    state = torch.load(part, weights_only=True)
+    del state["form"]
+    torch.save(state if form is None else dict(state, form=form), part)
+    results = processes(2, train_main, ["--resume", "runs/x", "--steps", "4"], cwd=tmp_path)
+    assert [code for code, _ in results] == [2, 2] and not results[1][1]
+    assert results[0][1] == (
+        "error: runs/x/checkpoints/00000002/rank1.pt was written by another version of this program, "
+        "which alone can go on with it\n"
+    )

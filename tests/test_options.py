@@ -1,7 +1,9 @@
-"""Bad input: one line and status 2, from rank 0 alone."""
+"""Options: what --help says; bad input is one line and status 2, from rank 0 alone."""
 
 import gzip
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,6 @@ def bad(*argv, error):
         bad("--stages", "x", error="numbers with commas"),
         bad("--stages", "1,0", error="every stage needs a replica"),
         bad("--method", "ddp", "--alpha", 0.5, error="ddp has no --alpha"),
-        bad("--dead", 7, error="needs --resume"),
         bad("--method", "fedavg", error="invalid choice"),
         bad("--data", "nowhere.txt", error="no such file"),
         bad("--data", "empty", error="no such file, or a folder without files"),
@@ -33,7 +34,6 @@ def bad(*argv, error):
         bad("--data", "broken.json.gz", error="broken.json.gz"),
         bad("--data", "nulls.json.gz", error="nulls.json.gz, line 21: no JSON object with a text"),
         bad("--data", "few.json.gz", error="fewer than one sequence"),
-        bad("--export", "out", error="--export needs --resume RUN"),
         bad("--init-from", "nowhere", error="nowhere"),
         bad("--init-from", "torn", error="Unterminated"),
         bad("--init-from", "foreign", error="model_type None is not supported, only llama"),
@@ -53,15 +53,16 @@ def bad(*argv, error):
         bad("--skip", 0.5, error="at least 3 stages"),
         bad("--skip", 1.5, error="from 0 to below 1"),
         bad("--skip", 0.5, "--routing", "random", error="planned routing"),
-        bad("--emulate", error="needs --links"),
+        bad("--survive", 5, "--method", "ddp", error="noloco and local: --method ddp needs every process"),
+        bad("--survive", 5, "--method", "diloco", error="noloco and local: --method diloco needs every"),
+        bad("--survive", -1, error="--survive must be at least 0"),
+        bad("--survive", "inf", error="--survive must be at least 0.0, got inf"),
+        bad("--join", error="--join is for a process that comes back to a running job"),
         bad("--skip", 0.9, "--stages", 1, error="at least 3 stages"),
         bad("--lr", -1, error="--lr must be at least"),
-        bad("--time-scale", 0, error="--time-scale must be at least"),
         bad("--hel", error="unrecognized"),
         bad("--links", "nowhere.json", error="nowhere.json"),
         bad("--links", "short.txt", error="short.txt"),
-        bad("--eval-stages", 1, error="needs --resume"),
-        bad("--eval-stages", "nan", error="above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, capsys):
@@ -106,3 +107,25 @@ def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
         2, "--alpha", 0.5, "--gamma", 1.6, "--steps", 1, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path
     )
     assert "warning: gamma 1.6 is outside 0 < gamma < 1.500" in out
+
+
+def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    listed = re.findall(r"^  --([a-z-]+)", text, re.M)
+    assert listed[:10] == "method stages model data steps lr inner-steps skip name resume".split()
+    assert sorted(listed) == sorted(f.name.replace("_", "-") for f in fields(train.Options))
+    entries = re.findall(r"^  --([a-z-]+)(.*?)(?=^  --|^$|\Z)", text, re.M | re.S)
+    help_of = {option: " ".join(words.split()) for option, words in entries}
+    for option, defaults in {
+        "lr": "tiny 0.003, small 0.0006, medium 0.0002, large 0.00012",
+        "steps": "tiny 300, small 25000, medium 25000, large 25000",
+        "hidden": "tiny 128, small 768, medium 2048, large 4096",
+        "inner-steps": "noloco 50, diloco 100, noloco with tiny 10, diloco with tiny 20",
+        "alpha": "noloco 0.5, diloco 0.3, noloco with tiny 0.0, diloco with tiny 0.0",
+        "group-size": "noloco 2",
+        "clip": "1.0",
+    }.items():
+        assert help_of[option].endswith(f"(default: {defaults})"), help_of[option]

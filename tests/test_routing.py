@@ -1,5 +1,6 @@
 """Paths in training: random and planned, measured and emulated networks."""
 
+import json
 import os
 import re
 import shutil
@@ -13,8 +14,11 @@ import skippipe
 import train
 from model import Config, Llama
 from noloco import flatten
+from planning.routing import PLANNERS, measure
+from plumbing.data import load_data
 from skippipe import chain, full_paths, random_paths
-from tests.harness import SMALL, checkpoint, metrics, options, processes, run, train_main
+from tests.harness import SMALL, checkpoint, connected_job, metrics, options, processes, run, train_main
+from tools import emulate
 
 
 def test_random_routing_in_training_is_random_paths(corpus, tmp_path, monkeypatch):
@@ -63,7 +67,7 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
     assert len(paths) == 8
     assert all(len(p) == 2 for p in paths)
     o = options("--data", corpus, "--steps", 3, "--warmup", 2, *SMALL)
-    readers = [train.Reader.of(o, train.load_corpus(o), i, 2) for i in range(2)]
+    readers = [load_data(o, i, 2)[1] for i in range(2)]
     models = [
         Llama(Config(256, 32, 64, 4, 2, 2), layers[s], ends=s == 0)
         for s, ranks in enumerate(stages)
@@ -95,8 +99,9 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
 def test_every_planned_routing_runs_emulated_with_every_method(routing, method, skip_run, corpus):
     run(
         5, "--stages", "2,1,2", "--skip", 0.33, "--routing", routing, "--method", method,
-        *(["--inner-steps", 2] if method != "ddp" else []), "--links", "links.json", "--emulate",
+        *(["--inner-steps", 2] if method != "ddp" else []), "--links", "links.json",
         "--microbatches", 2, "--steps", 3, "--data", corpus, "--name", routing, *SMALL, cwd=skip_run,
+        main=emulate.main,
     )
     line = metrics(skip_run / "runs" / routing)[-1]
     plan = checkpoint(skip_run / "runs" / routing, 3, 0)["plan"]
@@ -107,7 +112,7 @@ def test_every_planned_routing_runs_emulated_with_every_method(routing, method, 
 def test_the_routing_without_swaps_keeps_every_path_in_order():
     network, _ = skippipe.published_network()
     swapping, in_order = (
-        train.PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("skippipe", "no-swaps")
+        PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("skippipe", "no-swaps")
     )
     assert (
         skippipe.check(network, in_order.paths, 4, swaps=0)
@@ -122,7 +127,7 @@ def _measured(rank, world):
 
     Both are far above any noise.
     """
-    job = train.Job()
+    job = connected_job()
     model = Llama(Config(hidden_size=32, intermediate_size=32, num_hidden_layers=1))
     stages = [[r] for r in range(world)]
     pipeline = train.Pipeline(model, job, stages, (1, 8, 32), torch.float32)
@@ -132,7 +137,7 @@ def _measured(rank, world):
         send(tensor, to, u, hop),
     )[1]
     model.blocks = lambda x: (time.sleep(0.2 * (rank == 0)), blocks(x))[1]
-    result = train.measure(pipeline, stages, job)
+    result = measure(pipeline, stages, job)
     job.close()
     return result
 
@@ -163,3 +168,15 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(corpus, tmp_path):
     shutil.rmtree(tmp_path / "runs/x/checkpoints/00000002")
     run(4, "--resume", "runs/x", cwd=tmp_path)
     assert checkpoint(tmp_path / "runs/x", 2, 3)["plan"] == plan and 0 < plan["makespan"] < 60
+
+
+def test_ranks_without_work_in_a_plan_are_named(corpus, tmp_path):
+    """One microbatch that visits two of three stages leaves out one rank."""
+    delay = [[0, 0.1, 0.2], [0.1, 0, 0.3], [0.2, 0.3, 0]]
+    (tmp_path / "links.json").write_text(json.dumps(dict(delay=delay, compute=0.05)))
+    out = run(
+        3, "--stages", "1,1,1", "--skip", 0.33, "--microbatches", 1, "--links", "links.json", "--steps", 1,
+        "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path,
+    )
+    ((_, visited),) = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]["paths"]
+    assert f"warning: ranks [{3 - visited}] get no work in this plan: more --microbatches, or" in out

@@ -22,9 +22,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import plumbing.report
 import train
 from model import Llama
-from noloco import NoLoCo
+from plumbing.processes import Job
+from survive.outer import SurvivingNoLoCo
+from survive.pipeline import SurvivingPipeline
 from tests.harness import (
     HERE, SMALL, checkpoint, fork, metrics, processes, rank_process, run, store_host, train_main
 )
@@ -44,7 +47,7 @@ class Fault(enum.Enum):
 
 
 FAULTS = [
-    "--steps", 60, "--inner-steps", 5, "--sync-timeout", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
+    "--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
     "--save-every", 20, "--name", "x", *SMALL,
 ]
 JOBS = {  # ranks, options, the rank that fails
@@ -81,26 +84,24 @@ def inject(faults, store):
 
     Those before the step at which it starts are over.
     """
-    begin, tentative, post, blocks, backward, save, spread = (
-        train.Pipeline.begin, NoLoCo.tentative, NoLoCo.post, Llama.blocks, torch.Tensor.backward, torch.save,
-        train.weight_spread,
-    )
+    begin, swap, exchange = SurvivingPipeline.begin, SurvivingNoLoCo.swap, SurvivingNoLoCo.exchange
+    blocks, backward, save = Llama.blocks, torch.Tensor.backward, torch.save
+    spread = plumbing.report.weight_spread
     now = types.SimpleNamespace(fault=None, queue=None)
 
-    def beginning(pipeline, step, **kwargs):
+    def beginning(pipeline, step, *args):
         fall_due(now, faults, pipeline, step, store)
-        return begin(pipeline, step, **kwargs)
+        return begin(pipeline, step, *args)
 
-    def meeting(outer):
+    def exchanging(outer):
         die_of(now.fault, Fault.DIE_BEFORE_EXCHANGE)
         if now.fault is Fault.SEND_NAN:
             outer.theta[7], now.fault = math.nan, None
-        return tentative(outer)
+        return exchange(outer)
 
-    def posting(outer, *args):
-        posted = post(outer, *args)
+    def swapping(outer, *args):
+        swap(outer, *args)
         die_of(now.fault, Fault.DIE_IN_EXCHANGE)
-        return posted
 
     def forward(model, x):
         die_of(now.fault, Fault.DIE_IN_FORWARD)
@@ -123,10 +124,9 @@ def inject(faults, store):
         die_of(now.fault, Fault.DIE_IN_EVALUATION)
         return spread(*args)
 
-    (
-        train.Pipeline.begin, NoLoCo.tentative, NoLoCo.post, Llama.blocks, torch.Tensor.backward, torch.save,
-        train.weight_spread,
-    ) = (beginning, meeting, posting, forward, backwards, saving, evaluating)
+    SurvivingPipeline.begin, SurvivingNoLoCo.swap, SurvivingNoLoCo.exchange = beginning, swapping, exchanging
+    Llama.blocks, torch.Tensor.backward, torch.save = forward, backwards, saving
+    plumbing.report.weight_spread = evaluating
 
 
 def _faulty(rank, world, argv, faults, store):
@@ -213,7 +213,7 @@ def _helped(rank, slots, helper, world, argv, faults, store):
 
 def _wake(argv):
     """Once the hung process is given up, it goes on, while the others still train."""
-    store = train.Job().store
+    store = Job().store
     store.wait(["dropped/3"], timedelta(seconds=100))
     os.kill(int(store.get("stopped")), signal.SIGCONT)
 
@@ -234,7 +234,7 @@ def test_a_node_that_wakes_after_it_was_declared_dead_leaves(corpus, tmp_path):
 def _return(argv):
     """Rank 2 is started again once it is missed."""
     os.environ["RANK"] = "2"
-    train.Job().store.wait(["absent/2"], timedelta(seconds=100))
+    Job().store.wait(["absent/2"], timedelta(seconds=100))
     return train_main(2, 4, [*argv, "--join"])
 
 
@@ -356,14 +356,14 @@ def test_survivors_checkpoints_serve_the_dead(corpus, tmp_path):
 def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
     script = tmp_path / "crash.py"
     script.write_text(
-        "import os, signal, sys, train\nbegin = train.Pipeline.begin\n"
-        "def crash(pipeline, step, **kwargs):\n"
-        "    if step == 7 and pipeline.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n    return begin(pipeline, step, **kwargs)\n"
-        "train.Pipeline.begin = crash\ntrain.main()\n"
+        "import os, signal, sys, train\nat = train.Routes.at\n"
+        "def crash(routes, step):\n"
+        "    if step == 7 and routes.job.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n    return at(routes, step)\n"
+        "train.Routes.at = crash\ntrain.main()\n"
     )
     argv = [
-        "--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--sync-timeout", 0,
+        "--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--survive", 0,
         "--data", corpus, *SMALL,
     ]
     env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}

@@ -12,6 +12,7 @@ import torch
 import train
 from model import Config, Llama
 from noloco import flatten, random_groups
+from plumbing.data import load_corpus
 from tests.harness import HERE, SMALL, checkpoint, metrics, options, processes, run, train_main
 
 
@@ -73,7 +74,7 @@ def test_heldout_loss_equals_one_process_on_the_heldout_text(corpus, tmp_path):
         "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path,
     )
     o = options("--data", corpus, *SMALL)
-    heldout, losses = train.load_corpus(o).heldout, []
+    heldout, losses = load_corpus(o).heldout, []
     last = len(heldout) - o.seq_len - 1
     rows = torch.stack([heldout[round(i * last / 7) :][: o.seq_len + 1] for i in range(8)]).long()
     for replica in range(2):
@@ -91,8 +92,8 @@ def test_heldout_loss_equals_one_process_on_the_heldout_text(corpus, tmp_path):
     )
 
 
-@pytest.mark.parametrize("stages, timeout", [("4", 60), ("2,2", 60), ("4", 0)])
-def test_warm_start_is_ddp_and_then_the_method_begins(corpus, tmp_path, stages, timeout):
+@pytest.mark.parametrize("stages, survive", [("4", 60), ("2,2", 60), ("4", 0)])
+def test_warm_start_is_ddp_and_then_the_method_begins(corpus, tmp_path, stages, survive):
     """Six steps of DDP, bit for bit; then the first outer step is NoLoCo's from there.
 
     That is the one of Eqs. 1-3 in float64 on what the inner steps made.
@@ -100,7 +101,7 @@ def test_warm_start_is_ddp_and_then_the_method_begins(corpus, tmp_path, stages, 
     common = ["--stages", stages, "--routing", "fixed", "--data", corpus, "--lr", 3e-3, "--warmup", 2, *SMALL]
     warm = [
         "--method", "noloco", "--inner-steps", 4, "--alpha", 0.5, "--beta", 0.7, "--warm-start", 6,
-        "--sync-timeout", timeout,
+        "--survive", survive,
     ]
     run(4, *common, "--method", "ddp", "--steps", 8, "--save-every", 6, "--name", "ddp", cwd=tmp_path)
     run(4, *common, *warm, "--steps", 8, "--save-every", 6, "--name", "noloco", cwd=tmp_path)
@@ -120,6 +121,30 @@ def test_warm_start_is_ddp_and_then_the_method_begins(corpus, tmp_path, stages, 
             assert torch.allclose(
                 at("noloco", 8)[r]["outer"]["phi"].double(), phi[0].double() + delta, atol=1e-6
             )
+
+
+@pytest.mark.parametrize("kind", [["--stages", "4", "--gamma", 0.9], ["--stages", "2,2"]], ids=str)
+def test_surviving_parts_give_the_plain_runs_losses_to_the_bit(kind, corpus, tmp_path):
+    """While nobody fails, `--survive` changes nothing: neither a number of the log nor a weight."""
+    argv = [
+        *kind, "--steps", 13, "--inner-steps", 3, "--alpha", 0.5, "--beta", 0.7, "--lr", 3e-3, "--warmup", 2,
+        "--eval-every", 5, "--data", corpus, *SMALL,
+    ]
+    run(4, *argv, "--name", "plain", cwd=tmp_path)
+    run(4, *argv, "--survive", 60, "--name", "surviving", cwd=tmp_path)
+    plain, surviving = (metrics(tmp_path / "runs" / name) for name in ("plain", "surviving"))
+    same = lambda line: {key: value for key, value in line.items() if "second" not in key}
+    assert [line["step"] for line in plain] == [5, 10, 13]
+    # the plain run has a phi under way, which in the surviving one leaves with theta
+    under_way = 4 * 4 * checkpoint(tmp_path / "runs/plain", 13, 0)["theta"].numel() * ("--gamma" in kind)
+    for a, b in zip(map(same, plain), map(same, surviving), strict=True):
+        assert {**a, "sync_bytes": a["sync_bytes"] - under_way} == b
+        assert b["weight_spread"] > 0 == b["steps_alone"] == b["lost_microbatches"]
+    for rank in range(4):
+        a, b = (checkpoint(tmp_path / "runs" / name, 13, rank) for name in ("plain", "surviving"))
+        assert torch.equal(a["theta"], b["theta"])
+        assert torch.equal(a["outer"]["phi"], b["outer"]["phi"])
+        assert torch.equal(a["outer"]["delta"], b["outer"]["delta"])
 
 
 @pytest.mark.parametrize("method", ["noloco", "ddp"])
