@@ -152,9 +152,9 @@ def simulate(network, paths, release=None, rounds=1, order=None):
     release: seconds at which each path's first microbatch may start (default 0). rounds: microbatches per path; the next one starts
     when the one before it is back home, its origin usable again, and is numbered len(paths) higher. order: for each rank the list of
     (microbatch, hop) in which it must run its tasks; without it a free node starts, among the tasks present and startable, the one
-    that arrived first, new injections last. A node that becomes free does not see what arrives at that very moment; of several
-    arrivals at one moment the lowest microbatch comes first. Times are rounded to a nanosecond, so that ties are ties on every
-    machine. Raises Deadlock when tasks are left that can never start.
+    that arrived first, new injections last. What arrives at the very moment at which a node becomes usable is already waiting for
+    it; of several arrivals at one moment the lowest microbatch comes first. Times are plain doubles, added up in the order in which
+    things happen, so that they are the same on every machine. Raises Deadlock when tasks are left that can never start.
     """
     nodes, count = len(network.compute), len(paths)
     chains, lengths = [chain(p) for p in paths], [len(p) for p in paths]
@@ -162,15 +162,15 @@ def simulate(network, paths, release=None, rounds=1, order=None):
     turn = order and {(node, *task): i for node, tasks in enumerate(order) for i, task in enumerate(tasks)}
     present = [[] for _ in range(nodes)]    # tasks that wait at each node: (injected, arrival, microbatch, hop)
     timeline, hops, makespan, left = [], [], 0.0, rounds * sum(map(len, chains))
-    # an event: (time, 0 = the node becomes usable or 1 = a task arrives, microbatch, hop, node)
-    events = [(release[u] if release else 0.0, 1, u, 0, path[0]) for u, path in enumerate(paths)]
+    # an event: (time, 0 = a task arrives or 1 = the node becomes usable, microbatch, hop, node)
+    events = [(release[u] if release else 0.0, 0, u, 0, path[0]) for u, path in enumerate(paths)]
     heapq.heapify(events)
     while events:
-        now, arrives, u, hop, node = heapq.heappop(events)
-        if arrives:
-            present[node].append((hop == 0, now, u, hop))
-        else:
+        now, usable_again, u, hop, node = heapq.heappop(events)
+        if usable_again:
             idle[node] = True
+        else:
+            present[node].append((hop == 0, now, u, hop))
         if not idle[node]:
             continue
         ready = [task for task in present[node] if slots[node] or task[3] >= lengths[task[2] % count]]
@@ -184,8 +184,8 @@ def simulate(network, paths, release=None, rounds=1, order=None):
         ranks, what = chains[u % count], kind(paths[u % count], hop)
         # A backward's slot counts as free from its start: the node is busy until its end anyway.
         work, slot = WORK[what], SLOTS[what]
-        end = round(now + work * network.compute[node], 9)
-        usable = round(end + (network.overhead if hop else network.origin_overhead), 9)
+        end = now + work * network.compute[node]
+        usable = end + (network.overhead if hop else network.origin_overhead)
         idle[node] = False
         ran[node] += 1
         left -= 1
@@ -193,14 +193,14 @@ def simulate(network, paths, release=None, rounds=1, order=None):
         waiting[node] += now - came
         timeline.append((node, u, what, now, end))
         hops.append((hop, came))
-        heapq.heappush(events, (usable, 0, u, hop, node))
+        heapq.heappush(events, (usable, 1, u, hop, node))
         if hop + 1 < len(ranks):
             to = ranks[hop + 1]
-            heapq.heappush(events, (round(end + (network.delay[node][to] if to != node else 0.0), 9), 1, u, hop + 1, to))
+            heapq.heappush(events, (end + (network.delay[node][to] if to != node else 0.0), 0, u, hop + 1, to))
         else:
             makespan = max(makespan, end)
             if u + count < rounds * count:
-                heapq.heappush(events, (usable, 1, u + count, 0, node))
+                heapq.heappush(events, (usable, 0, u + count, 0, node))
     if left:
         why = "the planned order contradicts itself or the memory" if order else "every node that could run one is out of memory"
         raise Deadlock(f"{left} of {rounds * sum(map(len, chains))} tasks can never start: {why}")
