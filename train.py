@@ -43,10 +43,11 @@ import torch.distributed as dist
 from torch.optim.adam import adam as adam_update
 from tqdm import tqdm
 
-import skippipe
 from model import Config, Llama, byte_tokenizer, count_parameters, load_weights, read_config, save_pretrained
 from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, gloo_group, meet
-from skippipe import WORK, Network, chain, full_paths, kind, random_paths, simulate
+from planning import routing
+from planning.routing import PLANNERS, living, measure
+from skippipe import WORK, Network, chain, full_paths, kind, random_paths
 
 # The paper's table (arXiv 2506.10911); tiny is for two laptop cores. Rates are those of the inner optimizer.
 MODELS = {
@@ -63,33 +64,6 @@ METHODS = {
 }
 # The papers' values are for 25 000 steps; in a short run of a tiny model the best we found are these (README, Headline results).
 TINY = {"noloco": dict(inner_steps=10, alpha=0.0, beta=1.0), "diloco": dict(inner_steps=20, alpha=0.0, beta=1.0)}
-
-
-def planned(network, kept, each, rounds, seed, dead, **kwargs):
-    return skippipe.plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, **kwargs)
-
-
-# The planned routings, in the paper's words SkipPipe, ours with every path in order, SkipPipe without TC2, DT-FM skip (random valid paths) and DT-FM
-# (every stage). A budget of work, not of time, so that a plan depends on the network and the seed alone. The last two run in the order that
-# first come, first served gives.
-PLANNERS = {
-    "skippipe": planned,
-    "no-swaps": lambda *args: planned(*args, swaps=0),
-    "no-tc2": lambda *args: planned(*args, collisions=False),
-    "dtfm-skip": lambda network, kept, each, rounds, seed, dead: served(
-        network, kept, each, rounds, dead, skippipe.random_valid_paths(network, kept, each, seed=seed, dead=dead)),
-    "dtfm": lambda network, _, each, rounds, seed, dead: served(
-        network, len(living(network.stages, dead)), each, rounds, dead, full_paths(living(network.stages, dead), each)),
-}
-
-
-def served(network, kept, each, rounds, dead, paths):
-    return paths, skippipe.Search(network, kept, each, rounds, dead=dead).dispatch(paths).order()
-
-
-def living(stages, dead):
-    """The ranks of each stage that are not dead, without the stages of which none is left."""
-    return [alive for stage in stages if (alive := [r for r in stage if r not in dead])]
 
 
 def numbers(kind):
@@ -696,6 +670,8 @@ class Pipeline:
         finally:
             self.waiting, self.since = None, time.monotonic() + self.grace
 
+    wait = finish
+
     def bury(self, peer, error):
         """Declare a peer dead, from the first iteration on that nobody has begun."""
         if not self.timeout:
@@ -894,72 +870,18 @@ def sleep_until(moment):
 # ---------------------------------------------------------------- planned paths
 
 
-def measure(pipeline, stages, job):
-    """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages (no path joins others), and compute[i], seconds of
-    one microbatch's forward on each rank while all compute; medians of 5 (other ranks: None)."""
-    message, kept = torch.zeros(pipeline.shape, dtype=pipeline.dtype, device=job.device), pipeline.bytes_sent
-    own = next(stage for stage in stages if job.rank in stage)
-
-    def median(work):
-        times = []
-        for _ in range(6):                  # the first one connects or compiles, and does not count
-            start = time.perf_counter()
-            work()
-            if job.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return sorted(times[1:])[2]
-
-    def there_and_back(peer):
-        for sends in (job.rank < peer, job.rank > peer):
-            work, *_ = pipeline.send(message, peer, 0, 0) if sends else pipeline.receive(peer, 0, 0)
-            work.wait()
-
-    def forward():
-        with pipeline.cast:
-            pipeline.model.blocks(message.float().requires_grad_())
-
-    delays = [0.0] * job.world
-    for pair in combinations(range(job.world), 2):          # in one order for all, so nobody waits in a circle
-        if job.rank in pair and not set(pair) <= set(own):
-            peer = sum(pair) - job.rank
-            delays[peer] = median(lambda: there_and_back(peer)) / 2
-    compute = median(forward)
-    pipeline.bytes_sent = kept
-    rows = job.collect("measured", [*delays, compute])
-    return rows and [rows[r][:-1] for r in range(job.world)], rows and [rows[r][-1] for r in range(job.world)]
-
-
 def read_links(o, stages):
-    """The network in the file of --links, its nodes in the order of this run's ranks."""
     try:
-        links = json.loads(Path(o.links).read_text())
-        if not all(isinstance(s, list) for s in links.get("stages", stages)):
-            raise BadInput(f"{o.links}: stages must be lists of nodes, e.g. [[0, 1], [2, 3]]")
-        if [len(s) for s in links.get("stages", stages)] != [len(s) for s in stages]:
-            raise BadInput(f"{o.links} has stages of {[len(s) for s in links['stages']]} nodes, this run of {[len(s) for s in stages]}: give --stages as there")
-        nodes = [n for stage in links.get("stages", stages) for n in stage]
-        each = lambda value: [value[n] for n in nodes] if isinstance(value, list) else [value] * len(nodes)
-        return Network([[links["delay"][a][b] for b in nodes] for a in nodes], each(links["compute"]), stages, each(links.get("memory", 3)),
-                       links.get("overhead", 0.0), links.get("origin_overhead"))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise BadInput(f"--links {o.links}: {type(error).__name__} {error}")
+        return routing.read_links(o.links, stages)
+    except ValueError as error:
+        raise BadInput(str(error))
 
 
 def plan_paths(o, network, dead=()):
-    """Rank 0's plan, as JSON: the paths of all rounds, every rank's tasks in order, the iteration's simulated seconds, and for what network."""
-    m = o.microbatches      # an origin sends as many at once as nodes hold, the rest in further rounds where that divides
-    rounds = next((r for r in range(1, m) if m % r == 0 and m // r <= min(network.memory)), 1)
-    kept = min(round((1 - o.skip) * len(network.stages)), len(living(network.stages, dead)))
-    while True:
-        try:
-            paths, order = PLANNERS[o.routing](network, kept, m // rounds, rounds, o.seed, tuple(dead))
-            makespan = simulate(network, paths, rounds=rounds, order=order).makespan
-            return json.dumps(dict(paths=paths * rounds, order=order, makespan=makespan, network=asdict(network)))
-        except (ValueError, skippipe.Deadlock) as error:
-            if not dead or kept == 1:
-                raise BadInput(f"--routing {o.routing}: {error}")
-            kept -= 1       # the living have less room
+    try:
+        return json.dumps(routing.plan_paths(network, o.routing, o.skip, o.microbatches, o.seed, dead))
+    except ValueError as error:
+        raise BadInput(str(error))
 
 
 # ---------------------------------------------------------------- evaluation, checkpoints
