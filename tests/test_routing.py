@@ -13,6 +13,8 @@ import skippipe
 import train
 from model import Config, Llama
 from noloco import flatten
+from planning.instance import published_network
+from planning.routing import PLANNERS, measure
 from skippipe import chain, full_paths, random_paths
 from tests.harness import SMALL, checkpoint, metrics, options, processes, run, train_main
 
@@ -105,10 +107,8 @@ def test_every_planned_routing_runs_emulated_with_every_method(routing, method, 
 
 
 def test_the_routing_without_swaps_keeps_every_path_in_order():
-    network, _ = skippipe.published_network()
-    swapping, in_order = (
-        train.PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("skippipe", "no-swaps")
-    )
+    network, _ = published_network()
+    swapping, in_order = (PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("skippipe", "no-swaps"))
     assert (
         skippipe.check(network, in_order.paths, 4, swaps=0)
         == []
@@ -132,7 +132,7 @@ def _measured(rank, world):
         send(tensor, to, u, hop),
     )[1]
     model.blocks = lambda x: (time.sleep(0.2 * (rank == 0)), blocks(x))[1]
-    result = train.measure(pipeline, stages, job)
+    result = measure(pipeline, stages, job)
     job.close()
     return result
 
