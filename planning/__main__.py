@@ -111,10 +111,15 @@ def run(o):
     save(o.save, dict(asdict(network), names=names))
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """One line, whatever is wrong."""
+        self.exit(2, "error: " + " ".join(str(message).split()) + "\n")
+
+
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: parser.exit(2, "error: " + " ".join(str(message).split()) + "\n")
+    parser = Parser("python -m planning", description=__doc__.split("\n")[0], allow_abbrev=False,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, kind, default, text in OPTIONS:
         parser.add_argument("--" + name, type=kind, default=default, help=text)
     o = parser.parse_args(argv)

@@ -71,7 +71,7 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=()):
             return dict(paths=paths * rounds, order=order, makespan=makespan, network=asdict(network))
         except (ValueError, Deadlock) as error:
             if not dead or kept == 1:
-                raise ValueError(f"--routing {routing}: {error}")
+                raise ValueError(str(error))
             kept -= 1
 
 
