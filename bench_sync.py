@@ -54,6 +54,9 @@ import skippipe
 import train
 from model import Config, Llama, count_parameters, load_weights
 from noloco import PIECE, DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_groups, total
+from planning import instance
+from planning.assign import assign_stages
+from planning.routing import measure as measure_links, plan_paths
 from train import BadInput, Job, Parser
 
 PAPER = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}       # parameters, as the paper states them
@@ -829,7 +832,7 @@ def speed_idle(o, job):
     """
     stages, shape, microbatches = [[0], [1]], (4, 128), 4
     step, pipeline, model, data = rig(job, stages, Config(), shape, microbatches)
-    delay, compute = train.measure(pipeline, stages, job)
+    delay, compute = measure_links(pipeline, stages, job)
     x, seconds = torch.randn(*shape, 128), {}
     for name, start, work in (("forward", lambda: x.requires_grad_(), model.blocks),
                               ("backward", lambda: model.blocks(x.requires_grad_()), lambda y: y.backward(x.detach())),
@@ -1071,11 +1074,11 @@ def tuning_runs(o):
 def skip_network(stages):
     """Two nodes a stage, spread over the 12 cities: (network, simulated seconds of the slowest stage's all-reduce)."""
     # the published instance cuts the model in 6; nodes get their stages as suits the pipeline without skips
-    names, compute = (skippipe.CITIES * 2)[:2 * stages], [0.44 * 6 / stages] * 2 * stages
-    delay, times = skippipe.city_delays(names, skippipe.city_links()), dict(memory=3, overhead=0.13, origin_overhead=0.09)
-    network = skippipe.Network(delay, compute, skippipe.assign_stages(
+    names, compute = (instance.CITIES * 2)[:2 * stages], [0.44 * 6 / stages] * 2 * stages
+    delay, times = instance.city_delays(names, instance.city_links()), dict(memory=3, overhead=0.13, origin_overhead=0.09)
+    network = skippipe.Network(delay, compute, assign_stages(
         delay, compute, [2] * stages, stages, rounds=2, **times, seconds=None, iterations=300), **times)
-    return network, slowest_all_reduce(network, names, skippipe.city_links())[0]
+    return network, slowest_all_reduce(network, names, instance.city_links())[0]
 
 
 def skip_runs(o):
@@ -1110,7 +1113,7 @@ def failure_runs(o):
 
 def together_runs(o):
     """Both papers at once on the published instance: 20 nodes, 30 microbatches an iteration, 50 inner steps."""
-    network, _ = skippipe.published_network()
+    network, _ = instance.published_network()
     steps = o.steps or 400
     common, outer = f"{TOGETHER} --lr 4e-3 --steps", "--inner-steps 50"
     skipping = f"--method noloco {outer} --skip 0.33 --links {keep_links(network, 'headline-links-20.json')}"
@@ -1133,7 +1136,8 @@ def together_runs(o):
 
 def makespan(options, network):
     """Simulated seconds of an iteration on the paths that train.py would plan with these options."""
-    return json.loads(train.plan_paths(train.parse(options.split(), len(network.delay)), network))["makespan"]
+    o = train.parse(options.split(), len(network.delay))
+    return plan_paths(network, o.routing, o.skip, o.microbatches, o.seed)["makespan"]
 
 
 def keep_links(network, name):
@@ -1244,13 +1248,13 @@ def all_reduce_seconds(ranks, whole, part):
 def slowest_all_reduce(network, names, links):
     """Simulated: (seconds in which the slowest stage of the 500M model, fp32, is averaged over its nodes; delay of a whole stage's bytes)."""
     each = 4 * 500e6 / len(network.stages)
-    delay = {n: skippipe.city_delays(names, links, each / n) for n in {1, *map(len, network.stages)}}
+    delay = {n: instance.city_delays(names, links, each / n) for n in {1, *map(len, network.stages)}}
     return max(all_reduce_seconds(ranks, delay[1], delay[len(ranks)]) for ranks in network.stages), delay[1]
 
 
 def seconds_together():
     """Simulated: {label: (seconds of an iteration, None: as each seed's plan has it; of a synchronisation)} on the published instance's links."""
-    (network, names), links = skippipe.published_network(), skippipe.city_links()
+    (network, names), links = instance.published_network(), instance.city_links()
     # the slowest stage; and the slowest group of all stages, though only its own pipelines would wait for it. With 3 replicas a group is everyone
     everyone, whole = slowest_all_reduce(network, names, links)
     some = statistics.mean(max(whole[a][b] for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)

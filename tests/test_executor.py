@@ -6,6 +6,7 @@ import torch
 
 import skippipe
 import train
+from planning.search import plan
 from skippipe import chain, full_paths
 from test_minimal import _gradients
 from tests.harness import processes
@@ -17,7 +18,7 @@ def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
     for trial in range(40):
         network = random_network(draw, (2, 2, 1, 2), speeds=(0.1, 0.5))
         try:
-            paths, order = skippipe.plan(
+            paths, order = plan(
                 network, 3, draw.randint(1, 4), 2, seconds=None, iterations=30, seed=trial
             )
         except skippipe.Infeasible:

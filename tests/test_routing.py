@@ -14,9 +14,10 @@ import skippipe
 import train
 from model import Config, Llama
 from noloco import flatten
-from planning.routing import PLANNERS, measure
+from planning.instance import published_network
+from planning.routing import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
-from skippipe import chain, full_paths, random_paths
+from skippipe import Network, chain, full_paths, random_paths, simulate
 from tests.harness import SMALL, checkpoint, connected_job, metrics, options, processes, run, train_main
 from tools import emulate
 
@@ -110,10 +111,8 @@ def test_every_planned_routing_runs_emulated_with_every_method(routing, method, 
 
 
 def test_the_routing_without_swaps_keeps_every_path_in_order():
-    network, _ = skippipe.published_network()
-    swapping, in_order = (
-        PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("skippipe", "no-swaps")
-    )
+    network, _ = published_network()
+    swapping, in_order = (PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("skippipe", "no-swaps"))
     assert (
         skippipe.check(network, in_order.paths, 4, swaps=0)
         == []
@@ -180,3 +179,36 @@ def test_ranks_without_work_in_a_plan_are_named(corpus, tmp_path):
     )
     ((_, visited),) = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]["paths"]
     assert f"warning: ranks [{3 - visited}] get no work in this plan: more --microbatches, or" in out
+
+
+def test_links_are_read_in_the_order_of_this_runs_ranks(tmp_path):
+    file = tmp_path / "links.json"
+    delay = [[0, 1, 2], [3, 0, 4], [5, 6, 0]]
+    file.write_text(json.dumps(dict(delay=delay, compute=[7, 8, 9], stages=[[2], [0, 1]], overhead=0.5)))
+    network = read_links(file, [[0], [1, 2]])           # rank 0 is the file's node 2
+    assert network.delay == [[0, 5, 6], [2, 0, 1], [4, 3, 0]] and network.compute == [9, 7, 8]
+    assert network.stages == [[0], [1, 2]] and network.memory == [3] * 3 and network.origin_overhead == 0.5
+    for text, error in (
+        ("{", "JSONDecodeError"),
+        ("[]", "AttributeError"),
+        ('{"stages": [2, 1]}', "stages must be lists of nodes"),
+        ('{"stages": [[2], [1]]}', r"has stages of \[1, 1\] nodes, this run of \[1, 2\]"),
+        ('{"delay": [[0]], "compute": 1}', "--links .* IndexError"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=error) as caught:
+            read_links(file, [[0], [1, 2]])
+        assert "\n" not in str(caught.value)
+
+
+def test_the_living_get_shorter_paths_where_they_must():
+    network = Network([[0.1] * 4] * 4, 0.1, [[0], [1], [2, 3]])
+    whole = plan_paths(network, "skippipe", 0.0, 4, 0)
+    assert len(whole["paths"]) == 4 and {len(path) for path in whole["paths"]} == {3}
+    assert Network(**whole["network"]) == network
+    result = simulate(network, whole["paths"], order=json.loads(json.dumps(whole["order"])))
+    assert result.makespan <= whole["makespan"]         # here all at once, there in two rounds
+    for routing in PLANNERS:
+        assert {len(path) for path in plan_paths(network, routing, 0.0, 2, 0, dead=[1])["paths"]} == {2}
+    with pytest.raises(ValueError, match="CC1 cannot be met"):
+        plan_paths(network, "skippipe", 0.34, 2, 0, dead=[0])

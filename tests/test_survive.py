@@ -23,7 +23,6 @@ import pytest
 import torch
 
 import plumbing.report
-import train
 from model import Llama
 from plumbing.processes import Job
 from survive.outer import SurvivingNoLoCo
