@@ -1,0 +1,142 @@
+"""Planned paths for training: what the links take, measured or read from a file, and the plan for
+them."""
+import json
+import time
+from dataclasses import asdict
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from planning.search import Search, plan
+from skippipe import Deadlock, Network, full_paths, random_valid_paths, simulate
+
+
+def planned(network, kept, each, rounds, seed, dead, **options):
+    """A budget of work, not of time, so that a plan depends on the network and the seed alone."""
+    options = dict(options, seconds=None, iterations=3000, seed=seed, dead=dead)
+    return plan(network, kept, each, rounds, **options)
+
+
+def dtfm_skip(network, kept, each, rounds, seed, dead):
+    paths = random_valid_paths(network, kept, each, seed=seed, dead=dead)
+    return paths, first_come(network, kept, each, rounds, dead, paths)
+
+
+def dtfm(network, kept, each, rounds, seed, dead):
+    stages = living(network.stages, dead)
+    paths = full_paths(stages, each)
+    return paths, first_come(network, len(stages), each, rounds, dead, paths)
+
+
+def first_come(network, kept, each, rounds, dead, paths):
+    """The order of dispatch that first come, first served gives."""
+    return Search(network, kept, each, rounds, dead=dead).dispatch(paths).order()
+
+
+PLANNERS = {        # --routing: (network, kept, each, rounds, seed, dead) -> paths, order
+    "skippipe": planned,
+    "no-swaps": partial(planned, swaps=0),              # ours: every path in order
+    "no-tc2": partial(planned, collisions=False),
+    "dtfm-skip": dtfm_skip,                             # random valid paths
+    "dtfm": dtfm,                                       # every stage
+}
+
+
+def living(stages, dead):
+    """The ranks of each stage that are not dead, without the stages of which none is left."""
+    alive = [[r for r in stage if r not in dead] for stage in stages]
+    return [stage for stage in alive if stage]
+
+
+def plan_paths(network, routing, skip, microbatches, seed, dead=()):
+    """An iteration's plan: dict(paths (of all rounds), order (every rank's tasks), makespan (simulated
+    seconds), network (the fields of the Network it is for)), which JSON can hold.
+
+    routing: a key of PLANNERS. skip: the share of the stages that a path leaves out. microbatches: per
+    origin; it sends as many at once as nodes hold, the rest in further rounds where that divides. dead:
+    ranks that are not there; the living may have less room, so then paths become shorter where they
+    must. Raises ValueError where there is no plan.
+    """
+    held = min(network.memory)
+    fitting = (r for r in range(1, microbatches) if microbatches % r == 0 and microbatches // r <= held)
+    rounds = next(fitting, 1)
+    kept = min(round((1 - skip) * len(network.stages)), len(living(network.stages, dead)))
+    while True:
+        try:
+            work = kept, microbatches // rounds, rounds
+            paths, order = PLANNERS[routing](network, *work, seed, tuple(dead))
+            makespan = simulate(network, paths, rounds, order).makespan
+            return dict(paths=paths * rounds, order=order, makespan=makespan, network=asdict(network))
+        except (ValueError, Deadlock) as error:
+            if not dead or kept == 1:
+                raise ValueError(str(error))
+            kept -= 1
+
+
+def read_links(file, stages):
+    """The Network in a JSON file with delay, compute (seconds) and maybe stages, memory, overhead and
+    origin_overhead, its nodes in the order of this run's ranks. Raises ValueError with one line."""
+    try:
+        links = json.loads(Path(file).read_text())
+        theirs = links.get("stages", stages)
+        lists = all(isinstance(stage, list) for stage in theirs)
+        if lists and [len(stage) for stage in theirs] == [len(stage) for stage in stages]:
+            return by_rank(links, [node for stage in theirs for node in stage], stages)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"--links {file}: {type(error).__name__} {error}")
+    if not lists:
+        raise ValueError(f"{file}: stages must be lists of nodes, e.g. [[0, 1], [2, 3]]")
+    raise ValueError(f"{file} has stages of {[len(stage) for stage in theirs]} nodes, this run of "
+                     f"{[len(stage) for stage in stages]}: give --stages as there")
+
+
+def by_rank(links, nodes, stages):
+    """The Network whose rank r is the file's node nodes[r]."""
+    def each(value):
+        return [value[n] for n in nodes] if isinstance(value, list) else [value] * len(nodes)
+    delay = [[links["delay"][a][b] for b in nodes] for a in nodes]
+    return Network(delay, each(links["compute"]), stages, each(links.get("memory", 3)),
+                   links.get("overhead", 0.0), links.get("origin_overhead"))
+
+
+def measure(pipeline, stages, job):
+    """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages (no
+    path joins others), and compute[i], seconds of one microbatch's forward on each rank while all
+    compute; medians of 5. None, None on the other ranks."""
+    message = torch.zeros(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
+    sent = pipeline.bytes_sent
+    own = next(stage for stage in stages if job.rank in stage)
+
+    def there_and_back(peer):
+        for sends in (job.rank < peer, job.rank > peer):
+            work, _, _ = pipeline.send(message, peer, 0, 0) if sends else pipeline.receive(peer, 0, 0)
+            pipeline.wait(work, peer)
+
+    def forward():
+        with pipeline.cast:
+            pipeline.model.blocks(message.float().requires_grad_())
+
+    delays = [0.0] * job.world
+    for pair in combinations(range(job.world), 2):      # in one order for all, so nobody waits in a circle
+        if job.rank in pair and not set(pair) <= set(own):
+            peer = sum(pair) - job.rank
+            delays[peer] = median_seconds(partial(there_and_back, peer), pipeline.device) / 2
+    compute = median_seconds(forward, pipeline.device)
+    pipeline.bytes_sent = sent                              # training's bytes are counted, not these
+    rows = job.collect("measured", [*delays, compute])
+    if not rows:
+        return None, None
+    return [rows[r][:-1] for r in range(job.world)], [rows[r][-1] for r in range(job.world)]
+
+
+def median_seconds(work, device):
+    times = []
+    for _ in range(6):                  # the first one connects or compiles, and does not count
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[2]

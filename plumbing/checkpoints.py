@@ -1,0 +1,175 @@
+"""Checkpoints: every rank writes its own part, whole or not at all; a run goes on from the newest that all
+hold.
+
+    runs/NAME/checkpoints/00000600/rank3.pt       rank 3's part of step 600
+    runs/NAME/checkpoints/00000600/rank2.dead     rank 2 had died: any replica's part will do for it
+"""
+import contextlib
+import json
+import os
+
+from pathlib import Path
+
+import torch
+
+from plumbing.processes import BadInput, restarts
+from plumbing.report import Meter, sent
+
+FORM = 2        # of what is saved; other forms are refused
+
+
+class Checkpoints:
+    """This rank's parts, in a folder that is this machine's own or one for all."""
+
+    def __init__(self, job, folder):
+        self.job = job
+        self.rank = job.rank
+        self.folder = folder / "checkpoints"
+
+    def place(self, step):
+        return self.folder / f"{step:08d}"
+
+    def steps(self, rank=None):
+        """The steps of which this folder has the rank's part."""
+        found = self.folder.glob(f"*/rank{self.rank if rank is None else rank}.pt")
+        return sorted(int(p.parent.name) for p in found if p.parent.name.isdigit())
+
+    # ---- writing
+
+    def save(self, step, state):
+        place = self.place(step)
+        place.mkdir(parents=True, exist_ok=True)
+        half = place / f"rank{self.rank}.tmp"
+        with open(half, "wb") as file:
+            torch.save(dict(state, form=FORM), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(half, place / f"rank{self.rank}.pt")
+        self.seal()
+
+    def seal(self):
+        """Tell that this rank has written its part, and drop the parts that nobody needs, without waiting
+        for anyone.
+
+        Rank 0 finds the newest step that all have, and the newest that all living have; in newer ones than
+        the former it marks who will never write them. Both stay, and all that is newer. """
+        held = self.steps()
+        if self.job.world == 1:
+            return self.forget(held[:-2])
+        store = self.job.store
+        store.set(f"saved/{held[-1]}/{self.rank}", "=")
+        if self.rank == 0:
+            self.mark(store, held)
+        whole, sealed = (int(store.get(key)) if store.check([key]) else 0 for key in ("whole", "sealed"))
+        self.forget({step for step in held[:-2] if step < sealed} - {whole})
+
+    def mark(self, store, held):
+        gone, sealed = self.job.gone(), None
+        for step in reversed([step for step in held if store.check([f"saved/{step}/0"])]):      # by this job
+            missing = {r for r in range(self.job.world) if not store.check([f"saved/{step}/{r}"])}
+            for r in missing & gone:
+                (self.place(step) / f"rank{r}.dead").touch()
+            if sealed is None and missing <= gone:
+                sealed = step
+                store.set("sealed", str(step))
+            if not missing:
+                store.set("whole", str(step))
+                break
+
+    def forget(self, steps):
+        """Remove this rank's part of these."""
+        for step in steps:
+            place = self.place(step)
+            marks = place.glob("rank*.dead") if self.rank == 0 else []
+            for file in [place / f"rank{self.rank}.pt", place / f"rank{self.rank}.tmp", *marks]:
+                file.unlink(missing_ok=True)
+            if self.job.world > 1:
+                self.job.store.delete_key(f"saved/{step}/{self.rank}")
+            with contextlib.suppress(OSError):          # the last rank to leave takes the folder
+                place.rmdir()
+
+    # ---- reading
+
+    def parts(self, rank, replicas):
+        """{step: file} of a rank's parts; where it was dead when the others wrote, that of any of its
+        replicas."""
+        held = {}
+        for mark in self.folder.glob(f"*/rank{rank}.dead"):
+            others = [mark.with_name(f"rank{r}.pt") for r in replicas]
+            held.update({int(mark.parent.name): file for file in others if file.exists()})
+        held.update({step: self.place(step) / f"rank{rank}.pt" for step in self.steps(rank)})
+        return held
+
+    def newest(self, replicas):
+        """This rank's part of the newest checkpoint of which every rank holds one (None: there is none yet).
+
+        Newer parts, which only some hold, go: training passes there again.
+        """
+        held = self.parts(self.rank, replicas)
+        told = self.job.share("checkpoints", json.dumps(list(held)))
+        common = set.intersection(*(set(json.loads(text)) for text in told))
+        state = read(held[max(common)]) if common else None
+        if common and self.job.world > 1:
+            self.job.store.set("whole", str(max(common)))
+        return state, [step for step in held if not common or step > max(common)]
+
+
+def read(file):
+    """A part, mapped into memory; raises BadInput when it is damaged or of another form."""
+    try:
+        state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+    except Exception as error:
+        raise BadInput(f"{file} is damaged ({str(error)[:100]}); delete {file.parent} to go on from the "
+                       "checkpoint before it")
+    if not isinstance(state, dict) or state.get("form") != FORM:
+        raise BadInput(f"{file} was written by another version of this program, which alone can go on with "
+                       "it")
+    return state
+
+
+# ---- a run (t: the parts of train.build) in a checkpoint, and back
+
+
+def state_of(t):
+    counted = dict(sync=t.meter.sync + sent(t), pipeline=t.meter.pipeline + t.pipeline.bytes_sent)
+    return dict(step=t.step, cursor=t.cursor, theta=t.theta, adam=t.adam.state_dict(),
+                outer=t.outer and t.outer.state_dict(), rng=torch.get_rng_state(), plan=t.routes.plan,
+                corpus=t.corpus and t.corpus.digest, meter=dict(t.meter.state(), **counted))
+
+
+def go_on(t):
+    """Load the newest checkpoint that all ranks hold; returns its plan. After a restart there may be none."""
+    state, t.stale = t.job.together(t.checkpoints.newest, t.stages[t.stage])
+    t.job.together(fits, t, state)
+    if not state:
+        return None
+    t.step = state["step"]
+    t.theta.copy_(state["theta"])
+    t.adam.load_state_dict(state["adam"])
+    t.meter = Meter(**state["meter"])
+    torch.set_rng_state(state["rng"].cpu())
+    if t.outer:
+        t.outer.load_state_dict(state["outer"])
+    if t.reader:
+        t.reader.cursor = state["cursor"]
+    return state["plan"]
+
+
+def fits(t, state):
+    if not state and not restarts():
+        raise BadInput(f"{t.folder} has no checkpoint that all {t.job.world} ranks hold")
+    if state and t.corpus and state["corpus"] != t.corpus.digest:
+        raise BadInput(f"the data differ from those of {t.folder} (corpus {t.corpus.digest}, then "
+                       f"{state['corpus']}): give the same --data or start a new run")
+
+
+def take_folder(o, job):
+    """The run's folder, made by rank 0."""
+    folder = Path(o.resume) if o.resume else Path("runs") / o.name
+    if job.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:            # "x": of two runs that start at once with one name, one gets it
+            o.resume or restarts() or open(folder / "config.json", "x").close()
+        except FileExistsError:
+            raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")
+    return folder

@@ -1,0 +1,235 @@
+"""The processes of a run, and what they tell each other through the store that torchrun (or rank 0) hosts."""
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from noloco import gloo_interface
+
+DAY = 86400.0       # seconds: as good as for ever
+
+
+class BadInput(Exception):
+    """Something the user can put right; the message is the one line that rank 0 prints."""
+
+
+def restarts():
+    """How often torchrun has started these processes again (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+class Job:
+    """This process among those of the run: rank, world, device, and whether messages go through NCCL."""
+
+    def __init__(self):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device("cpu")
+        self.nccl = False
+        self.store = None
+        if self.world > 1:
+            store, *_ = next(iter(dist.rendezvous("env://")))
+            # torchrun keeps its store when it starts processes again: what the dead wrote must not be read
+            self.store = dist.PrefixStore(f"attempt{restarts()}", store)
+
+    # ---- telling each other
+
+    def share(self, name, text):
+        """Every rank's text under this name, in the order of ranks."""
+        if self.world == 1:
+            return [text]
+        self.store.set(f"{name}/{self.rank}", "=" + text)           # a store takes no empty values
+        values = self.store.multi_get([f"{name}/{r}" for r in range(self.world)])
+        return [value.decode()[1:] for value in values]
+
+    def together(self, function, *args):
+        """function(*args) on every rank; bad input on any ends all with status 2, after one line from rank
+        0."""
+        result, problem = None, ""
+        try:
+            result = function(*args)
+        except (BadInput, OSError) as error:
+            problem = " ".join(str(error).split())
+        if problems := [p for p in self.share(f"problem/{function.__name__}", problem) if p]:
+            self.refuse(problems[0])
+        return result
+
+    def refuse(self, line):
+        """All ranks come here."""
+        if self.rank == 0:
+            complain(line)
+        self.share("told", "")              # torchrun stops all when the first leaves: not before the line
+        if self.rank:
+            self.store.set(f"left/{self.rank}", "=")
+        for r in range(1, self.world if self.rank == 0 else 0):
+            self.store.get(f"left/{r}")     # rank 0 may host the store, so it leaves last
+        sys.exit(2)
+
+    def agree(self, parse, argv):
+        """Rank 0's options hold for all: the fields of parse(argv, world)."""
+        return self.agree_on("options", lambda: vars(parse(argv, self.world)))
+
+    def agree_on(self, name, function):
+        """function() is called on rank 0 and its result, which JSON must be able to carry, given to all."""
+        def first():
+            return function() if self.rank == 0 else None
+        first.__name__ = name
+        return json.loads(self.share(name, json.dumps(self.together(first)))[0])
+
+    def leaves_help(self, argv):
+        """Whether --help is asked for, which rank 0 prints, and this is another."""
+        return self.rank > 0 and not {"-h", "--help"}.isdisjoint(sys.argv if argv is None else argv)
+
+    def say(self, lines):
+        """On rank 0."""
+        for line in lines if self.rank == 0 else []:
+            print(line, flush=True)
+
+    def collect(self, name, values):
+        """What every rank tells for the log: rank 0 gets {rank: values}, the others None."""
+        if self.world == 1:
+            return {0: values}
+        self.store.set(f"{name}/{self.rank}", json.dumps(values))
+        if self.rank == 0:
+            found = self.store.multi_get([f"{name}/{r}" for r in range(self.world)])
+            return {r: json.loads(text) for r, text in enumerate(found)}
+
+    def news(self):
+        """Events for rank 0's log since the last time."""
+        return []
+
+    def gone(self):
+        """Ranks from which nothing is expected any more."""
+        return set()
+
+    # ---- groups
+
+    def connect(self, o, group=True):
+        """Choose device and backend; make the default process group unless nobody needs it (group) and it
+        is not NCCL."""
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() and o.device != "cpu" else 0
+
+        def devices():
+            if o.device == "cuda" and not gpus:
+                raise BadInput("--device cuda: torch sees no GPU on at least one machine")
+            if o.backend == "nccl" and local_world > gpus:
+                raise BadInput(f"--backend nccl needs a GPU for each of the {local_world} processes of a "
+                               f"machine, one has {gpus}; use --backend gloo")
+        self.together(devices)
+        if gpus:
+            self.device = torch.device("cuda", local_rank % gpus)
+            torch.cuda.set_device(self.device)
+        own = all(self.share("gpu", "own" if local_world <= gpus else ""))
+        self.nccl = self.world > 1 and o.backend != "gloo" and own
+        if self.world > 1 and not self.nccl:
+            self.together(self.interface)
+        if self.world > 1 and (group or self.nccl):
+            if self.world > 64:         # Gloo connects every pair at the start; here only those that talk
+                os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+            store = dist.PrefixStore("job", self.store)
+            backend = "nccl" if self.nccl else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+            dist.barrier()              # NCCL: the first use of a group must have everyone in it
+
+    def interface(self):
+        """Refuse what could only end in everyone training alone: hosts that offer each other a loopback
+        address."""
+        names = gloo_interface()
+        known = [name for _, name in socket.if_nameindex()]
+        if strange := [name for name in names.split(",") if name and name not in known]:
+            raise BadInput(f"GLOO_SOCKET_IFNAME={names}: this host has no {strange[0]}, only "
+                           f"{', '.join(known)}")
+        told = [text.split("|") for text in self.share("host", f"{this_host()}|{names}")]
+        loopback = [r for r, (_, name) in enumerate(told) if name.split(",")[0] in ("lo", "lo0")]
+        if loopback and len({host for host, _ in told}) > 1:
+            raise BadInput(f"rank {loopback[0]} would offer the other hosts its loopback interface: on its "
+                           "host export GLOO_SOCKET_IFNAME=NAME, the interface that the others reach, or "
+                           "start all with --master-addr ADDRESS, node 0's address as the others see it")
+
+    def meet(self, key, ranks):
+        """A Gloo group of these ranks, for once: (who came, group)."""
+        return ranks, gloo_group(self.store, key, ranks.index(self.rank), len(ranks), DAY)
+
+    def averager(self, replicas):
+        """Of gradients, for ddp and a warm start; None for one replica."""
+        if len(replicas) == 1:
+            return None
+        group = dist.new_group(replicas, use_local_synchronization=True)
+        return Average(lambda t: dist.all_reduce(t, group=group, async_op=True), len(replicas))
+
+    def rescue(self, t, save):
+        """Around training. (survive/ saves here when all is lost.)"""
+        return contextlib.nullcontext()
+
+    def close(self):
+        self.collect("done", 0)             # rank 0 may host the store, so it leaves last
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def this_host():
+    """A text that is another on every host, also where hosts are network namespaces of one machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return socket.gethostname()
+    return f"{boot.read_text().strip()} {Path('/proc/self/ns/net').stat().st_ino}"
+
+
+class Average:
+    """average(grad, tokens) sums both over the replicas: grad in place, the tokens returned."""
+
+    def __init__(self, all_reduce, replicas):
+        self.all_reduce, self.replicas = all_reduce, replicas
+        self.bytes_sent = 0
+
+    def __call__(self, grad, tokens):
+        count = torch.tensor(float(tokens), device=grad.device)
+        works = [self.all_reduce(t) for t in (count, grad)]
+        for work in works:
+            work.wait()
+        self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
+        return float(count)
+
+
+def complain(line):
+    """The one line; and once more where torchrun shows it, at the end of its own report."""
+    print("error: " + line, file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            message = dict(message="error: " + line, extraInfo=dict(timestamp=str(int(time.time()))))
+            Path(file).write_text(json.dumps(dict(message=message)))
+
+
+def gloo_group(store, key, place, size, timeout):
+    """A new Gloo group of `size` processes, this one at `place`, who find each other under `key`.
+
+    timeout: seconds for that and for each message.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = gloo_devices()
+    options._threads = 1
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupGloo(dist.PrefixStore(key, store), place, size, options)
+
+
+_devices = []
+
+
+def gloo_devices():
+    """One for each interface, for all groups of the process: one of its own would double what a group
+    costs."""
+    if not _devices:
+        create, default = dist.ProcessGroupGloo.create_device, dist.ProcessGroupGloo.create_default_device
+        names = gloo_interface().split(",")
+        _devices.extend(create(interface=name) if name else default() for name in names)
+    return _devices

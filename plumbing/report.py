@@ -1,0 +1,252 @@
+"""What a run says: the lines at its start, runs/NAME/metrics.jsonl, the progress bar, the last lines.
+docs/metrics.md names each number."""
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+
+from model import count_parameters
+from noloco import gamma_bound
+
+
+@dataclass
+class Meter:
+    """What one rank has counted so far. The bytes that others count are taken over at each report."""
+    seconds: float = 0.0        # of training; evaluations and checkpoints do not count
+    seen: int = 0               # tokens of this origin
+    skipped: int = 0            # optimizer steps left out: the gradient was not finite
+    sync: int = 0               # bytes sent to synchronise, before this process began
+    pipeline: int = 0           # bytes sent in the pipeline, likewise
+    loss: float = 0.0           # summed since the last report, over `tokens`
+    tokens: int = 0
+    norm: float = 0.0           # of the last gradient
+    iterations: list = field(default_factory=list)      # seconds of each since the last report
+    clock: float = field(default_factory=time.perf_counter)
+
+    def add(self, loss, home, norm, iteration):
+        self.loss = self.loss + loss            # a tensor: read at the next report, not at every step
+        self.tokens += home
+        self.seen += home
+        self.iterations.append(iteration)
+        if norm is not None:
+            self.norm = norm
+            self.skipped += not math.isfinite(norm)
+
+    def pause(self):
+        self.seconds += time.perf_counter() - self.clock
+
+    def go_on(self):
+        self.clock = time.perf_counter()
+
+    def state(self):
+        return dict(seconds=self.seconds, seen=self.seen, skipped=self.skipped, loss=float(self.loss),
+                    tokens=self.tokens)
+
+
+def replace(file, text):
+    """Write a small file; it changes as a whole or not at all."""
+    file.with_suffix(".tmp").write_text(text)
+    os.replace(file.with_suffix(".tmp"), file)
+
+
+def perplexity(loss):
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def weight_spread(theta, replicas, job, key):
+    """(sum over the replicas of |theta - mean|^2, how many weights that are), on the first; (0, 0) on the
+    others.
+
+    Each sends its theta there. Differences to the first replica are summed, so that nothing cancels:
+    sum |d - mean d|^2 = sum |d|^2 - |sum d|^2 / N.
+    """
+    try:
+        members, link = job.meet(key, replicas) if len(replicas) > 1 else (replicas, None)
+        if job.rank not in members:
+            return 0.0, 0
+        if job.rank != members[0]:
+            for piece in theta.split(1 << 22) if link else []:
+                link.send([piece.cpu()], 0, 0).wait()
+            return 0.0, 0
+        squares = sum(squares_of(piece, members, link) for piece in theta.split(1 << 22) if link)
+        return float(squares), len(members) * theta.numel()
+    except RuntimeError:        # who was lost on the way spoils it for this time
+        return 0.0, 0
+
+
+def squares_of(piece, members, link):
+    """sum |d|^2 - |sum d|^2 / N of one piece of theta."""
+    def square(d):
+        return float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2
+
+    total, squares = torch.zeros_like(piece), 0.0
+    other = torch.empty_like(piece, device="cpu")
+    for place in range(1, len(members)):
+        link.recv([other], place, 0).wait()
+        d = other.to(piece.device) - piece
+        total += d
+        squares += square(d)
+    return squares - square(total) / len(members)
+
+
+def sent(t):
+    """Bytes that this process has sent to synchronise."""
+    return sum(part.bytes_sent for part in (t.outer, t.average) if part)
+
+
+def banner(t):
+    """What runs, in a few lines."""
+    o, job, corpus = t.o, t.job, t.corpus
+    stages = "x".join(map(str, o.stages))
+    alone = "replicas of the whole model"
+    pipelines = f"stages {stages}, {o.routing} routing" if len(o.stages) > 1 else alone
+    over = f" over {'NCCL' if job.nccl else 'Gloo'}" if job.world > 1 else ""
+    yield f"{o.method}, {pipelines}, {job.world} processes on {job.device.type}{over}"
+    whole, inner = count_parameters(t.config)
+    yield (f"{o.init_from or o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without "
+           f"embedding and head; {o.dtype}")
+    amount = f"{len(corpus.train)} shards to stream" if corpus.streamed else \
+        f"{sum(map(len, corpus.train)) / 1e6:.1f}M training"
+    size = f", {corpus.bytes_per_token:.3f} bytes per token" if o.tokenizer else ""
+    yield f"{amount} and {len(corpus.heldout) / 1e6:.2f}M held-out tokens, corpus {corpus.digest}{size}"
+    groups = [min(len(ranks), o.group_size or 0) for ranks in t.stages if len(ranks) > 1]
+    bound = gamma_bound(o.alpha, min(groups)) if o.method == "noloco" and groups else math.inf
+    if o.method == "noloco" and not 0 < o.gamma < bound:
+        yield (f"warning: gamma {o.gamma} is outside 0 < gamma < {bound:.3f} = 2 (1 - alpha^2) / (1 - alpha "
+               "+ 2 alpha / n): the replicas will drift apart")
+    if t.outer and o.steps < o.inner_steps:
+        yield (f"warning: {o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never "
+               "synchronise")
+
+
+class Log:
+    """t: the parts of train.build. Only rank 0 writes; all tell it their numbers."""
+
+    def __init__(self, t):
+        self.t, self.o, self.job = t, t.o, t.job
+        self.file = t.folder / "metrics.jsonl"
+        self.heldout = None
+        self.latest = {}                        # rank: its last row, also of those that answer no longer
+        if self.job.rank == 0:
+            replace(t.folder / "config.json", json.dumps(vars(t.o), indent=1))
+            replace(self.file, "".join(line + "\n" for line in self.kept()))
+            print(f"{t.folder}{f', from step {t.step}' if t.step else ''}")
+        self.bar = tqdm(total=self.o.steps, initial=t.step, disable=self.job.rank != 0, unit="step",
+                        dynamic_ncols=True)
+        t.meter.go_on()
+
+    def kept(self):
+        """The lines up to the checkpoint: what came after it comes again. A crash may have cut the last one
+        short."""
+        if not self.t.step or not self.file.exists():
+            return
+        for line in self.file.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                if json.loads(line)["step"] <= self.t.step:
+                    yield line
+
+    def progress(self, loss, home):
+        if self.t.step % 10 == 0 or self.t.step == 1:
+            heldout = f", held-out {self.heldout:.3f}" if self.heldout else ""
+            self.bar.set_postfix_str(f"loss {float(loss) / max(1, home):.3f}{heldout}", refresh=False)
+        self.bar.update(self.t.step - self.bar.n)
+
+    def row(self, heldout):
+        """This rank's numbers."""
+        t, meter = self.t, self.t.meter
+        row = dict(loss=float(meter.loss), tokens=meter.tokens, heldout=heldout, seen=meter.seen,
+                   skipped=meter.skipped, norm=meter.norm, sync=meter.sync + sent(t),
+                   pipeline=meter.pipeline + t.pipeline.bytes_sent, bad=t.reader.bad_lines if t.reader else 0,
+                   iteration=sorted(meter.iterations)[len(meter.iterations) // 2], **t.counts())
+        meter.loss, meter.tokens, meter.iterations = 0.0, 0, []
+        return row
+
+    def report(self, row, moment):
+        """One line of metrics.jsonl from every rank's row."""
+        replicas = next(ranks for ranks in self.t.routes.living() if self.job.rank in ranks)
+        key = f"spread/{self.t.stage}/{moment}"
+        row["spread"], row["weights"] = weight_spread(self.t.theta, replicas[:64], self.job, key)
+        rows = self.job.collect(f"row/{moment}", row)
+        if self.job.rank == 0:
+            self.latest.update(rows)
+            self.write(self.line(rows), self.job.news())
+
+    def line(self, rows):
+        t = self.t
+        origins = [row for row in rows.values() if row["tokens"]]
+        heldout = [row["heldout"] for row in rows.values() if row["heldout"] is not None] or [math.nan]
+
+        def total(key, rows=self.latest):
+            return sum(row.get(key, 0) for row in rows.values())
+
+        mean = sum(heldout) / len(heldout)
+        spread = total("spread", rows)
+        per_byte = t.corpus.bytes_per_token
+        iteration = max(row["iteration"] for row in rows.values())
+        return dict(
+            step=t.step, tokens=total("seen"), seconds=t.meter.seconds,
+            tokens_per_second=total("seen") / t.meter.seconds, lr=t.lr,
+            train_loss=sum(row["loss"] for row in origins) / max(1, sum(row["tokens"] for row in origins)),
+            heldout_loss=mean, heldout_min=min(heldout), heldout_max=max(heldout),
+            perplexity=perplexity(mean),
+            heldout_nats_per_byte=per_byte and mean / per_byte,
+            weight_spread=math.sqrt(max(spread, 0.0) / max(1, total("weights", rows))),
+            gradient_norm=total("norm", rows) / len(rows), skipped_steps=total("skipped"),
+            lost_microbatches=total("lost"), steps_alone=total("alone"), bad_lines=total("bad"),
+            ranks=len(rows),
+            sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
+            iteration_seconds=iteration / t.routes.scale, simulated_seconds=t.routes.makespan)
+
+    def write(self, line, news):
+        for event in news:
+            told = [f"{key} {value}" for key, value in event.items() if value not in ("", None)]
+            self.bar.write(", ".join(told), file=sys.stdout)
+        with open(self.file, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in [*news, line])
+        self.heldout = line["heldout_loss"]
+        planned = line["simulated_seconds"]
+        took = f", iteration {line['iteration_seconds']:.4g} s, simulated {planned:.4g} s" if planned else ""
+        self.bar.write(
+            f"step {line['step']}: held-out {self.heldout:.4f}, train {line['train_loss']:.4f}, "
+            f"weight spread {line['weight_spread']:.2e}, sent {line['sync_bytes'] / 1e6:.1f} MB to "
+            f"synchronise + {line['pipeline_bytes'] / 1e6:.1f} MB in the pipeline, "
+            f"{line['tokens_per_second']:.0f} tokens/s{took}",
+            file=sys.stdout)
+
+    def close(self):
+        self.bar.close()
+
+    def summary(self):
+        self.close()
+        if self.job.rank == 0:
+            print("\n".join(last_lines(json.loads(self.file.read_text().splitlines()[-1]))))
+
+
+def last_lines(line):
+    per_byte = line["heldout_nats_per_byte"]
+    bytes_ = f", {per_byte:.4f} nats per byte" if per_byte else ""
+    yield (f"held-out loss   {line['heldout_loss']:.4f} nats per token{bytes_} (replicas "
+           f"{line['heldout_min']:.4f} to {line['heldout_max']:.4f}), perplexity "
+           f"{line['perplexity']:.3f} per token")
+    yield f"weight spread   {line['weight_spread']:.3e} over the replicas of a stage"
+    yield (f"bytes sent      {line['sync_bytes'] / 1e6:.1f} MB to synchronise, "
+           f"{line['pipeline_bytes'] / 1e6:.1f} MB in the pipeline, all ranks")
+    yield (f"speed           {line['tokens_per_second']:.0f} tokens/s, {line['seconds']:.0f} s of training, "
+           "evaluation not counted")
+    if line["skipped_steps"]:
+        yield (f"skipped         {line['skipped_steps']:.0f} optimizer steps with a gradient that was not "
+               "finite")
+    if line["lost_microbatches"]:
+        yield f"lost            {line['lost_microbatches']:.0f} microbatches with ranks that died"
+    if line["steps_alone"]:
+        yield (f"alone           {line['steps_alone']:.0f} outer steps that a replica did without any "
+               "partner, all replicas together")
+    if line["bad_lines"]:
+        yield (f"bad lines       {line['bad_lines']:.0f} lines of the data were no JSON object with a text, "
+               "or broke off")

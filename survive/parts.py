@@ -1,0 +1,158 @@
+"""Training with `--survive SECONDS`: train.build with parts that outlive the processes beside them.
+
+One stage: a replica that dies, hangs or is late costs its partner one exchange (outer.py); one that is
+started again with --join takes part again. Pipelines: paths go round the dead (pipeline.py, routes.py).
+Node 0 hosts the store and must live: without it every survivor writes a checkpoint and stops with one line.
+docs/failures.md has the whole table. """
+import contextlib
+import json
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import train
+from plumbing.processes import Average, BadInput, Job, gloo_group
+from survive.meeting import Gone, absent, meet, notice_silence
+from survive.outer import SurvivingNoLoCo
+from survive.pipeline import SurvivingPipeline
+from survive.routes import SurvivingRoutes
+
+
+class SurvivingJob(Job):
+    """A Job that waits for nobody for ever, and without a default process group."""
+
+    def __init__(self, job, timeout, joining):
+        vars(self).update(vars(job))        # it goes on as this one
+        self.timeout = timeout
+        self.joining = joining
+        self.dead = set()                   # of a pipeline
+        self.silent = set()                 # who did not answer the last time; nobody waits for them
+        self.told = 0
+        if self.store:
+            notice_silence(self.store, timeout)
+
+    def refuse(self, line):
+        if self.joining:                    # the others are under way
+            print("error: " + line, file=sys.stderr, flush=True)
+            sys.exit(2)
+        super().refuse(line)
+
+    def gone(self):
+        return self.dead | absent(self.store, range(self.world))
+
+    def collect(self, name, values):
+        """Rank 0 gets those who answer in time: less than partners wait in an outer step, or they would go on
+        without it meanwhile."""
+        if self.world == 1:
+            return {0: values}
+        self.store.set(f"{name}/{self.rank}", json.dumps(values))
+        if self.rank:
+            return None
+        awaited = set(range(self.world)) - self.gone() - self.silent
+        with contextlib.suppress(dist.DistStoreError):
+            self.store.wait([f"{name}/{r}" for r in sorted(awaited)], timedelta(seconds=self.timeout / 3))
+        here = {r for r in range(self.world) if self.store.check([f"{name}/{r}"])}
+        self.silent = set(range(self.world)) - here
+        return {r: json.loads(self.store.get(f"{name}/{r}")) for r in sorted(here)}
+
+    def tell(self, event):
+        """For rank 0's log."""
+        if self.world > 1:
+            self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
+
+    def news(self):
+        if self.world == 1:
+            return []
+        first, self.told = self.told + 1, self.store.add("events", 0)
+        keys = [f"event/{n}" for n in range(first, self.told + 1)]
+        told = [key for key in keys if self.store.check([key])]         # who dies telling leaves a gap
+        return [json.loads(self.store.get(key)) for key in told]
+
+    def meet(self, key, ranks):
+        return meet(self.store, key, self.rank, ranks, self.timeout / 3)
+
+    def averager(self, replicas):
+        """For the warm start, which needs every process."""
+        if len(replicas) == 1 or self.joining:
+            return None
+        key = f"warm/{replicas[0]}"
+        group = gloo_group(self.store, key, replicas.index(self.rank), len(replicas), 10 * self.timeout)
+        return SurvivingAverage(lambda t: group.allreduce([t]), len(replicas))
+
+    @contextlib.contextmanager
+    def rescue(self, t, save):
+        """When what training needs is gone: a checkpoint and one line."""
+        try:
+            yield
+        except (Gone, dist.DistError) as error:
+            save_what_can_be(t)
+            reason = str(error) if isinstance(error, Gone) else "the store on node 0 is lost"
+            sys.exit(f"stopped: rank {self.rank} at step {t.step}: {reason}; go on with --resume {t.folder}")
+        finally:
+            t.pipeline.stop()
+
+
+def save_what_can_be(t):
+    with contextlib.suppress(RuntimeError):         # telling that it is saved fails where the store is lost
+        t.checkpoints.save(t.step, train.state_of(t))
+
+
+class SurvivingAverage(Average):
+    def __call__(self, grad, tokens):
+        try:
+            return super().__call__(grad, tokens)
+        except RuntimeError:
+            raise Gone("--warm-start needs every process, and one is gone")
+
+
+def build(job, o, argv):
+    """As train.build; on a process started with --join, what it has is then that of a living replica."""
+    o.join = job.rank > 0 and "--join" in argv
+    job = SurvivingJob(job, o.survive, o.join)
+    job.connect(o, group=False)
+    if job.nccl:
+        job.together(no_nccl)
+    if o.join and (o.method != "noloco" or len(o.stages) > 1):
+        job.refuse("--join is for --method noloco on one stage; others go on from a checkpoint: --resume")
+    t = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
+    t.routes.outer = t.outer
+    t.counts = lambda: dict(lost=t.pipeline.lost, alone=t.outer.alone if t.outer else 0)
+    if o.join:
+        join(t)
+    return t
+
+
+def no_nccl():
+    raise BadInput("--survive needs --backend gloo: with NCCL no process outlives another")
+
+
+def make_outer(job, o, params, replicas, adam):
+    if o.method != "noloco" or job.world == 1:
+        return train.make_outer(job, o, params, replicas, adam)
+
+    def tell(event):
+        job.tell(dict(step=event["outer"] * o.inner_steps, **event))
+
+    # in a pipeline the iterations of all go together: there nobody leaves out steps
+    return SurvivingNoLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta,
+                           gamma=o.gamma, group_size=o.group_size, seed=o.seed, store=job.store,
+                           timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=adam.reset)
+
+
+def join(t):
+    rank = t.job.rank
+    line = f"rank {rank} asks to join: it gets its weights after a living replica's next outer step"
+    print(line, flush=True)
+    try:
+        t.outer.join()
+    except RuntimeError as error:
+        t.job.refuse(f"--join: no living replica answered ({str(error)[:100]})")
+    t.step = t.outer.steps
+    print(f"rank {rank} joined at step {t.step}", flush=True)
+    if not t.corpus.streamed:
+        t.reader.cursor = t.step * t.o.microbatches * t.o.batch
+    elif held := t.checkpoints.steps():             # (a stream is read again from there, or from its start)
+        file = t.checkpoints.place(held[-1]) / f"rank{rank}.pt"
+        t.reader.cursor = torch.load(file, weights_only=True, mmap=True)["cursor"]

@@ -1,0 +1,29 @@
+"""Fixtures that several test files share."""
+
+import json
+
+import pytest
+
+from tests.harness import SMALL, run, write_corpus
+from tools import emulate
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of ten small text files."""
+    return write_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def skip_run(corpus, tmp_path_factory):
+    """Five ranks in three stages, two of which each microbatch visits, on a network from a file."""
+    folder = tmp_path_factory.mktemp("skip")
+    delay = [[0.0 if i == j else 0.002 * (1 + (i + j) % 3) for j in range(5)] for i in range(5)]
+    (folder / "links.json").write_text(json.dumps(dict(delay=delay, compute=0.01, overhead=0.001)))
+    out = run(
+        5, "--stages", "2,1,2", "--skip", 0.33, "--method", "local", "--links", "links.json",
+        "--time-scale", 2, "--microbatches", 4, "--steps", 3, "--warmup", 2, "--data", corpus, "--name", "x",
+        *SMALL, cwd=folder, main=emulate.main,
+    )
+    assert "planning skippipe paths" in out
+    return folder

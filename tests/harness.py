@@ -1,0 +1,172 @@
+"""Processes that end by themselves, and the few helpers that several test files share."""
+
+import contextlib
+import functools
+import io
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import socket
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+import train
+from plumbing.processes import Job
+
+
+HERE = Path(__file__).parent.parent
+SMALL = [
+    "--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
+    "--eval-sequences", "8", "--device", "cpu",
+]
+
+# The server imports everything once, all files with functions that ranks run, and what an optimizer would
+# import by itself (seconds); each test process is a fork of it, ready in milliseconds.
+fork = multiprocessing.get_context("forkserver")
+ROOMS = ["bench", "checkpoints", "noloco", "routing", "survive", "tools", "training"]
+PRELOAD = ["torch._dynamo", "test_minimal", *(f"tests.test_{room}" for room in ROOMS)]
+fork.set_forkserver_preload(PRELOAD)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def rank_process(pipe, rank, world, port, agent, cwd, function, args):
+    os.chdir(cwd)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        TORCHELASTIC_USE_AGENT_STORE=str(agent), TORCHELASTIC_RESTART_COUNT="0",
+    )
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, function(rank, world, *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def processes(world, function, *args, cwd=".", limit=120, port=None, fallen=()):
+    """function(rank, world, *args) on `world` processes: their results in the order of ranks.
+
+    All end here, whatever happens. port: of a store hosted elsewhere, as torchrun does.
+    fallen: ranks that need not finish; their result is None.
+    """
+    agent, port = port is not None, port or free_port()
+    pipes, children = [], []
+    try:
+        for rank in range(world):
+            ours, theirs = fork.Pipe()
+            inputs = (theirs, rank, world, port, agent, str(cwd), function, args)
+            children.append(fork.Process(target=rank_process, args=inputs))
+            children[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        results, waiting, end = {}, dict(zip(pipes, range(world))), time.monotonic() + limit
+        while set(waiting.values()) - set(fallen):
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0, end - time.monotonic()))
+            assert ready, f"ranks {sorted(waiting.values())} did not finish within {limit} s"
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    good, results[rank] = pipe.recv()
+                except EOFError:
+                    good, results[rank] = rank in fallen, None
+                assert good, f"rank {rank}: {results[rank]}"
+        return [results.get(r) for r in range(world)]
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def gloo(function):
+    """Decorates a rank's function: the process group is up while it runs."""
+
+    @functools.wraps(function)
+    def wrapped(rank, world, *args):
+        dist.init_process_group("gloo")
+        result = function(rank, world, *args)
+        dist.barrier()
+        return result
+
+    return wrapped
+
+
+def connected_job():
+    """What a Pipeline made by hand needs: this process's Job, with the default process group."""
+    job = Job()
+    job.connect(SimpleNamespace(device="cpu", backend="gloo"))
+    return job
+
+
+def captured(rank, world, main, argv):
+    """main(argv) in this process: (exit status, what it printed)."""
+    out, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            main(argv)
+        except SystemExit as stop:
+            code = stop.code
+    return code, out.getvalue()
+
+
+def train_main(rank, world, argv):
+    return captured(rank, world, train.main, argv)
+
+
+def run(world, *argv, cwd, main=train.main):
+    """Train, or another program; fails unless every rank ends well. Returns rank 0's output."""
+    results = processes(world, captured, main, [str(a) for a in argv], cwd=cwd)
+    assert all(code == 0 for code, _ in results), results
+    return results[0][1]
+
+
+def write_corpus(folder):
+    """A folder of ten small text files."""
+    r = random.Random(0)
+    folder.mkdir(exist_ok=True)
+    for i in range(10):
+        words = (r.choice(["phi", "theta", "delta", "gossip", "stage"]) for _ in range(1500))
+        (folder / f"{i}.txt").write_text(" ".join(words))
+    return folder
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoint(folder, step, rank):
+    return torch.load(folder / "checkpoints" / f"{step:08d}" / f"rank{rank}.pt", weights_only=True)
+
+
+def options(*argv):
+    return train.parse([str(a) for a in argv])
+
+
+def _host(pipe):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+@contextlib.contextmanager
+def store_host():
+    """A process that hosts the store, as node 0's torchrun does: (port, pid)."""
+    ours, theirs = fork.Pipe()
+    host = fork.Process(target=_host, args=(theirs,))
+    host.start()
+    try:
+        yield ours.recv(), host.pid
+    finally:
+        host.kill()
+        host.join()

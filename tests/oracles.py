@@ -1,0 +1,213 @@
+"""Oracles of several test files: a Llama in float64, blocking channels, all plans by trying everything."""
+
+import itertools
+from collections import deque
+
+import pytest
+import torch
+
+import skippipe
+import train
+from skippipe import chain
+
+
+def reference_logits(tokens, w, config):
+    """A Llama in float64, position by position, written apart from model.py."""
+    norm = lambda x, g: x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * g
+    heads, shared = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads
+    d = config.hidden_size // heads
+    x = w["model.embed_tokens.weight"][tokens]
+
+    def turn(vector, position):  # pairs (i, i + d/2) as complex numbers
+        z = torch.complex(vector[: d // 2], vector[d // 2 :])
+        z = z * torch.exp(
+            1j * position * config.rope_theta ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d)
+        )
+        return torch.cat((z.real, z.imag))
+
+    for i in range(config.num_hidden_layers):
+        part = lambda name: w[f"model.layers.{i}.{name}.weight"]
+        h, rows = norm(x, part("input_layernorm")), []
+        q, k, v = (h @ part(f"self_attn.{s}_proj").T for s in "qkv")
+        for t in range(len(tokens)):
+            row = []
+            for j in range(heads):
+                kv = slice(j // shared * d, j // shared * d + d)
+                scores = (
+                    torch.stack([turn(q[t, j * d : j * d + d], t) @ turn(k[s, kv], s) for s in range(t + 1)])
+                    / d**0.5
+                )
+                row.append(scores.softmax(0) @ v[: t + 1, kv])
+            rows.append(torch.cat(row))
+        x = x + torch.stack(rows) @ part("self_attn.o_proj").T
+        h = norm(x, part("post_attention_layernorm"))
+        gate = h @ part("mlp.gate_proj").T
+        x = x + (gate / (1 + (-gate).exp()) * (h @ part("mlp.up_proj").T)) @ part("mlp.down_proj").T
+    return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def any_paths(stages, count, r):
+    """Paths that skip and swap: each origin's go through any of the other stages, in any order."""
+    return [
+        (origin, *(r.choice(s) for s in r.sample(stages[1:], r.randint(0, len(stages) - 1))))
+        for _ in range(count)
+        for origin in stages[0]
+    ]
+
+
+def replay(paths, ranks, order=None):
+    """Every rank's program over channels that are first in, first out and where a receive blocks.
+
+    True when all come to their end.
+    """
+    chains, programs, channels, moved = [chain(p) for p in paths], {}, {}, True
+    for rank in ranks:
+        mine = order[rank] if order else train.tasks(chains, rank)
+        posted, program = {}, programs.setdefault(rank, deque())
+        for source, *message in train.incoming(chains, rank, mine, order):
+            posted.setdefault(source, deque()).append(tuple(message))
+        for u, hop in mine:
+            way = chains[u]
+            if hop and way[hop - 1] != rank:
+                while (u, hop) in posted[way[hop - 1]]:  # NCCL: what the pair posted before comes first
+                    program.append(("receive", way[hop - 1], posted[way[hop - 1]].popleft()))
+            if hop + 1 < len(way) and way[hop + 1] != rank:
+                program.append(("send", way[hop + 1], (u, hop + 1)))
+    while moved:
+        moved = False
+        for rank, program in programs.items():
+            while program:
+                what, peer, message = program[0]
+                if what == "send":
+                    channels.setdefault((rank, peer), deque()).append(message)
+                elif channels.get((peer, rank)):
+                    # the pair agrees on the order, without tags
+                    assert channels[peer, rank].popleft() == message
+                else:
+                    break
+                program.popleft()
+                moved = True
+    return not any(programs.values())
+
+
+# The published routes and times (released code of arXiv 2502.19913):
+# method -> (rounds, {seconds of a forward: seconds of an iteration}, a path per microbatch of a round).
+PUBLISHED_ROUTES = {
+    "SkipPipe": (
+        2,
+        {0.44: 33.3138, 0.88: 44.7538, 1.76: 68.5538},
+        3 * [(0, 14, 6, 12), (3, 15, 17, 5), (4, 7, 13, 19), (10, 1, 18, 2), (11, 8, 16, 9)],
+    ),
+    "no TC2": (
+        2,
+        {0.44: 35.4348, 0.88: 48.4934, 1.76: 76.2072},
+        [
+            (0, 12, 5, 19), (0, 1, 19, 18), (0, 6, 18, 17), (3, 12, 6, 2), (3, 14, 12, 2), (3, 6, 14, 13),
+            (4, 15, 13, 7), (4, 15, 5, 17), (4, 15, 13, 7), (10, 1, 17, 5), (10, 1, 7, 2), (10, 14, 18, 19),
+            *[(11, 8, 16, 9)] * 3,
+        ],
+    ),
+    "random": (
+        2,
+        {0.44: 48.9157, 0.88: 60.3667, 1.76: 86.8002},
+        [
+            (0, 12, 7, 17), (0, 14, 16, 9), (0, 1, 8, 19), (3, 12, 7, 17), (3, 15, 6, 5), (3, 1, 8, 19),
+            (4, 13, 18, 2), (4, 15, 6, 5), (4, 1, 8, 19), (10, 13, 18, 2), (10, 15, 6, 5), (10, 14, 16, 9),
+            (11, 13, 18, 2), (11, 12, 7, 17), (11, 14, 16, 9),
+        ],
+    ),
+    "full": (
+        3,
+        {0.44: 79.9397, 0.88: 105.6097, 1.76: 154.2028},
+        [p for p in [(0, 15, 1, 16, 5, 17), (3, 8, 9, 12, 18, 2), (4, 14, 6, 13, 7, 19)] for _ in range(3)],
+    ),
+}
+
+
+def random_network(draw, shape, speeds=(1.0,), memory=(1, 2, 3)):
+    """Nodes numbered stage by stage, delays with and without ties."""
+    nodes, first = sum(shape), [sum(shape[:s]) for s in range(len(shape))]
+    delay = [
+        [0.0 if i == j else draw.choice([0.1, 0.5, 1.0, 2.0, 3 * draw.random()]) for j in range(nodes)]
+        for i in range(nodes)
+    ]
+    return skippipe.Network(
+        delay, [draw.choice(speeds) for _ in range(nodes)],
+        [list(range(a, a + n)) for a, n in zip(first, shape)], draw.choice(memory), draw.choice([0.0, 0.13]),
+        0.09,
+    )
+
+
+def assert_possible(network, paths, rounds, result):
+    """The invariants of the time model, checked on a timeline."""
+    end, tasks, hops = {}, [[] for _ in network.compute], {}
+    for rank, u, kind, start, stop in result.timeline:
+        path, hop = paths[u % len(paths)], hops.setdefault(u, 0)
+        way = skippipe.chain(path)
+        assert rank == way[hop] and kind == skippipe.kind(path, hop)
+        if hop:
+            assert (
+                start
+                >= end[u, hop - 1] + (network.delay[way[hop - 1]][rank] if way[hop - 1] != rank else 0) - 1e-6
+            )
+        elif u >= len(paths):
+            assert start >= end[u - len(paths), len(way) - 1] - 1e-6
+        assert stop - start == pytest.approx(
+            network.compute[rank] * {"forward": 1, "loss": 0.25, "backward": 1.5}[kind]
+        )
+        end[u, hop], hops[u] = stop, hop + 1
+        tasks[rank].append((start, stop, hop, {"forward": 1, "loss": 0, "backward": -1}[kind]))
+    assert all(hops[u] == len(skippipe.chain(paths[u % len(paths)])) for u in range(rounds * len(paths)))
+    for rank, mine in enumerate(tasks):
+        held = 0
+        for (start, stop, hop, take), after in zip(mine, mine[1:] + [(1e9,)]):
+            held += take
+            assert held <= network.memory[rank]
+            assert after[0] >= stop + (network.overhead if hop else network.origin_overhead) - 1e-6
+    assert result.makespan == max(end.values())
+
+
+def every_path(network, kept, origin):
+    """All paths under CC1 and CC2, by trying every order of the stages."""
+    for stages in itertools.permutations(range(1, len(network.stages)), kept - 1):
+        swapped = [i for i in range(kept - 2) if stages[i] > stages[i + 1]]
+        if (
+            all(stages[i] == stages[i + 1] + 1 for i in swapped)
+            and len(swapped) <= 2
+            and not any(i + 1 in swapped for i in swapped)
+        ):
+            plain = list(stages)
+            for i in swapped:
+                plain[i : i + 2] = plain[i + 1], plain[i]
+            if plain == sorted(plain):
+                yield from (
+                    (origin, *nodes) for nodes in itertools.product(*(network.stages[s] for s in stages))
+                )
+
+
+def every_order(paths, nodes):
+    """All orders in which the nodes can run one microbatch on each of these paths."""
+    found, chains = set(), [skippipe.chain(p) for p in paths]
+
+    def extend(done, order):
+        open_ = [u for u, c in enumerate(chains) if done[u] < len(c)]
+        for u in open_:
+            rank = chains[u][done[u]]
+            extend(
+                done[:u] + (done[u] + 1,) + done[u + 1 :],
+                order[:rank] + (order[rank] + ((u, done[u]),),) + order[rank + 1 :],
+            )
+        if not open_:
+            found.add(order)
+
+    extend((0,) * len(paths), ((),) * nodes)
+    return found
+
+
+def valid_combinations(network, kept, origins, caps):
+    """All choices of paths that keep to CC1, CC2, CC3 and TC1."""
+    for paths in itertools.product(*(list(every_path(network, kept, o)) for o in origins)):
+        used = [r for p in paths for r in p[1:]]
+        visits = [sum(r in stage for r in used) for stage in network.stages[1:]]
+        if max(visits) - min(visits) <= 1 and all(used.count(r) <= caps[r] for r in used):
+            yield paths

@@ -1,0 +1,115 @@
+"""Checkpoints: resumed runs are the same to the bit; a crash, a damaged file and a missing one."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from tests.harness import SMALL, checkpoint, metrics, processes, run, train_main
+
+
+def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [str(a) for a in ["--steps", 6, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]]
+    real = torch.save
+
+    def crash(state, file):
+        if state["step"] == 4:
+            file.write(b"half of it")
+            raise KeyboardInterrupt
+        real(state, file)
+
+    monkeypatch.setattr(torch, "save", crash)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(argv)
+    # and a line cut short
+    (tmp_path / "runs/x/metrics.jsonl").write_text('{"step": 2}\n{"step": 4, "hel')
+    monkeypatch.setattr(torch, "save", real)
+    train.main(["--resume", "runs/x"])
+    train.main([*argv[: -1 - len(SMALL) - 1], "--name", "y", *SMALL])
+    assert torch.equal(
+        checkpoint(tmp_path / "runs/x", 6, 0)["theta"], checkpoint(tmp_path / "runs/y", 6, 0)["theta"]
+    )
+    # the whole line from before the checkpoint is still there
+    assert [line["step"] for line in metrics(tmp_path / "runs/x")] == [2, 6]
+
+
+def test_resume_is_bit_exact(corpus, tmp_path):
+    argv = [
+        "--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--gamma", 1.0, "--eval-every", 3,
+        "--save-every", 6, "--data", corpus, "--name", "x", *SMALL,
+    ]
+    run(4, *argv, cwd=tmp_path)
+    whole = tmp_path / "runs/x"
+    again = shutil.copytree(whole, tmp_path / "runs/y")
+    shutil.rmtree(again / "checkpoints/00000012")  # as if killed at step 11
+    (again / "checkpoints/00000012").mkdir()
+    (again / "checkpoints/00000012/rank0.pt").write_bytes(b"written by one rank only")
+    run(4, "--resume", again, cwd=tmp_path)
+    # phi in flight is sent again
+    same = lambda line: {k: v for k, v in line.items() if "second" not in k and k != "sync_bytes"}
+    assert list(map(same, metrics(again))) == list(map(same, metrics(whole)))
+    for rank in range(4):
+        a, b = checkpoint(whole, 12, rank), checkpoint(again, 12, rank)
+        assert torch.equal(a["theta"], b["theta"])
+        assert torch.equal(a["outer"]["phi"], b["outer"]["phi"])
+        assert a["cursor"] == b["cursor"]
+        assert torch.equal(a["adam"]["v"], b["adam"]["v"])
+    # the last two are kept; a damaged or foreign one is refused in one line
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["00000006", "00000012"]
+    broken = whole / "checkpoints/00000012/rank2.pt"
+    broken.write_bytes(broken.read_bytes()[:1000])
+    for extra, message in (
+        (["--resume", whole, "--steps", "20"], "damaged"),
+        (["--resume", whole, "--stages", "4"], "differs"),
+    ):
+        results = processes(4, train_main, [str(a) for a in extra], cwd=tmp_path)
+        assert [code for code, _ in results] == [2] * 4
+        assert len(results[0][1].splitlines()) == 1
+        assert message in results[0][1]
+        assert not any(text for _, text in results[1:])
+
+
+def _main_in_own_folder(rank, world, argv):
+    """Each rank on a machine of its own, as far as files go."""
+    Path(f"machine{rank}").mkdir(exist_ok=True)
+    os.chdir(f"machine{rank}")
+    return train_main(rank, world, argv)
+
+
+def test_machines_without_a_shared_folder_resume_and_one_without_its_part_refuses(corpus, tmp_path):
+    argv = ["--steps", "4", "--save-every", "2", "--data", str(corpus), "--name", "x", *SMALL]
+    assert all(code == 0 for code, _ in processes(2, _main_in_own_folder, argv, cwd=tmp_path))
+    assert not (tmp_path / "machine1/runs/x/config.json").exists()
+    results = processes(2, _main_in_own_folder, ["--resume", "runs/x", "--steps", "6"], cwd=tmp_path)
+    assert all(code == 0 for code, _ in results) and "from step 4" in results[0][1]
+    shutil.rmtree(tmp_path / "machine1")  # the BadInput is rank 1's alone
+    results = processes(2, _main_in_own_folder, ["--resume", "runs/x"], cwd=tmp_path)
+    assert [code for code, _ in results] == [2, 2]
+    assert "no checkpoint that all 2 ranks hold" in results[0][1]
+    assert not results[1][1]
+
+
+def test_resume_with_another_number_of_processes_is_refused(corpus, tmp_path):
+    run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    ((code, text),) = processes(1, train_main, ["--resume", "runs/x"], cwd=tmp_path)
+    assert code == 2 and "needs 2 processes but got 1" in text
+
+
+@pytest.mark.parametrize("form", [None, 1, 3])
+def test_a_checkpoint_of_another_version_is_refused_in_one_line(form, corpus, tmp_path):
+    """None: as older versions wrote it. Here it is rank 1's part alone."""
+    run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    part = tmp_path / "runs/x/checkpoints/00000002/rank1.pt"
+    state = torch.load(part, weights_only=True)
+    del state["form"]
+    torch.save(state if form is None else dict(state, form=form), part)
+    results = processes(2, train_main, ["--resume", "runs/x", "--steps", "4"], cwd=tmp_path)
+    assert [code for code, _ in results] == [2, 2] and not results[1][1]
+    assert results[0][1] == (
+        "error: runs/x/checkpoints/00000002/rank1.pt was written by another version of this program, "
+        "which alone can go on with it\n"
+    )

@@ -1,0 +1,37 @@
+"""The executor beyond test_minimal.py: planned orders, and messages in bfloat16."""
+
+import random
+
+import torch
+
+import skippipe
+import train
+from planning.search import plan
+from skippipe import chain, full_paths
+from test_minimal import _gradients
+from tests.harness import processes
+from tests.oracles import random_network, replay
+
+
+def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
+    draw = random.Random(3)
+    for trial in range(40):
+        network = random_network(draw, (2, 2, 1, 2), speeds=(0.1, 0.5))
+        try:
+            paths, order = plan(
+                network, 3, draw.randint(1, 4), 2, seconds=None, iterations=30, seed=trial
+            )
+        except skippipe.Infeasible:
+            continue
+        assert replay(paths * 2, range(7), order)
+    # rank 1 runs the second microbatch first, though the first is sent first
+    order = [[(0, 0), (1, 0), (1, 2), (0, 2), (1, 4), (0, 4)], [(1, 1), (0, 1), (1, 3), (0, 3)]]
+    assert train.incoming([chain((0, 1))] * 2, 1, order[1], order) == [
+        (0, 0, 1), (0, 1, 1), (0, 1, 3), (0, 0, 3)
+    ]
+    assert replay([(0, 1)] * 2, range(2), order)
+
+
+def test_bfloat16_messages_give_nearly_the_same_gradients():
+    stages = [[0, 1], [2, 3]]
+    assert max(processes(4, _gradients, stages, [full_paths(stages, 2)], (2, 16, 32), torch.bfloat16)) < 0.05

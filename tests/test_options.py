@@ -1,0 +1,131 @@
+"""Options: what --help says; bad input is one line and status 2, from rank 0 alone."""
+
+import gzip
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from tests.harness import SMALL, processes, run, train_main
+
+
+def bad(*argv, error):
+    return pytest.param([str(a) for a in argv], error, id=error.replace(" ", "-")[:30])
+
+
+@pytest.mark.parametrize(
+    "argv, error",
+    [
+        bad("--stages", "4,4", error="needs 8 processes but got 1"),
+        bad("--stages", "x", error="numbers with commas"),
+        bad("--stages", "1,0", error="every stage needs a replica"),
+        bad("--method", "ddp", "--alpha", 0.5, error="ddp has no --alpha"),
+        bad("--method", "fedavg", error="invalid choice"),
+        bad("--data", "nowhere.txt", error="no such file"),
+        bad("--data", "empty", error="no such file, or a folder without files"),
+        bad("--data", "empty.txt", error="fewer than one sequence"),
+        bad("--data", "short.txt", "--seq-len", 512, error="data has"),
+        bad("--data", "mixed", error="mixes"),
+        bad("--data", "tokens.bin", error="give --vocab 60001 or more"),
+        bad("--data", "broken.json.gz", error="broken.json.gz"),
+        bad("--data", "nulls.json.gz", error="nulls.json.gz, line 21: no JSON object with a text"),
+        bad("--data", "few.json.gz", error="fewer than one sequence"),
+        bad("--init-from", "nowhere", error="nowhere"),
+        bad("--init-from", "torn", error="Unterminated"),
+        bad("--init-from", "foreign", error="model_type None is not supported, only llama"),
+        bad("--init-from", "llama", "--hidden", 64, error="--hidden 64 differs from the 32 of llama"),
+        bad("--init-from", "llama", "--data", "short.txt", error="No such file"),
+        bad("--resume", "torn", error="no readable config.json there (Unterminated"),
+        bad("--resume", "foreign", error="no readable config.json there"),
+        bad("--vocab", 100, "--data", "short.txt", error="vocabulary of 256"),
+        bad("--tokenizer", "nowhere.json", "--data", "short.txt", error="nowhere.json"),
+        bad("--layers-per-stage", "1,1", error="stages must share"),
+        bad("--hidden", 30, "--heads", 4, error="must be a multiple"),
+        bad("--resume", "nowhere", error="no readable config.json"),
+        bad("--steps", 0, error="at least 1"),
+        bad("--group-size", 1, error="at least 2"),
+        bad("--steps", "many", error="invalid int"),
+        bad("--unknown", error="unrecognized"),
+        bad("--skip", 0.5, error="at least 3 stages"),
+        bad("--skip", 1.5, error="from 0 to below 1"),
+        bad("--skip", 0.5, "--routing", "random", error="planned routing"),
+        bad("--survive", 5, "--method", "ddp", error="noloco and local: --method ddp needs every process"),
+        bad("--survive", 5, "--method", "diloco", error="noloco and local: --method diloco needs every"),
+        bad("--survive", -1, error="--survive must be at least 0"),
+        bad("--survive", "inf", error="--survive must be at least 0.0, got inf"),
+        bad("--join", error="--join is for a process that comes back to a running job"),
+        bad("--skip", 0.9, "--stages", 1, error="at least 3 stages"),
+        bad("--lr", -1, error="--lr must be at least"),
+        bad("--hel", error="unrecognized"),
+        bad("--links", "nowhere.json", error="nowhere.json"),
+        bad("--links", "short.txt", error="short.txt"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("mixed").mkdir()
+    for name in ("empty.txt", "mixed/a.txt", "mixed/b.bin"):
+        Path(name).touch()
+    Path("short.txt").write_text("too short " * 60)
+    Path("tokens.bin").write_bytes(torch.tensor([1, 60000] * 2000, dtype=torch.uint16).numpy().tobytes())
+    Path("broken.json.gz").write_bytes(b"not gzip")
+    Path("nulls.json.gz").write_bytes(gzip.compress(b'{"text": null}\n' * 30))
+    Path("few.json.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n' * 30))
+    for name, text in (("torn", '{"method": "nol'), ("foreign", '{"unknown": 1}')):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(text)
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(
+        json.dumps(
+            dict(
+                model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=2,
+            )
+        )
+    )
+    with pytest.raises(SystemExit) as stop:
+        train.main(argv)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and not printed.out
+    assert len(printed.err.splitlines()) == 1 and error in printed.err
+
+
+def test_bad_input_under_several_processes_is_printed_by_rank_0_alone(tmp_path):
+    for argv in (["--stages", "2,2"], ["--method", "x"], ["--data", "nowhere"]):
+        results = processes(3, train_main, argv, cwd=tmp_path)
+        assert [code for code, _ in results] == [2, 2, 2]
+        assert len(results[0][1].splitlines()) == 1 and not results[1][1] + results[2][1]
+
+
+def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
+    out = run(
+        2, "--alpha", 0.5, "--gamma", 1.6, "--steps", 1, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path
+    )
+    assert "warning: gamma 1.6 is outside 0 < gamma < 1.500" in out
+
+
+def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    listed = re.findall(r"^  --([a-z-]+)", text, re.M)
+    assert listed[:10] == "method stages model data steps lr inner-steps skip name resume".split()
+    assert sorted(listed) == sorted(f.name.replace("_", "-") for f in fields(train.Options))
+    entries = re.findall(r"^  --([a-z-]+)(.*?)(?=^  --|^$|\Z)", text, re.M | re.S)
+    help_of = {option: " ".join(words.split()) for option, words in entries}
+    for option, defaults in {
+        "lr": "tiny 0.003, small 0.0006, medium 0.0002, large 0.00012",
+        "steps": "tiny 300, small 25000, medium 25000, large 25000",
+        "hidden": "tiny 128, small 768, medium 2048, large 4096",
+        "inner-steps": "noloco 50, diloco 100, noloco with tiny 10, diloco with tiny 20",
+        "alpha": "noloco 0.5, diloco 0.3, noloco with tiny 0.0, diloco with tiny 0.0",
+        "group-size": "noloco 2",
+        "clip": "1.0",
+    }.items():
+        assert help_of[option].endswith(f"(default: {defaults})"), help_of[option]

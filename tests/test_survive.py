@@ -1,0 +1,443 @@
+"""Training that outlives its processes: every failure in every kind of job (make faults)."""
+
+import contextlib
+import enum
+import functools
+import gzip
+import json
+import math
+import multiprocessing.connection
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import plumbing.report
+from model import Llama
+from plumbing.processes import Job
+from survive.outer import SurvivingNoLoCo
+from survive.pipeline import SurvivingPipeline
+from tests.harness import (
+    HERE, SMALL, checkpoint, fork, metrics, processes, rank_process, run, store_host, train_main
+)
+
+
+class Fault(enum.Enum):
+    DIE_BEFORE_EXCHANGE = enum.auto()
+    DIE_IN_EXCHANGE = enum.auto()
+    HANG = enum.auto()
+    SLOW = enum.auto()
+    SEND_NAN = enum.auto()
+    DIE_IN_FORWARD = enum.auto()
+    DIE_IN_BACKWARD = enum.auto()
+    CRASH_IN_CHECKPOINT = enum.auto()
+    DIE_IN_EVALUATION = enum.auto()
+    LOSE_STORE = enum.auto()
+
+
+FAULTS = [
+    "--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
+    "--save-every", 20, "--name", "x", *SMALL,
+]
+JOBS = {  # ranks, options, the rank that fails
+    "one stage": (4, ["--stages", "4"], 2),
+    "pipeline": (4, ["--stages", "2,2"], 3),
+    "skip": (6, ["--stages", "2,2,2", "--skip", 0.33, "--microbatches", 4, "--links", "links.json"], 4),
+}
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_of(fault, this):
+    if fault is this:
+        die()
+
+
+def fall_due(now, faults, pipeline, step, store):
+    """now.fault becomes the one whose step has come."""
+    if now.queue is None:
+        now.queue = [f for f in faults if f[1] >= step]
+    if now.queue and step >= now.queue[0][1]:
+        now.fault = now.queue.pop(0)[0]
+        if now.fault is Fault.HANG:
+            pipeline.job.store.set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if now.fault is Fault.LOSE_STORE:
+            os.kill(store, signal.SIGKILL)
+
+
+def inject(faults, store):
+    """This process is to fail so: [(fault, at step)] in the order of steps.
+
+    Those before the step at which it starts are over.
+    """
+    begin, swap, exchange = SurvivingPipeline.begin, SurvivingNoLoCo.swap, SurvivingNoLoCo.exchange
+    blocks, backward, save = Llama.blocks, torch.Tensor.backward, torch.save
+    spread = plumbing.report.weight_spread
+    now = types.SimpleNamespace(fault=None, queue=None)
+
+    def beginning(pipeline, step, *args):
+        fall_due(now, faults, pipeline, step, store)
+        return begin(pipeline, step, *args)
+
+    def exchanging(outer):
+        die_of(now.fault, Fault.DIE_BEFORE_EXCHANGE)
+        if now.fault is Fault.SEND_NAN:
+            outer.theta[7], now.fault = math.nan, None
+        return exchange(outer)
+
+    def swapping(outer, *args):
+        swap(outer, *args)
+        die_of(now.fault, Fault.DIE_IN_EXCHANGE)
+
+    def forward(model, x):
+        die_of(now.fault, Fault.DIE_IN_FORWARD)
+        if now.fault is Fault.SLOW:
+            time.sleep(0.02)  # the fault itself
+        return blocks(model, x)
+
+    def backwards(*args):
+        die_of(now.fault, Fault.DIE_IN_BACKWARD)
+        return backward(*args)
+
+    def saving(state, file):
+        if now.fault is Fault.CRASH_IN_CHECKPOINT:
+            file.write(b"half of it")
+            file.flush()
+            die()
+        save(state, file)
+
+    def evaluating(*args):
+        die_of(now.fault, Fault.DIE_IN_EVALUATION)
+        return spread(*args)
+
+    SurvivingPipeline.begin, SurvivingNoLoCo.swap, SurvivingNoLoCo.exchange = beginning, swapping, exchanging
+    Llama.blocks, torch.Tensor.backward, torch.save = forward, backwards, saving
+    plumbing.report.weight_spread = evaluating
+
+
+def _faulty(rank, world, argv, faults, store):
+    inject([(fault, at) for fault, victim, at in faults if victim == rank], store)
+    return train_main(rank, world, argv)
+
+
+def failing(job, faults, cwd, *extra, fallen=(), limit=120):
+    """Run a job with faults [(fault, rank, step)]: (exit status, output) of those that end by themselves."""
+    world, options, _ = JOBS[job]
+    (cwd / "links.json").write_text(json.dumps(dict(delay=[[0.01] * 6] * 6, compute=0.01)))
+    with store_host() as (port, pid):
+        return processes(
+            world, _faulty, [str(a) for a in [*FAULTS, *options, *extra]], faults, pid, cwd=cwd, limit=limit,
+            port=port, fallen=fallen,
+        )
+
+
+@pytest.fixture(scope="module")
+def sound(corpus, tmp_path_factory):
+    """Held-out loss of each job when nothing fails, run once."""
+
+    @functools.cache
+    def loss(job):
+        folder = tmp_path_factory.mktemp("sound")
+        assert all(code == 0 for code, _ in failing(job, [], folder, "--data", corpus))
+        return metrics(folder / "runs/x")[-1]["heldout_loss"]
+
+    return loss
+
+
+SMOKE = [
+    (Fault.DIE_IN_EXCHANGE, "one stage"), (Fault.SEND_NAN, "one stage"), (Fault.DIE_IN_BACKWARD, "pipeline"),
+    (Fault.LOSE_STORE, "pipeline"), (Fault.HANG, "skip"),
+]
+CASES = [
+    pytest.param(f, j, id=f"{f.name}-{j}", marks=[] if (f, j) in SMOKE else pytest.mark.faults)
+    for j in JOBS
+    for f in Fault
+]
+
+
+@pytest.mark.parametrize("fault, job", CASES)
+def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, corpus, tmp_path):
+    world, _, victim = JOBS[job]
+    dies = fault not in (Fault.SLOW, Fault.SEND_NAN, Fault.LOSE_STORE)
+    results = failing(job, [(fault, victim, 22)], tmp_path, "--data", corpus, fallen=[victim] if dies else [])
+    print(*results, sep="\n")
+    rows = metrics(tmp_path / "runs/x")
+    # all write a checkpoint and stop with one line; a new job goes on from there
+    if fault is Fault.LOSE_STORE:
+        for r, (code, _) in enumerate(results):  # at the latest at the next outer step
+            assert re.fullmatch(
+                rf"stopped: rank {r} at step 2[2-5]: the store on node 0 is lost; go on with --resume runs/x",
+                code,
+            )
+        results = processes(world, train_main, ["--resume", "runs/x"], cwd=tmp_path)
+        rows = metrics(tmp_path / "runs/x")
+    ends = [result for rank, result in enumerate(results) if rank != victim or not dies]
+    assert all(result and result[0] == 0 for result in ends)
+    events = [row for row in rows if "event" in row]
+    if fault is Fault.SEND_NAN:
+        assert any(e.get("refused") == [victim] and e["rank"] != victim for e in events)
+        assert any(e.get("adopted") not in (None, victim) and e["rank"] == victim for e in events)
+        assert rows[-1]["weight_spread"] < 1
+    elif dies and job == "one stage":
+        # on a loaded machine a survivor that has waited for the victim may itself come too late for its next
+        # partner; in the end all are there
+        assert victim in {r for e in events for r in e["missing"]} and rows[-1]["ranks"] == world - 1
+    elif dies:
+        assert [e["ranks"] for e in events if e["event"] == "dead"] == [[victim]]
+        assert rows[-1]["ranks"] == world - 1
+        # what went through it in one iteration, and in those that others, who do not need it, had begun
+        # by then: to the next outer step at most
+        assert 0 <= rows[-1]["lost_microbatches"] <= 4 * 6
+    assert rows[-1]["step"] == 60 and rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
+
+
+def _helped(rank, slots, helper, world, argv, faults, store):
+    """The ranks of a job, and in the last slot a helper from outside it."""
+    os.environ["WORLD_SIZE"] = str(world)
+    return _faulty(rank, world, argv, faults, store) if rank < world else helper(argv)
+
+
+def _wake(argv):
+    """Once the hung process is given up, it goes on, while the others still train."""
+    store = Job().store
+    store.wait(["dropped/3"], timedelta(seconds=100))
+    os.kill(int(store.get("stopped")), signal.SIGCONT)
+
+
+def test_a_node_that_wakes_after_it_was_declared_dead_leaves(corpus, tmp_path):
+    world, options, victim = JOBS["pipeline"]
+    with store_host() as (port, pid):
+        *results, _ = processes(
+            world + 1, _helped, _wake, world,
+            [str(a) for a in [*FAULTS, *options, "--data", corpus, "--steps", 200]],
+            [(Fault.HANG, victim, 22)], pid, cwd=tmp_path, port=port,
+        )
+    assert [code for code, _ in results] == [0] * world
+    assert "declared it dead" in results[victim][1]
+    assert metrics(tmp_path / "runs/x")[-1]["ranks"] == world - 1
+
+
+def _return(argv):
+    """Rank 2 is started again once it is missed."""
+    os.environ["RANK"] = "2"
+    Job().store.wait(["absent/2"], timedelta(seconds=100))
+    return train_main(2, 4, [*argv, "--join"])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_restarted_replica_joins_and_takes_part(streamed, sound, corpus, tmp_path):
+    data = corpus
+    if streamed:
+        data = tmp_path / "c4"
+        data.mkdir()
+        for i, file in enumerate(sorted(corpus.iterdir())):
+            with gzip.open(data / f"c4-{'train' if i else 'validation'}.{i}.json.gz", "wt") as shard:
+                shard.writelines(
+                    json.dumps(dict(text=file.read_text()[a : a + 500])) + "\n" for a in range(0, 8000, 500)
+                )
+    with store_host() as (port, pid):
+        *results, joined = processes(
+            5, _helped, _return, 4,
+            [str(a) for a in [*FAULTS, "--stages", 4, "--data", data, "--steps", 300]],
+            [(Fault.DIE_BEFORE_EXCHANGE, 2, 22)], pid, cwd=tmp_path, port=port, fallen=[2],
+        )
+    assert [result and result[0] for result in results] == [0, 0, None, 0] and joined[0] == 0, joined
+    rows = metrics(tmp_path / "runs/x")
+    back = next(row for row in rows if row.get("event") == "joined")
+    assert back["rank"] == 2 and [row["ranks"] for row in rows if "ranks" in row][-1] == 4
+    # partner again from the next outer step on
+    assert not [row for row in rows if row["step"] > back["step"] + 5 and 2 in row.get("missing", [])]
+    assert rows[-1]["weight_spread"] < 1e-2 and rows[-1]["heldout_loss"] < sound("one stage")
+    for rank in range(3):  # the same number of steps, and weights close to the others'
+        state = [checkpoint(tmp_path / "runs/x", 300, r) for r in (rank, 3)]
+        assert state[0]["step"] == state[1]["step"]
+        assert (state[0]["theta"] - state[1]["theta"]).norm() < 0.1 * state[1]["theta"].norm()
+
+
+def _intrude(argv):
+    """A fifth process that would join a pipeline."""
+    os.environ["RANK"] = "3"
+    return train_main(3, 4, [*argv, "--join"])
+
+
+def test_joining_a_pipeline_is_refused_by_the_joiner_alone(corpus, tmp_path):
+    with store_host() as (port, pid):
+        *results, (code, text) = processes(
+            5, _helped, _intrude, 4, [str(a) for a in [*FAULTS, "--stages", "2,2", "--data", corpus]], [],
+            pid, cwd=tmp_path, port=port,
+        )
+    assert code == 2
+    assert text.startswith("error: --join is for --method noloco on one stage")
+    assert text.count("\n") == 1
+    assert [code for code, _ in results] == [0] * 4
+
+
+def test_a_store_lost_before_an_evaluation_leaves_a_checkpoint_and_one_line(corpus, tmp_path):
+    results = failing(
+        "one stage", [(Fault.LOSE_STORE, 2, 22)], tmp_path, "--data", corpus, "--inner-steps", 50
+    )
+    assert [code for code, _ in results] == [
+        f"stopped: rank {r} at step 40: the store on node 0 is lost; go on with --resume runs/x"
+        for r in range(4)
+    ]
+    assert [checkpoint(tmp_path / "runs/x", 40, r)["step"] for r in range(4)] == [40] * 4
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_stage_without_replicas_is_left_out_or_ends_the_run_with_a_checkpoint(skip, corpus, tmp_path):
+    options = [
+        "--stages", "1,1,1", "--microbatches", 4, "--links", "links.json",
+        *(["--skip", 0.33] if skip else []), "--data", corpus,
+    ]
+    (tmp_path / "links.json").write_text(json.dumps(dict(delay=[[0.01] * 3] * 3, compute=0.01)))
+    with store_host() as (port, pid):
+        results = processes(
+            3, _faulty, [str(a) for a in [*FAULTS, *options]], [(Fault.DIE_IN_BACKWARD, 2, 22)], pid,
+            cwd=tmp_path, port=port, fallen=[2],
+        )
+    rows = metrics(tmp_path / "runs/x")
+    if skip:
+        assert [code for code, _ in results[:2]] == [0, 0]
+        assert rows[-1]["step"] == 60
+        assert rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
+        assert [row["stages_left_out"] for row in rows if row.get("event") == "dead"] == [[2]]
+    else:
+        line = "stopped: rank {} at step 23: every replica of stage 2 is gone and without --skip "
+        line += "no microbatch can leave it out; go on with --resume runs/x"
+        assert [code for code, _ in results[:2]] == [line.format(r) for r in range(2)]
+        assert [checkpoint(tmp_path / "runs/x", 23, r)["step"] for r in range(2)] == [23, 23]
+
+
+def test_a_death_in_the_warm_start_leaves_checkpoints_and_one_line(corpus, tmp_path):
+    world, _, victim = JOBS["one stage"]
+    results = failing(
+        "one stage", [(Fault.DIE_IN_FORWARD, victim, 4)], tmp_path, "--data", corpus, "--warm-start", 10,
+        fallen=[victim],
+    )
+    line = "stopped: rank {} at step 4: --warm-start needs every process, and one is gone; "
+    line += "go on with --resume runs/x"
+    assert [code for code, _ in (r for r in results if r)] == [
+        line.format(r) for r in range(world) if r != victim
+    ]
+    assert all(checkpoint(tmp_path / "runs/x", 4, r)["step"] == 4 for r in range(world) if r != victim)
+
+
+def test_survivors_checkpoints_serve_the_dead(corpus, tmp_path):
+    world, _, victim = JOBS["one stage"]
+    results = failing(
+        "one stage", [(Fault.DIE_BEFORE_EXCHANGE, victim, 22)], tmp_path, "--data", corpus, fallen=[victim]
+    )
+    assert [result and result[0] for result in results] == [0, 0, None, 0]
+    folder = tmp_path / "runs/x/checkpoints"
+    # 20: the last that all hold
+    assert sorted(p.name for p in folder.iterdir()) == ["00000020", "00000040", "00000060"]
+    assert sorted(p.name for p in (folder / "00000060").iterdir()) == [
+        "rank0.pt", "rank1.pt", "rank2.dead", "rank3.pt"
+    ]
+    run(world, "--resume", "runs/x", "--steps", 70, cwd=tmp_path)
+    assert metrics(tmp_path / "runs/x")[-1]["ranks"] == world
+    assert metrics(tmp_path / "runs/x")[-1]["step"] == 70
+
+
+def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
+    script = tmp_path / "crash.py"
+    script.write_text(
+        "import os, signal, sys, train\nat = train.Routes.at\n"
+        "def crash(routes, step):\n"
+        "    if step == 7 and routes.job.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n    return at(routes, step)\n"
+        "train.Routes.at = crash\ntrain.main()\n"
+    )
+    argv = [
+        "--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--survive", 0,
+        "--data", corpus, *SMALL,
+    ]
+    env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2",
+            "--max-restarts", "1", str(script), *map(str, argv),
+        ],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (restarted,) = (tmp_path / "runs").iterdir()
+    assert f"{Path('runs') / restarted.name}, from step 6" in done.stdout
+    run(2, *argv, "--name", "whole", cwd=tmp_path)
+    for rank in range(2):
+        assert torch.equal(
+            checkpoint(restarted, 10, rank)["theta"], checkpoint(tmp_path / "runs/whole", 10, rank)["theta"]
+        )
+
+
+@pytest.mark.soak
+def test_soak(corpus, tmp_path):
+    """200 outer steps on 8 processes with a random fault every ten.
+
+    Who dies is started again and joins, who hangs goes on within 5 s.
+    """
+    r, world, steps = random.Random(0), 8, 400
+    kinds = [f for f in Fault if f is not Fault.LOSE_STORE]
+    faults = [(r.choice(kinds), r.randrange(1, world), at) for at in range(20, steps, 20)]
+    argv = [
+        str(a) for a in [*FAULTS, "--steps", steps, "--inner-steps", 2, "--stages", world, "--data", corpus]
+    ]
+    deaths, end = 0, time.monotonic() + 900
+    with store_host() as (port, pid):
+        children, pipes = {}, {}
+
+        def start(rank, *extra):
+            pipes[rank], theirs = fork.Pipe()
+            children[rank] = fork.Process(
+                target=rank_process,
+                args=(
+                    theirs, rank, world, port, True, str(tmp_path), _faulty, ([*argv, *extra], faults, pid)
+                ),
+            )
+            children[rank].start()
+            theirs.close()
+
+        try:
+            for rank in range(world):
+                start(rank)
+            while children[0].is_alive():
+                assert time.monotonic() < end, "did not finish"
+                multiprocessing.connection.wait([c.sentinel for c in children.values()], timeout=5)
+                for rank, child in list(children.items()):
+                    if child.exitcode is not None and child.exitcode != 0:
+                        deaths += 1
+                        start(rank, "--join")
+                    elif child.exitcode is None:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(child.pid, signal.SIGCONT)  # who has hung goes on
+            good, (code, output) = pipes[0].recv()
+        finally:
+            for child in children.values():
+                child.kill()
+                child.join()
+    assert good and code == 0, output
+    rows = metrics(tmp_path / "runs/x")
+    events = Counter(row["event"] for row in rows if "event" in row)
+    print(
+        f"\nfaults {dict(Counter(f.name for f, *_ in faults))}\nprocesses that died {deaths}\n"
+        f"events {dict(events)}\n"
+        f"held-out {[round(row['heldout_loss'], 2) for row in rows if 'event' not in row]}"
+    )
+    assert rows[-1]["step"] == steps and rows[-1]["heldout_loss"] < 1 and events["joined"] >= deaths - 1

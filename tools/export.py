@@ -1,0 +1,88 @@
+"""Write a run's model as a folder that transformers loads: one replica's pipeline, or the mean of all.
+
+    python -m tools.export runs/NAME OUT [--replica mean]
+
+Prints the held-out loss of each replica and of the mean, whichever is written.
+"""
+import argparse
+from pathlib import Path
+
+import torch
+
+from model import Llama
+from noloco import flatten
+from plumbing.checkpoints import Checkpoints, read
+from plumbing.data import load_data
+from plumbing.huggingface import save_pretrained, save_tokenizer
+from plumbing.options import Parser, layout, shape
+from plumbing.processes import BadInput, Job
+from skippipe import full_paths
+from train import Pipeline, evaluate, parse
+
+
+def main(argv=None):
+    job = Job()
+    parser = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="its folder, with the checkpoint parts of all ranks")
+    parser.add_argument("out", type=Path, help="a folder that does not exist yet, or is empty")
+    parser.add_argument("--replica", default="mean", help="0, 1, ..., or the mean of all (default)")
+    job.together(export, parser, argv, job)
+
+
+def export(parser, argv, job):
+    a = parser.parse_args(argv)
+    o = parse(["--resume", a.run])
+    stages, layers = layout(o, sum(o.stages))
+    routes = full_paths(stages, 1)
+    names = [*map(str, range(len(routes))), "mean"]
+    if job.world > 1:
+        raise BadInput("tools.export runs in one process, without torchrun")
+    if a.replica not in names:
+        raise BadInput(f"--replica takes {', '.join(names)}, not {a.replica}")
+    if a.out.exists() and (not a.out.is_dir() or any(a.out.iterdir())):
+        raise BadInput(f"{a.out}: exists and is not an empty folder")
+    step, theta = newest(job, Path(a.run), stages)
+    corpus, _ = load_data(o, 0, 1)
+    model = Llama(shape(o), device=job.device)
+    flat = by_stage(model, layers)
+    pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
+    print(f"{a.run}, step {step}; held-out loss in nats per token, corpus {corpus.digest}")
+    for name in sorted(names, key=a.replica.__eq__):        # that one comes last and stays in the model
+        for s, ranks in enumerate(stages):
+            chosen = ranks if name == "mean" else [routes[int(name)][s]]
+            flat[s].copy_(sum(theta[r] for r in chosen) / len(chosen))
+        label = "mean of all" if name == "mean" else f"replica {name}"
+        print(f"{label:<12}{evaluate(pipeline, [[0]], corpus, o):.6f}")
+    try:
+        save_pretrained(model, a.out, o.seq_len, corpus.end)
+    except ImportError:
+        raise BadInput("tools.export needs the safetensors package: pip install '.[hf]'")
+    save_tokenizer(a.out, o.tokenizer, corpus.end)
+    print(f"{a.replica}, written to {a.out}")
+
+
+def newest(job, folder, stages):
+    """(step, {rank: theta}) of the newest checkpoint of which all parts are here."""
+    checkpoints = Checkpoints(job, folder)
+    held = {r: checkpoints.parts(r, ranks) for ranks in stages for r in ranks}
+    steps = set.intersection(*map(set, held.values()))
+    if not steps:
+        raise BadInput(f"{folder} has no checkpoint with the parts of all {len(held)} ranks: bring those "
+                       "that are on other machines here")
+    return max(steps), {r: read(parts[max(steps)])["theta"] for r, parts in held.items()}
+
+
+def by_stage(model, layers):
+    """The model's parameters as one vector for each stage, laid out as the stage's theta."""
+    def owner(name):
+        return next((s for s, held in enumerate(layers) for i in held if f".layers.{i}." in name), 0)
+
+    flat = []
+    for s in range(len(layers)):
+        theta, _ = flatten(p for name, p in model.named_parameters() if owner(name) == s)
+        flat.append(theta)
+    return flat
+
+
+if __name__ == "__main__":
+    main()

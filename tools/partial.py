@@ -1,0 +1,103 @@
+"""Partial inference: the held-out loss of a trained run with only some of its stages running, or without
+some ranks.
+
+    torchrun --nproc-per-node 6 -m tools.partial runs/NAME --shares 1,0.75,0.5 [--dead 3,5]
+
+As many processes as the run has ranks; each loads its part of the newest checkpoint. Stage 0 always runs,
+of the others all choices or 16 drawn ones. The numbers are kept in runs/NAME/partial.json. """
+import argparse
+import json
+import math
+import random
+from itertools import combinations
+
+from plumbing.options import Parser, numbers
+from plumbing.processes import BadInput, Job
+from plumbing.report import perplexity, replace
+from train import Options, Routes, build, evaluate, parse
+
+
+def main(argv=None):
+    job = Job()
+    if job.leaves_help(argv):
+        return
+    parser = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="its folder")
+    shares = [1.0, 0.75, 0.5]
+    parser.add_argument("--shares", type=numbers(float), default=shares, help="of the stages that run")
+    parser.add_argument("--dead", type=numbers(int), default=[], help="ranks that no path visits")
+    a, o = job.agree_on("arguments", lambda: arguments(parser, argv, job.world))
+    t = start(job, Options(**o))
+    job.together(possible, a["dead"], t.stages)
+    rows = []
+    for kept in dict.fromkeys(max(1, round(share * len(t.stages))) for share in a["shares"]):
+        rows += some_stages(t, kept, a["dead"])
+    if job.rank == 0:
+        replace(t.folder / "partial.json", json.dumps(rows, indent=1))
+    job.close()
+
+
+def arguments(parser, argv, world):
+    a = parser.parse_args(argv)
+    if not all(0 < share <= 1 for share in a.shares):
+        raise BadInput("--shares takes shares above 0, at most 1")
+    return vars(a), vars(parse(["--resume", a.run], world))
+
+
+class NoRoutes(Routes):
+    """Nothing is planned: there is no training."""
+
+    def __init__(self, job, o, pipeline, stages, plan=None):
+        self.stages, self.plan = stages, None
+
+
+def start(job, o):
+    job.connect(o)
+    return build(job, o, Routes=NoRoutes, make_outer=no_outer)
+
+
+def no_outer(*_):
+    return None
+
+
+def possible(dead, stages):
+    ranks = {r for stage in stages for r in stage}
+    if not set(dead) < ranks or set(stages[0]) <= set(dead):
+        raise BadInput(f"--dead {','.join(map(str, dead))}: takes ranks of this run, and must leave one of "
+                       f"the origins {stages[0]}")
+
+
+def some_choices(stages, count, draw):
+    """All choices of `count` of these stages, or 16 drawn ones where there are more."""
+    if math.comb(len(stages), count) <= 16:
+        return list(combinations(stages, count))
+    drawn = [tuple(sorted(draw.sample(stages, count))) for _ in range(64)]
+    return list(dict.fromkeys(drawn))[:16]
+
+
+def some_stages(t, kept, dead):
+    """With `kept` of the stages: on rank 0 a row for each choice."""
+    alive = [[r for r in stage if r not in dead] for stage in t.stages]
+    running = [s for s in range(1, len(t.stages)) if alive[s]]      # the others are left out by all
+    others = min(kept - 1, len(running))
+    choices = some_choices(running, others, random.Random(t.o.seed))
+    share = (others + 1) / len(t.stages)
+    rows = []
+    for choice in choices:
+        own = evaluate(t.pipeline, [alive[0], *(alive[s] for s in choice)], t.corpus, t.o)
+        losses = t.job.collect(f"partial/{choice}", own)
+        if losses:
+            mean = sum(losses[r] for r in alive[0]) / len(alive[0])
+            rows.append(dict(share=share, stages=[0, *choice], dead=sorted(dead), heldout_loss=mean,
+                             perplexity=perplexity(mean)))
+    if rows:
+        found = [row["perplexity"] for row in rows]
+        without = f", without ranks {sorted(dead)}" if dead else ""
+        print(f"{others + 1} of {len(t.stages)} stages ({share:.0%}), choices {len(choices)}: perplexity "
+              f"{sum(found) / len(found):.3f} (best {min(found):.3f}, worst {max(found):.3f}){without}",
+              flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
