@@ -8,11 +8,10 @@ replicas together. The outer settings are train.TINY; experiments/tuning.py foun
 """
 import math
 import statistics
-import sys
 
 import train
 from experiments.pictures import COLOURS
-from experiments.runs import (Run, band, command, finals, headline, losses, mean_of_replicas, over, results,
+from experiments.runs import (Run, band, finals, headline, losses, mean_of_replicas, over, results,
                               spread_of, spreads, tokens)
 
 ONE_STAGE = {
@@ -183,9 +182,5 @@ def draw_spread(axis, runs):
              title="weight spread and learning rate", ylim=(None, 1.5 * peak))
 
 
-def main(argv=None):
-    headline("convergence", runs, table, draw, description=__doc__, argv=argv)
-
-
 if __name__ == "__main__":
-    command(main, sys.argv[1:])
+    headline("convergence", __doc__, runs, table, draw)

@@ -10,7 +10,7 @@ import sys
 
 import train
 from experiments.pictures import COLOURS
-from experiments.runs import Run, band, command, finals, headline, losses, over, results, spread_of, tokens
+from experiments.runs import Run, band, finals, headline, losses, over, results, spread_of, tokens
 from plumbing.processes import Job
 
 
@@ -73,12 +73,8 @@ def draw(plt, found):
     return figure
 
 
-def main(argv):
-    if argv[:1] == ["--losing"]:
-        lose(float(argv[1]), argv[2:])
-    else:
-        headline("failure", runs, table, draw, description=__doc__, argv=argv)
-
-
 if __name__ == "__main__":
-    command(main, sys.argv[1:])
+    if sys.argv[1:2] == ["--losing"]:
+        lose(float(sys.argv[2]), sys.argv[3:])
+    else:
+        headline("failure", __doc__, runs, table, draw)

@@ -7,11 +7,9 @@ constant t.
 import argparse
 import itertools
 import math
-import sys
 
-from experiments.runs import command
 from plumbing.options import Parser
-from plumbing.processes import BadInput
+from plumbing.processes import BadInput, Job
 
 PARAMS = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}      # as the paper states them
 
@@ -32,7 +30,8 @@ def on_paper(params, n, mbit, latency, step_seconds):
             "NoLoCo": row(50, B, latency + B / rate, 28)}
 
 
-def table(o):
+def table(argv):
+    o = parse(argv)
     latency = o.latency_ms / 1000
     print(f"fp32, {o.latency_ms:g} ms, inner steps of {o.step_seconds:g} s; DDP (each step) / "
           "DiLoCo (each 100) / NoLoCo (each 50, theta only)\n")
@@ -67,8 +66,8 @@ def parse(argv):
 
 
 def main(argv=None):
-    table(parse(argv))
+    Job().together(table, argv)
 
 
 if __name__ == "__main__":
-    command(main, sys.argv[1:])
+    main()

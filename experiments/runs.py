@@ -30,7 +30,7 @@ from experiments.pictures import picture, save
 from model import Llama
 from plumbing.data import load_data
 from plumbing.options import Parser
-from plumbing.processes import BadInput, Job, complain
+from plumbing.processes import BadInput, Job
 from tools import export
 
 ROOT = Path(__file__).parent.parent
@@ -73,31 +73,28 @@ def results(found):
 # ---------------------------------------------------------------- the command line
 
 
-def command(main, argv):
-    """A mistake is one line."""
-    try:
-        main(argv)
-    except BadInput as error:
-        complain(" ".join(str(error).split()))
-        sys.exit(2)
-
-
-def arguments(description, argv):
+def arguments(description):
     p = Parser(description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run each of every kind")
     p.add_argument("--steps", type=int, help="training steps, in place of each run's own")
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
     p.add_argument("--plot", action="store_true", help="no runs: table and picture of what OUT/results has")
-    o = p.parse_args(argv)
+    o = p.parse_args()
     if o.steps is not None and o.steps < 1:
         raise BadInput(f"--steps must be at least 1, got {o.steps}")
     return o
 
 
-def headline(name, runs, table, draw=None, seconds=None, description=None, argv=None):
-    """runs(steps) -> [Run], table(found) prints, draw(plt, found) -> figure; seconds() adds simulated
-    times to found."""
-    o = arguments(description, argv)
+def headline(name, description, runs, table, draw=None, seconds=None):
+    """A headline's whole command; bad input is one line.
+
+    runs(steps) -> [Run], table(found) prints, draw(plt, found) -> figure, seconds() -> simulated times.
+    """
+    Job().together(run_or_show, name, description, runs, table, draw, seconds)
+
+
+def run_or_show(name, description, runs, table, draw, seconds):
+    o = arguments(description)
     file = Path(o.out, "results", f"headline_{name}.json")
     if o.plot and not file.exists():
         raise BadInput(f"no {file}: run this without --plot first")

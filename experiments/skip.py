@@ -10,11 +10,10 @@ gradients are averaged at every step, so that what differs is the paths. 0% skip
 import itertools
 import random
 import statistics
-import sys
 
 from experiments.clock import hours, keep_links, makespan, slowest_all_reduce
 from experiments.pictures import COLOURS
-from experiments.runs import (Run, band, command, finals, headline, heldout, losses, mean_model, over,
+from experiments.runs import (Run, band, finals, headline, heldout, losses, mean_model, over,
                               results, spread_of)
 from model import Llama
 from planning.assign import assign_stages
@@ -205,9 +204,5 @@ def draw_shares(axis, seeds, base, colour):
     axis.errorbar(at, mean, errors, marker="o", capsize=3, label=name(*kind(o)), color=colour)
 
 
-def main(argv=None):
-    headline("skip", runs, table, draw, seconds, __doc__, argv)
-
-
 if __name__ == "__main__":
-    command(main, sys.argv[1:])
+    headline("skip", __doc__, runs, table, draw, seconds)

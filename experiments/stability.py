@@ -18,7 +18,6 @@ the second with gamma.
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import torch
@@ -26,10 +25,9 @@ from tqdm import tqdm
 
 import train
 from experiments.pictures import COLOURS, picture, save
-from experiments.runs import command
 from noloco import gamma_bound
 from plumbing.options import Parser
-from plumbing.processes import BadInput
+from plumbing.processes import BadInput, Job
 
 PULLS = (0.0, 0.3)
 ALPHAS = torch.arange(20) * 0.05
@@ -304,7 +302,7 @@ def draw_map(axis, r, row, halo):
     return coloured
 
 
-def main(argv):
+def show(argv=None):
     p = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
@@ -321,4 +319,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main, sys.argv[1:])
+    Job().together(show)

@@ -5,11 +5,10 @@ inner steps.
 """
 import itertools
 import statistics
-import sys
 
 from experiments.clock import every, hours, keep_links, makespan, reaches, slowest_all_reduce, stage_delays
 from experiments.pictures import COLOURS
-from experiments.runs import Run, band, command, finals, headline, losses, results, spread_of
+from experiments.runs import Run, band, finals, headline, losses, results, spread_of
 from noloco import random_groups
 from planning.instance import city_links, published_network
 from skippipe import full_paths, random_paths, simulate
@@ -143,9 +142,5 @@ def draw(plt, found):
     return figure
 
 
-def main(argv=None):
-    headline("together", runs, table, draw, seconds, __doc__, argv)
-
-
 if __name__ == "__main__":
-    command(main, sys.argv[1:])
+    headline("together", __doc__, runs, table, draw, seconds)

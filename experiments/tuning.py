@@ -3,9 +3,8 @@ close NoLoCo's gap to DDP. 8 replicas, 800 steps.
 
     python -m experiments.tuning [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 """
-import sys
 
-from experiments.runs import Run, command, finals, headline, results, spread_of
+from experiments.runs import Run, finals, headline, results, spread_of
 
 RATES = ("4e-3", "6e-3", "8e-3", "1.2e-2")      # of DDP
 # (rate, alpha, beta)
@@ -51,9 +50,5 @@ def table(found):
         print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {seeds[0].sent:.0f} |")
 
 
-def main(argv=None):
-    headline("tuning", runs, table, description=__doc__, argv=argv)
-
-
 if __name__ == "__main__":
-    command(main, sys.argv[1:])
+    headline("tuning", __doc__, runs, table)
