@@ -517,7 +517,7 @@ def train(t):
                 outer.phi.copy_(t.theta)
                 outer.steps = t.step
             elif outer and not warm:
-                outer.step()
+                t.meter.time(outer.step)
                 t.step = outer.steps                        # survive: one who was late may have caught up
             log.progress(loss, home)
             evaluates = t.step == o.steps or t.step // o.eval_every > before // o.eval_every

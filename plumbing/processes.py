@@ -191,13 +191,16 @@ class Average:
     def __init__(self, all_reduce, replicas):
         self.all_reduce, self.replicas = all_reduce, replicas
         self.bytes_sent = 0
+        self.waits = []                     # seconds of each
 
     def __call__(self, grad, tokens):
+        start = time.perf_counter()
         count = torch.tensor(float(tokens), device=grad.device)
         works = [self.all_reduce(t) for t in (count, grad)]
         for work in works:
             work.wait()
         self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
+        self.waits.append(time.perf_counter() - start)
         return float(count)
 
 
