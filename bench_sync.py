@@ -52,8 +52,10 @@ from tqdm import tqdm
 
 import skippipe
 import train
-from model import Config, Llama, count_parameters, load_weights
+from model import Config, Llama, count_parameters
 from noloco import PIECE, DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_groups, total
+from plumbing.data import load_corpus
+from plumbing.huggingface import load_weights
 from train import BadInput, Job, Parser
 
 PAPER = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}       # parameters, as the paper states them
@@ -934,10 +936,10 @@ def memory(config, tokens, microbatches, vectors=7, layers=None):
     """Bytes of a rank with both ends and `layers` layers: theta, gradient, Adam's two, phi, delta and a receive buffer (`vectors`), the activations
     of this many microbatches in flight, `tokens` tokens each, and while a loss is taken back its logits and the head's own gradient.
 
-    A layer keeps of a token, in floats: x and norm(x) twice, q, attention's result and its log-sum, k and v, gate, up, silu(gate) and their product.
+    A layer keeps of a token, in floats: x, x / rms(x), norm(x) twice, q, attention's result and its log-sum, k and v, gate, up, silu(gate), their product.
     """
     C, D = config.hidden_size, config.hidden_size // config.num_attention_heads
-    layer = 6 * C + 2 * D * config.num_key_value_heads + config.num_attention_heads + 4 * config.intermediate_size + 2
+    layer = 8 * C + 2 * D * config.num_key_value_heads + config.num_attention_heads + 4 * config.intermediate_size + 2
     depth = config.num_hidden_layers if layers is None else layers
     return 4 * (vectors * count_parameters(config)[0] + tokens * (microbatches * depth * layer + config.vocab_size + 2 * C) + C * config.vocab_size)
 
@@ -1198,7 +1200,7 @@ def mean_of_replicas(job, folder):
 def missing_stages(job, folder):
     """Held-out loss of the model with only some of its stages: of three shares of them, and of what is left when half of the nodes are dead."""
     mean, o = mean_of_replicas(job, folder), train.parse(["--resume", str(folder)])
-    corpus, draw, count, losses = train.load_corpus(o), random.Random(0), len(o.stages), {}
+    corpus, draw, count, losses = load_corpus(o), random.Random(0), len(o.stages), {}
     _, layers = train.layout(o, sum(o.stages))
 
     def loss(stages):

@@ -19,6 +19,7 @@ import skippipe
 import train
 from model import Config, Llama, count_parameters
 from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_groups
+from plumbing.data import load_data
 from skippipe import Deadlock, Network, full_paths, random_paths, simulate
 from tests.harness import SMALL, checkpoint, gloo, processes, run, write_corpus
 from tests.oracles import (
@@ -415,8 +416,7 @@ def test_ddp_on_two_processes_equals_one_process(tmp_path):
     run(2, "--method", "ddp", "--steps", 3, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
     got = checkpoint(tmp_path / "runs/x", 3, 0)["theta"]
     o = train.parse(["--steps", "3", "--data", str(corpus), *SMALL])
-    data = train.load_corpus(o)
-    readers = [train.Reader.of(o, data, i, 2) for i in range(2)]
+    readers = [load_data(o, i, 2)[1] for i in range(2)]
     model = Llama(Config(256, 32, 64, 4, 2, 2))
     theta, _ = flatten(model.parameters())
     adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))

@@ -17,24 +17,16 @@ and all draw or plan their paths round these. Set TRACE=1 to see who sends what 
 """
 import argparse
 import contextlib
-import gzip
-import hashlib
 import json
 import math
 import os
 import random
-import re
 import sys
-import sysconfig
 import threading
 import time
-import zlib
-from bisect import bisect
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
-from itertools import accumulate, combinations, islice, takewhile
+from itertools import accumulate, combinations
 from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")        # or each broken connection is a page of C++ stack
@@ -44,8 +36,12 @@ from torch.optim.adam import adam as adam_update
 from tqdm import tqdm
 
 import skippipe
-from model import Config, Llama, byte_tokenizer, count_parameters, load_weights, read_config, save_pretrained
+from model import Config, Llama, count_parameters
 from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, gloo_group, meet
+from plumbing.data import load_corpus, load_data
+from plumbing.fast import speed_up
+from plumbing.huggingface import load_weights, read_config, save_pretrained, save_tokenizer
+from plumbing.processes import BadInput
 from skippipe import WORK, Network, chain, full_paths, kind, random_paths, simulate
 
 # The paper's table (arXiv 2506.10911); tiny is for two laptop cores. Rates are those of the inner optimizer.
@@ -168,10 +164,6 @@ class Options:
 SHAPE = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")         # in the order of Config's fields
 LAYOUT = ("stages", "layers_per_stage", "method", "warm_start", "model", *SHAPE, "init_from", "seq_len", "seed", "data", "tokenizer", "routing", "skip",
           "microbatches", "batch")
-
-
-class BadInput(Exception):
-    """Something the user can put right; the message is the one line that rank 0 prints."""
 
 
 class Gone(Exception):
@@ -371,244 +363,6 @@ class Job:
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------- data
-
-
-BLOCK = 20      # lines of C4 dealt to an origin at a time where there are fewer shards than origins; of a single shard every 20th is held out
-READY = 256     # sequences that a stream keeps ahead of training
-
-
-@dataclass
-class Corpus:
-    train: list                 # tensors of tokens (1-D, any integer type), or the paths of C4 shards to stream
-    heldout: torch.Tensor
-    digest: str                 # losses compare only between runs with the same
-    bytes_per_token: float      # of the held-out part; None when only tokens are known
-    encode: object              # documents, as bytes -> a tensor of tokens of each, closed by the end token
-    end: int                    # the end token; None when unknown
-    streamed: bool
-    alone: bool                 # a single shard, so that some of its lines are held out
-
-
-def standard_library():
-    """The .py files of the running Python's own library: real text, on every machine, nothing to download."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    leave_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}     # not its own, or near-duplicates
-    files = []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in leave_out]        # not even listed: site-packages alone can take seconds
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return root, sorted(files)
-
-
-def documents(files, mine, shard=0, line=0, bad=0):
-    """Documents of C4 shards from (shard, line) on, where mine(line), for ever: ((shard, line, bad lines before it), text as bytes).
-
-    A line that is no JSON object with a text is bad: skipped and counted, as is, once, the rest of a shard that breaks off. Shards count on over the epochs.
-    """
-    first, problem = shard, f"no lines in {files[shard % len(files)]}"
-    while problem is None or shard < first + len(files):        # a whole epoch without a document ends it
-        path = files[shard % len(files)]
-        with gzip.open(path, "rb") as lines:
-            try:
-                for number, text in enumerate(lines):
-                    if number < line or not mine(number):
-                        continue
-                    try:
-                        document = json.loads(text)["text"].encode()
-                    except (ValueError, KeyError, TypeError, AttributeError):
-                        bad, problem = bad + 1, problem and f"{path}, line {number + 1}: no JSON object with a text"
-                        continue
-                    problem = None
-                    yield (shard, number, bad), document
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                bad, problem = bad + 1, problem and f"{path}: {error}"
-        shard, line = shard + 1, 0
-    raise BadInput(f"the data has no document for one of its readers: {problem}")
-
-
-def load_tokenizer(o):
-    """(encode, end) as in Corpus, of --tokenizer, else of bytes, which a zero byte closes."""
-    if not o.tokenizer:
-        return lambda texts: [torch.frombuffer(bytearray(text + b"\0"), dtype=torch.uint8) for text in texts], 0
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise BadInput("--tokenizer needs the tokenizers package: pip install '.[hf]'")
-    try:
-        tokenizer = Tokenizer.from_file(o.tokenizer)
-        beside = Path(o.tokenizer).with_name("tokenizer_config.json")
-        named = json.loads(beside.read_text()).get("eos_token") if beside.exists() else None
-    except Exception as error:          # the package raises nothing narrower
-        raise BadInput(f"--tokenizer {o.tokenizer}: {error}")
-    size = max(tokenizer.get_vocab().values(), default=0) + 1
-    if size > o.vocab:
-        raise BadInput(f"{o.tokenizer} has {size} tokens, the model {o.vocab}: give --vocab {size}")
-    names = [named["content"] if isinstance(named, dict) else named] if named else ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"]
-    ends = [i for i in map(tokenizer.token_to_id, names) if i is not None]
-    if not ends:
-        raise BadInput(f"{o.tokenizer} has no {' or '.join(names)} to end a document: name its eos_token in a tokenizer_config.json beside it")
-    tokenizer.encode_special_tokens = True      # a text that spells the end token does not end there
-
-    def encode(texts):
-        found = tokenizer.encode_batch_fast([text.decode(errors="replace") for text in texts], add_special_tokens=False)
-        return [torch.tensor(e.ids + ends[:1], dtype=torch.int32) for e in found]
-    return encode, ends[0]
-
-
-def load_corpus(o):
-    """Training data and held-out tokens, from disjoint files (one file: disjoint ranges, or lines of C4).
-
-    Text is read and tokenised here; nanoGPT's token files are mapped; of C4 only the held-out documents that an evaluation uses are read.
-    """
-    if o.data:
-        root = Path(o.data)
-        hidden = lambda p: any(part.startswith(".") for part in p.relative_to(root).parts)
-        files = sorted(p for p in root.rglob("*") if p.is_file() and not hidden(p)) if root.is_dir() else [root]
-        if not files or not all(p.is_file() for p in files):
-            raise BadInput(f"--data {o.data}: no such file, or a folder without files")
-    else:
-        root, files = standard_library()
-        if sum(p.stat().st_size for p in files) < 5e6:
-            raise BadInput(f"the standard library in {root} has under 5 MB of .py text: give --data a text file or folder")
-    kinds = {"bin" if p.suffix == ".bin" else "c4" if p.name.endswith(".json.gz") else "text" for p in files}
-    if len(kinds) > 1:
-        raise BadInput(f"--data {o.data} mixes {' and '.join(sorted(kinds))} files: keep one kind in a folder")
-    kind, = kinds
-    if kind != "bin" and not o.tokenizer and (o.vocab < 256 or o.init_from and o.vocab > 256):
-        raise BadInput(f"bytes need a vocabulary of 256, the model has {o.vocab}" + (f": give --tokenizer {o.init_from}/tokenizer.json" if o.init_from else ""))
-    encode, end = load_tokenizer(o)
-    digest = hashlib.sha256(Path(o.tokenizer).read_bytes() if o.tokenizer else b"")
-    if kind != "text":                  # too large to read for this
-        digest.update(str([(p.relative_to(root).as_posix(), p.stat().st_size) for p in files]).encode())
-
-    train, held = files, files
-    if len(files) > 1:                  # named so: nanoGPT's val.bin, C4's c4-validation.*
-        named = [p for p in files if re.search(r"(^|[^a-z])val(id|idation)?([^a-z]|$)", p.name.lower())] if o.data else []
-        by_hash = sorted(files, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).hexdigest())
-        held = set(named if 0 < len(named) < len(files) else by_hash[:max(1, len(files) // 20)])
-        train, held = [p for p in files if p not in held], [p for p in files if p in held]
-    needed = (o.eval_sequences + o.batch) * o.seq_len + 1
-
-    def read(paths):
-        """The tokens of these files, in one tensor or more, and the bytes of text behind them (None: unknown)."""
-        if kind == "bin":               # uint16 and nothing else
-            return [torch.from_file(str(p), size=p.stat().st_size // 2, dtype=torch.uint16) for p in paths], None
-        parts, size = [torch.empty(0, dtype=torch.uint8)], 0
-        if kind == "c4":
-            found = documents(paths, lambda line: len(files) > 1 or line % BLOCK == 0)
-            texts = (text for _, text in takewhile(lambda d: d[0][0] < len(paths), found))          # at most one epoch
-        else:
-            texts = (p.read_bytes() for p in paths)
-        while (some := list(islice(texts, 100))) and (kind != "c4" or sum(map(len, parts)) < needed):
-            size += sum(len(text) + 1 for text in some)
-            if kind == "text":
-                for text in some:
-                    digest.update(text + b"\0")
-            parts += encode(some)
-        return [torch.cat(parts)], size
-
-    try:
-        if kind == "c4":
-            parts, size = read(held)
-        elif len(files) == 1:
-            (whole,), size = read(files)
-            cut = max(0, len(whole) - max(o.seq_len + 1, len(whole) // 20))
-            train, parts, size = [whole[:cut]], [whole[cut:]], size and size * (len(whole) - cut) / len(whole)
-        else:
-            (train, _), (parts, size) = read(train), read(held)
-    except (OSError, RuntimeError) as error:
-        raise BadInput(f"--data {o.data}: {error}")
-    heldout = parts[0] if len(parts) == 1 else torch.cat([part[:needed] for part in parts])
-    if len(heldout) < o.seq_len + 1:
-        raise BadInput(f"the held-out data has {len(heldout)} tokens, fewer than one sequence of {o.seq_len} + 1: more data or a smaller --seq-len")
-    top = max(int(part[:1 << 24].to(torch.int32).max()) for part in (*train, heldout) if len(part)) if kind == "bin" else 0    # 16M of each file must do
-    if top >= o.vocab:
-        raise BadInput(f"the data has token {top}, the model a vocabulary of {o.vocab}: give --vocab {top + 1} or more")
-    return Corpus(train, heldout, digest.hexdigest()[:12], size and size / len(heldout), encode, end if o.tokenizer or kind != "bin" else None,
-                  kind == "c4", len(files) == 1)
-
-
-class Reader:
-    """Sequences of one origin's part of the tokens in memory or mapped, in a fresh random order each epoch. `cursor`, the sequences read, is all its state."""
-
-    def __init__(self, parts, seq_len, seed):
-        self.parts, self.seq_len, self.seed = parts, seq_len, seed
-        self.firsts = list(accumulate((max(0, len(part) - 1) // seq_len for part in parts), initial=0))     # the number of each part's first sequence
-        self.count, self.cursor, self.epoch = self.firsts[-1], 0, None
-        if self.count < 1:
-            raise BadInput(f"an origin's part of the data has {sum(map(len, parts))} tokens, fewer than one sequence of {seq_len} + 1: "
-                           "more data, fewer origins or a smaller --seq-len")
-
-    @classmethod
-    def of(cls, o, corpus, origin, origins):
-        """Origin number `origin` of `origins` reads its own part."""
-        if corpus.streamed:
-            return Stream(corpus, o.seq_len, origin, origins)
-        shares = [len(part) // origins for part in corpus.train]
-        return cls([part[origin * n:(origin + 1) * n] for part, n in zip(corpus.train, shares)], o.seq_len, f"data {o.seed} {origin}")
-
-    def next(self, batch):
-        """(batch, T + 1) tokens: inputs and, one further, targets."""
-        rows = []
-        for _ in range(batch):
-            epoch, place = divmod(self.cursor, self.count)
-            if epoch != self.epoch:
-                generator = torch.Generator().manual_seed(random.Random(f"{self.seed} {epoch}").getrandbits(63))
-                self.epoch, self.order = epoch, torch.randperm(self.count, generator=generator)
-            number = int(self.order[place])
-            part = bisect(self.firsts, number) - 1
-            start = (number - self.firsts[part]) * self.seq_len
-            rows.append(self.parts[part][start:start + self.seq_len + 1])
-            self.cursor += 1
-        return torch.stack(rows).long()
-
-
-class Stream:
-    """Sequences of one origin's share of C4 shards, in their order (C4 is shuffled), read and tokenised ahead by a thread in bounded memory.
-
-    `cursor` is all its state: shard (counting on over the epochs), line, bad lines before it, and how many tokens of the line's document have been read.
-    """
-
-    def __init__(self, corpus, seq_len, origin, origins):
-        few = len(corpus.train) < origins
-        self.files = corpus.train if few else corpus.train[origin::origins]
-        self.mine = lambda line: (not few or line // BLOCK % origins == origin) and not (corpus.alone and line % BLOCK == 0)
-        self.encode, self.seq_len, self.cursor, self.ready_at, self.ready = corpus.encode, seq_len, (0, 0, 0, 0), None, deque()
-        self.thread = ThreadPoolExecutor(1)
-        if next(self.sequences(self.cursor))[1][0] >= len(self.files):
-            raise BadInput(f"an origin's part of the data has fewer tokens than one sequence of {seq_len} + 1: more data, fewer origins or a smaller --seq-len")
-
-    def sequences(self, cursor):
-        """From the cursor on, for ever: T + 1 tokens, of which the last one comes again, and the cursor after them."""
-        *place, used = cursor
-        docs, tokens, spans = documents(self.files, self.mine, *place), torch.empty(0, dtype=torch.uint8), deque()
-        while True:
-            places, texts = zip(*islice(docs, 64))
-            parts = self.encode(texts)
-            tokens = torch.cat([tokens, *parts])
-            spans.extend(zip(places, map(len, parts)))
-            while len(tokens) > used + self.seq_len:
-                row, used = tokens[used:used + self.seq_len + 1], used + self.seq_len
-                while used >= spans[0][1]:
-                    length = spans.popleft()[1]
-                    tokens, used = tokens[length:], used - length
-                yield row, (*spans[0][0], used)
-
-    def next(self, batch):
-        """(batch, T + 1) tokens: inputs and, one further, targets."""
-        if self.cursor != self.ready_at:        # the start, or a checkpoint's cursor
-            self.rows = self.sequences(self.cursor)
-            self.ready = deque(self.thread.submit(next, self.rows) for _ in range(READY))
-        rows = []
-        for _ in range(batch):
-            row, self.ready_at = self.ready.popleft().result()
-            self.ready.append(self.thread.submit(next, self.rows))
-            rows.append(row)
-        self.cursor = self.ready_at
-        return torch.stack(rows).long()
 
 
 # ---------------------------------------------------------------- the executor
@@ -1143,9 +897,7 @@ def export(o, job):
         save_pretrained(model, out, o.seq_len, corpus.end)
     except ImportError:
         raise BadInput("--export needs the safetensors package: pip install '.[hf]'")
-    if o.tokenizer or corpus.end is not None:
-        (out / "tokenizer.json").write_bytes(Path(o.tokenizer).read_bytes() if o.tokenizer else json.dumps(byte_tokenizer()).encode())
-        (out / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)))
+    save_tokenizer(out, o.tokenizer, corpus.end)
     print(f"{name}, written to {out}")
 
 
@@ -1184,9 +936,8 @@ def prepare(o, job):
     network = read_links(o, stages) if o.links and not o.eval_stages and (o.emulate or job.rank == 0 and not o.resume) else None
     if not set(o.dead) < set(range(job.world)) or set(stages[0]) <= set(o.dead):
         raise BadInput(f"--dead {','.join(map(str, o.dead))}: takes ranks of this run, and must leave one of the origins {stages[0]}")
-    corpus = load_corpus(o) if stage == 0 else None
-    reader = Reader.of(o, corpus, stages[0].index(job.rank), len(stages[0])) if corpus else None
-    model = Llama(config, layers[stage], ends=stage == 0, seed=o.seed, device=job.device)
+    corpus, reader = load_data(o, stages[0].index(job.rank), len(stages[0])) if stage == 0 else (None, None)
+    model = speed_up(Llama(config, layers[stage], ends=stage == 0, seed=o.seed, device=job.device))
     if o.init_from and not o.resume:
         try:
             load_weights(model, o.init_from)
