@@ -18,7 +18,7 @@ import bench_sync
 import noloco
 import skippipe
 import train
-from model import Config, Llama, count_parameters
+from model import Config, Llama, count_parameters, rotary
 from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_groups
 from plumbing.data import load_data
 from planning.bound import lower_bound
@@ -366,6 +366,8 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
     stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
     model, whole = Llama(config, layers[stage], ends=stage == 0), Llama(config).double()
     theta, grad = flatten(model.parameters())
+    head_dim = config.hidden_size // config.num_attention_heads
+    angles = rotary(shape[1], head_dim, config.rope_theta, torch.device("cpu"))
     job = connected_job()
     pipeline = train.Pipeline(model, job, stages, shape, dtype)
     worst = 0.0
@@ -383,8 +385,7 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
                 x = whole.embed(tokens[u][:, :-1])
                 for visited in path:
                     for i in layers[next(s for s, ranks in enumerate(stages) if visited in ranks)]:
-                        whole.blocks(x)  # sets the angles
-                        x = whole.model.layers[str(i)](x, *whole.angles)
+                        x = whole.model.layers[str(i)](x, *angles)
                 one = whole.loss(x, tokens[u][:, 1:])
                 one.backward()
                 want_loss += one.item() * (path[0] == rank)

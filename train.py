@@ -1,11 +1,10 @@
 """Train a Llama with NoLoCo, DiLoCo, data parallelism or no synchronisation, over pipelines of any shape.
 
-    python train.py                                                     one process torchrun
-    --nproc-per-node 8 train.py --stages 4,4                   4 replicas of 2 stages, NoLoCo, random
-    routing torchrun --nproc-per-node 8 train.py --method ddp                   8 replicas of 1 stage,
-    all-reduce at every step torchrun --nproc-per-node 7 train.py --stages 3,2,2 --layers 6
-    --layers-per-stage 1,2,3 torchrun --nproc-per-node 8 train.py --resume runs/NAME             goes on
-    from the newest checkpoint, bit for bit
+    python train.py                                             one process
+    torchrun --nproc-per-node 8 train.py --stages 4,4           4 replicas of 2 stages, random routing
+    torchrun --nproc-per-node 8 train.py --method ddp           8 replicas of 1 stage, all-reduce at every step
+    torchrun --nproc-per-node 7 train.py --stages 3,2,2 --layers 6 --layers-per-stage 1,2,3
+    torchrun --nproc-per-node 8 train.py --resume runs/NAME     goes on from the newest checkpoint
 
 One step: every origin cuts its batch into microbatches, each of which takes its path through the stages and
 comes home for its loss (skippipe.py says what a path is); backward retraces it. Each rank then divides its
@@ -13,8 +12,8 @@ gradient by the tokens that came home through it, clips it, takes an Adam step o
 meets the other replicas of its stage as the method says (noloco.py).
 
 Read from the bottom up: main, train, build; then the executor, Pipeline. `--survive SECONDS` puts the parts
-of survive/ in the place of ours; tools/ and experiments/ do likewise. TRACE=1 prints who sends what to
-whom. """
+of survive/ in the place of ours; tools/ and experiments/ do likewise. TRACE=1 prints who sends what to whom.
+"""
 import contextlib
 import math
 import os
@@ -36,6 +35,7 @@ from planning.routing import PLANNERS, measure, plan_paths, read_links
 from plumbing import options
 from plumbing.checkpoints import Checkpoints, go_on, state_of, take_folder
 from plumbing.data import load_data
+from plumbing.fast import speed_up
 from plumbing.huggingface import load_weights
 from plumbing.options import layout, numbers, option, shape
 from plumbing.processes import BadInput, Job, restarts
@@ -458,7 +458,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     if o.links and not o.resume:
         job.together(linked, o, t.stages)                       # refused before any work
     t.corpus, t.reader = job.together(origin_data, o, job.rank, t.stages[0])
-    t.model = Llama(t.config, t.layers[t.stage], ends, o.seed, job.device)
+    t.model = speed_up(Llama(t.config, t.layers[t.stage], ends, o.seed, job.device))
     if o.init_from and not o.resume:
         job.together(initial_weights, t.model, o)
     t.folder = job.together(take_folder, o, job)
