@@ -33,19 +33,21 @@ figures: .venv/ready
 	time $(BIN)/python skippipe.py --nodes 20 --sizes 5,3,3,3,3,3 --seconds 1 --figure '' --results ''
 	time $(MAKE) --no-print-directory emulate
 	time $(BIN)/python bench_sync.py --simulate --out $(OUT)
-	time $(BIN)/python bench_sync.py --headline stability $(if $(QUICK),failure --steps 4 --seeds 1) --out $(OUT)
-	time $(BIN)/python bench_sync.py --model small medium large --mbit 100 1000 100000
-	for n in 2 8; do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --out $(OUT) $(if $(QUICK),--params 1e6 --trials 3) || exit; done
-	for n in $(if $(QUICK),4 8,4 8 16 32 64); do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --latency-ms 50 --latency-std 1 \
-		--out $(OUT) $(if $(QUICK),--trials 3) || exit; done
+	time $(BIN)/python -m experiments.stability --out $(OUT)
+	$(if $(QUICK),time $(BIN)/python -m experiments.failure --steps 4 --seeds 0 --out $(OUT))
+	time $(BIN)/python -m experiments.paper --mbit 100 1000 100000
+	for n in 2 8; do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --out $(OUT) \
+		$(if $(QUICK),--params 1e6 --trials 3) || exit; done
 
-# the papers' headline results, each with three seeds: about eight hours on 2 cores. Runs that are in runs/ already are not run again
+# the papers' headline results, each with three seeds: about eight hours on 2 cores.
+# Runs that are in runs/ already are not run again
 headline: .venv/ready
-	$(BIN)/python bench_sync.py --headline tuning convergence skip failure together stability
+	for part in tuning convergence skip failure together stability; do \
+		$(BIN)/python -m experiments.$$part --out . || exit; done
 
-# the trainer beside others, and the README's table of it: about 15 minutes on 2 idle cores, 22 GB of memory
+# the trainer beside others, and the table of it: about 15 minutes on 2 idle cores, 22 GB of memory
 speed: .venv/ready
-	$(BIN)/python bench_sync.py --trainer
+	$(BIN)/python -m experiments.speed --out .
 
 # the published instance on 20 processes over emulated links, four ways (random paths with a seed that avoids the broken link), about 4 minutes
 emulate: .venv/ready

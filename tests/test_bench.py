@@ -1,4 +1,4 @@
-"""bench_sync.py: simulated, measured and emulated reductions, and its options."""
+"""bench_sync.py: simulated and measured reductions, and its options. experiments/paper.py."""
 
 import contextlib
 import io
@@ -7,8 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
-import types
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 import bench_sync
 import noloco
+from experiments import paper, pictures
 from tests.harness import HERE, processes
 
 
@@ -43,9 +42,9 @@ def test_all_reduces_without_spread_equal_their_formulas(n):
         rel=1e-5,
     )
     # so many parameters take `seconds` at 1 Mbit/s
-    paper = bench_sync.on_paper(seconds * 1e6 / 32, n, 1.0, latency, 1.0)
-    assert paper["DiLoCo"]["seconds"] == pytest.approx(got["halving and doubling"])
-    assert paper["NoLoCo"]["seconds"] == pytest.approx(latency + seconds)
+    rows = paper.on_paper(seconds * 1e6 / 32, n, 1.0, latency, 1.0)
+    assert rows["DiLoCo"]["seconds"] == pytest.approx(got["halving and doubling"])
+    assert rows["NoLoCo"]["seconds"] == pytest.approx(latency + seconds)
 
 
 def test_training_times_of_two_replicas_are_equal_and_more_replicas_gain():
@@ -68,7 +67,7 @@ def test_a_late_replica_delays_everyone_at_once_or_by_doubling():
 
 
 def test_on_paper_by_hand():
-    rows = bench_sync.on_paper(6.8e9, 1024, 100, 0.05, 1.0)
+    rows = paper.on_paper(6.8e9, 1024, 100, 0.05, 1.0)
     assert rows["NoLoCo"]["bytes"] == 27.2e9
     assert rows["NoLoCo"]["seconds"] == pytest.approx(0.05 + 27.2e9 / 12.5e6)
     assert rows["DiLoCo"]["bytes"] == pytest.approx(2 * 1023 / 1024 * 27.2e9)
@@ -110,104 +109,32 @@ def test_measured_bytes_equal_the_counted_bytes(tmp_path):
     assert 4 * 100001 <= theta < 4 * 100001 + 64 * 32  # 32 tensors, each padded to 64 bytes
     expect = {
         "exchange of theta": (theta, 0),
-        "exchange of theta and phi": (2 * theta, 0),
-        "exchange of Delta in bf16": (theta // 2, 0),
         "all-reduce of theta": (theta, 0),
         "DDP: gradient": (theta, 0),
         "DiLoCo": (theta, 0),
         "NoLoCo": (theta, 0),
         "NoLoCo, gamma != beta, phi ahead": (theta, theta),
-        "NoLoCo, gamma != beta, phi not ahead": (2 * theta, 0),
-        "NoLoCo, Delta in bf16, phi ahead": (theta // 2, theta),
         "memcpy of theta": (0, 0),
     }
     assert {name: (row["bytes"], row["bytes_ahead"]) for name, row in rows.items()} == expect
     # one round of every row that sends messages, in the order of the table, 1 + 2 times
     for _, _, sent in results:
-        assert sent == 3 * [
-            theta, theta, theta, theta // 2, theta, theta, theta, theta, theta, theta, theta // 2
-        ]
+        assert sent == 3 * [theta, theta, theta, theta]     # exchange; NoLoCo; phi, then theta
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows.values())
     for name, row in rows.items():
         assert f"{name} " in results[0][1] and f"{row['bytes'] / 1e6:9.1f}" in results[0][1]
-
-
-def _half_wire(rank, world):
-    dist.init_process_group("gloo")
-    weights = []
-    for kind in (noloco.NoLoCo, bench_sync.HalfWire):
-        torch.manual_seed(0)
-        parameter = torch.nn.Parameter(torch.randn(1000))
-        outer = kind([parameter], inner_steps=2, gamma=0.9)
-        generator = torch.Generator().manual_seed(rank)
-        for _ in range(6):
-            with torch.no_grad():
-                parameter.add_(0.01 * torch.randn(1000, generator=generator))
-            outer.step()
-        weights.append(parameter.detach().clone())
-    dist.barrier()
-    return float((weights[0] - weights[1]).abs().max())
-
-
-def test_half_wire_nearly_equals_noloco():
-    assert all(0 < difference < 1e-3 for difference in processes(2, _half_wire))
-
-
-def virtual_time():
-    """bench_sync's clock stands still but where it waits: it measures exactly what its messages add up to."""
-    clock, barrier = [0.0], dist.barrier
-
-    def wait(moment):
-        clock[0] = max(clock[0], moment)
-
-    def meet():
-        now = torch.tensor(clock[0], dtype=torch.float64)
-        dist.all_reduce(now, op=dist.ReduceOp.MAX)
-        clock[0] = float(now)
-        barrier()
-
-    bench_sync.time = types.SimpleNamespace(perf_counter=lambda: clock[0])
-    bench_sync.sleep_until, bench_sync.dist.barrier = wait, meet
-
-
-@pytest.mark.parametrize("world", [2, 4, 6])
-def test_emulated_links_equal_the_simulation_of_the_same_draws(world, tmp_path):
-    argv = [
-        "--latency-ms", "30", "--latency-std", "1.5", "--mbit", "10", "--params", "2000", "--trials", "4",
-        "--out", str(tmp_path),
-    ]
-    results = processes(world, _bench, argv, virtual_time)
-    assert [code for code, *_ in results] == [0] * world, results
-    found = json.loads((tmp_path / "results" / f"sync_emulated_{world}.json").read_text())
-    for kind in ("tree", "pair"):
-        assert found["measured"][kind] == pytest.approx(found["simulated"][kind], rel=1e-9)
-        assert len(set(found["measured"][kind])) == 4
-    # two exchanges of 8000 bytes at 1.25 MB/s
-    assert min(found["simulated"]["pair"]) > 2 * 8000 / 1.25e6
-
-
-def test_a_message_waits_until_it_is_due(monkeypatch):
-    monkeypatch.setattr(bench_sync, "time", time)
-    wire = bench_sync.Wire(0)
-    sent = wire.send(torch.arange(3.0, dtype=torch.float64), 0, 7)
-    assert wire.receive(7, 0.05).tolist() == [0, 1, 2] and time.perf_counter() >= sent + 0.05
 
 
 @pytest.mark.parametrize(
     "world, argv, error",
     [
         (1, [], "nothing to do"),
-        (1, ["--model", "huge"], "huge"),
-        (1, ["--model", "large", "--replicas", "1"], "--replicas"),
-        (1, ["--model", "large", "--mbit", "0"], "--mbit"),
+        (1, ["--simulate", "--mbit", "0"], "--mbit"),
         (1, ["--simulate", "--latency-std", "-1"], "--latency-std"),
-        (1, ["--plot", "--out", "nowhere"], "sync_simulated.json"),
+        (1, ["--plot", "--out", "nowhere"], "sync_simulated"),
         (2, ["--simulate"], "no torchrun"),
         (2, ["--trials", "0"], "--trials"),
         (2, ["--params", "nan"], "--params"),
-        (2, ["--latency-ms", "5", "--mbit", "1", "2"], "--mbit"),
-        (2, ["--latency-ms", "5", "--backend", "nccl"], "--backend"),
-        (3, ["--latency-ms", "5"], "even number"),
     ],
 )
 def test_bad_bench_options_get_one_clear_line(world, argv, error, monkeypatch, tmp_path, capsys):
@@ -225,6 +152,22 @@ def test_bad_bench_options_get_one_clear_line(world, argv, error, monkeypatch, t
     assert len(lines) == 1 and "\n" not in lines[0] and error in lines[0]
 
 
+@pytest.mark.parametrize(
+    "argv, error",
+    [
+        (["--model", "huge"], "huge"),
+        (["--model", "large", "--replicas", "1"], "--replicas"),
+        (["--model", "large", "--mbit", "0"], "--mbit"),
+    ],
+)
+def test_bad_options_of_the_paper_table_get_one_clear_line(argv, error, capsys):
+    with pytest.raises(SystemExit) as stop:
+        paper.main(argv)
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and error in lines[0]
+
+
 def test_bad_bench_options_under_several_processes_are_printed_by_rank_0_alone(tmp_path):
     (code, out, _), (other, silence, _) = processes(
         2, _bench, ["--trials", "-3", "--device", "cpu"], cwd=tmp_path
@@ -238,17 +181,16 @@ def test_bad_bench_options_under_several_processes_are_printed_by_rank_0_alone(t
 def test_pictures_without_matplotlib_name_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(bench_sync.BadInput, match=r"\[plot\]"):
-        bench_sync.draw(types.SimpleNamespace(out=str(tmp_path)), "measured")
+        pictures.picture(tmp_path, "sync_measured", None, [])
 
 
 def test_paper_table_launch_line():
     line = [
-        sys.executable, str(HERE / "bench_sync.py"), "--model", "large", "--replicas", "1024",
+        sys.executable, "-m", "experiments.paper", "--model", "large", "--replicas", "1024",
         "--mbit", "100", "--latency-ms", "50",
     ]
-    out = subprocess.run(
-        line, capture_output=True, text=True, timeout=60, env={**os.environ, "WORLD_SIZE": "1"}
-    )
+    alone = {**os.environ, "WORLD_SIZE": "1"}
+    out = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=HERE, env=alone)
     assert out.returncode == 0 and "| large, 6800M | 1024 | 100 | 54.35 / 54.35 / 27.20 |" in out.stdout, (
         out.stderr
     )

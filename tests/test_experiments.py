@@ -1,14 +1,18 @@
 """What the experiments count with: the stability recursion, the clock of the headline results, losses."""
 
+import importlib
 import itertools
+import json
 import math
+import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
-import bench_sync
+from experiments import clock, runs, stability
 from noloco import gamma_bound, outer_update
 from tests.harness import HERE, SMALL, metrics
 
@@ -31,54 +35,104 @@ def test_moment_recursion_equals_the_average_over_all_groupings(replicas, n):
             outer_update(p, q, -pull * p.mean(0), p.mean(0), alpha, beta, gamma)
             phi[g], delta[g] = p, q
         total += moments(phi - phi.mean(), delta - delta.mean()) / len(orders)
-    matrix = bench_sync.moment_matrix(alpha, bench_sync.contraction(replicas, n), beta, gamma, pull)
+    matrix = stability.moment_matrix(alpha, stability.contraction(replicas, n), beta, gamma, pull)
     assert torch.allclose(matrix @ moments(x, d), total, rtol=1e-12)
 
 
 def test_spectral_radius_crosses_one_exactly_at_the_bound():
     radius = lambda alpha, k, gamma, pull=0.0: float(
-        torch.linalg.eigvals(bench_sync.moment_matrix(alpha, k, gamma, gamma, pull)).abs().max()
+        torch.linalg.eigvals(stability.moment_matrix(alpha, k, gamma, gamma, pull)).abs().max()
     )
     for alpha, n, pull in itertools.product((0.0, 0.5, 0.9), (2, 4, 16), (0.0, 0.3)):
-        for k in (1 - 1 / n, bench_sync.contraction(16, n)):
-            bound = bench_sync.exact_bound(alpha, k, pull)
+        for k in (1 - 1 / n, stability.contraction(16, n)):
+            bound = stability.exact_bound(alpha, k, pull)
             assert radius(alpha, k, 0.999 * bound, pull) < 1 < radius(alpha, k, 1.001 * bound, pull)
         assert radius(alpha, 1 - 1 / n, gamma_bound(alpha, n)) == pytest.approx(1, abs=1e-6)
-        assert bench_sync.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
+        assert stability.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
     # heavy ball: 2 (1 + alpha)
-    assert bench_sync.exact_bound(0.5, bench_sync.contraction(16, 16)) == pytest.approx(3)
+    assert stability.exact_bound(0.5, stability.contraction(16, 16)) == pytest.approx(3)
 
 
 def test_all_reduce_seconds_by_hand():
     whole = [[0, 9, 2], [9, 0, 3], [2, 3, 0]]
     part = lambda by: [[x / by for x in row] for row in whole]
     # two rounds of 9 / 3; a ring: four of 3
-    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(3)) == 6
+    assert clock.all_reduce_seconds([0, 1, 2], whole, part(3)) == 6
     # mostly latency: whole vectors, once
-    assert bench_sync.all_reduce_seconds([0, 1, 2], whole, part(1.5)) == 9
-    assert bench_sync.all_reduce_seconds([0, 2], whole, part(2)) == 2
+    assert clock.all_reduce_seconds([0, 1, 2], whole, part(1.5)) == 9
+    assert clock.all_reduce_seconds([0, 2], whole, part(2)) == 2
     slow = [[400 if {i, j} == {0, 2} else 4 for j in range(4)] for i in range(4)]
     # the ring goes round the slow link
-    assert bench_sync.all_reduce_seconds([0, 1, 2, 3], slow, [[x / 4 for x in row] for row in slow]) == 6
+    assert clock.all_reduce_seconds([0, 1, 2, 3], slow, [[x / 4 for x in row] for row in slow]) == 6
+
+
+def a_run(options):
+    curves = dict(step=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], weight_spread=[0.1, 0.2, 0.3], lr=[1, 2, 3],
+                  sync_bytes=[0, 0, 0])
+    return runs.Result(dict(command=f"-m train --name x {options}", ranks=1, curves=curves))
 
 
 def test_hours_to_a_loss_on_straight_lines():
-    found = dict(seconds={"x": (36.0, 360.0), "DDP, full pipeline": (36.0, 72.0)})
-    run = dict(
-        command="train.py --inner-steps 10",
-        curves=dict(
-            step=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], weight_spread=[0.1, 0.2, 0.3], lr=[1, 2, 3]
-        ),
-    )
-    assert bench_sync.clock(found, "x", run) == pytest.approx([0.2, 0.4, 0.6])
-    assert bench_sync.clock(
-        found, "x", run | dict(command="train.py --inner-steps 10 --warm-start 10")
-    ) == pytest.approx([0.3, 0.5, 0.7])
-    assert bench_sync.clock(
-        found, "x", run | dict(command="train.py --inner-steps 10 --warm-start 15")
-    ) == pytest.approx([0.3, 0.6, 0.8])
-    assert bench_sync.reaches(found, "x", run, 1.5) == pytest.approx(0.5)
-    assert bench_sync.reaches(found, "x", run, 0.9) is None
+    run = a_run("--inner-steps 10")
+    assert clock.hours(run, 36.0, 360.0, 72.0) == pytest.approx([0.2, 0.4, 0.6])
+    for warm, expect in ((10, [0.3, 0.5, 0.7]), (15, [0.3, 0.6, 0.8])):
+        warmed = a_run(f"--inner-steps 10 --warm-start {warm}")
+        assert clock.hours(warmed, 36.0, 360.0, 72.0) == pytest.approx(expect)
+    hours = clock.hours(run, 36.0, 360.0, 72.0)
+    assert clock.reaches(1.5, run.losses, hours) == pytest.approx(0.5)
+    assert clock.reaches(0.9, run.losses, hours) is None
+    ddp = a_run("--method ddp")     # synchronises at every step
+    assert clock.hours(ddp, 36.0, 36.0) == pytest.approx([0.2, 0.4, 0.6])
+
+
+def rows_of(capsys):
+    """The rows of the tables that were just printed."""
+    return [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+
+
+@pytest.mark.parametrize("name", ["tuning", "convergence", "skip", "failure", "together", "speed"])
+def test_the_docs_tables_are_what_the_results_print(name, capsys):
+    pytest.importorskip("transformers" if name == "speed" else "torch")
+    file = HERE / "results" / ("speed.json" if name == "speed" else f"headline_{name}.json")
+    found = json.loads(file.read_text())
+    if name == "speed":
+        found = {part: row["result"] for part, row in found.items()}
+    importlib.import_module(f"experiments.{name}").table(found)
+    texts = "".join(file.read_text() for file in (HERE / "README.md", *HERE.glob("docs/*.md")))
+    rows = rows_of(capsys)
+    assert len(rows) > 3 and [row for row in rows if row not in texts] == []
+
+
+def test_stability_prints_what_it_found(capsys):
+    stability.table(json.loads((HERE / "results" / "headline_stability.json").read_text()))
+    two = next(row for row in rows_of(capsys) if row.startswith("| 2 |"))
+    # the paper's window for n = 2: 416 points, of which 103 grow; 557 decay, 244 of them outside
+    assert two.startswith("| 2 | 416, 103 | 557, 244 | 99.8% (0.03) | 99.7% (0.02) | 1.51, 1.51 | 2.47, 2.47 |")
+
+
+def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp_path):
+    """Two runs of two seeds, of which only the commands are told."""
+    monkeypatch.chdir(tmp_path)
+    started = []
+
+    def torchrun(processes, *words, **_):
+        started.append(words)
+        folder = tmp_path / "runs" / words[words.index("--name") + 1]
+        folder.mkdir(parents=True)
+        row = dict.fromkeys(runs.KEPT, 1.0) | dict(step=int(words[words.index("--steps") + 1]))
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+
+    monkeypatch.setattr(runs, "torchrun", torchrun)
+    o = types.SimpleNamespace(seeds=[0, 5], steps=4)
+    kinds = [runs.Run("a b", "--steps 4"), runs.Run("c", "--steps 4", after=lambda folder: dict(mean=2.0))]
+    found = runs.run_all("x", kinds, o)
+    assert len(started) == 4 and runs.run_all("x", kinds, o)["runs"] == found["runs"] and len(started) == 4
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [
+        f"headline-x-{label}-{seed}-of-4-steps" for label in ("a-b", "c") for seed in (0, 5)
+    ]
+    assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
+    assert [runs.Result(row).o.seed for row in found["runs"]["a b"]] == [0, 5]
+    assert found["runs"]["a b"][0]["curves"]["step"] == [4]
 
 
 def test_losing_drops_what_visits_the_victim(corpus, tmp_path):
@@ -86,10 +140,11 @@ def test_losing_drops_what_visits_the_victim(corpus, tmp_path):
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-            str(HERE / "bench_sync.py"), "--losing", "1", "--stages", "2,2", "--steps", "5",
+            "-m", "experiments.failure", "--losing", "1", "--stages", "2,2", "--steps", "5",
             "--data", str(corpus), "--name", "x", *SMALL,
         ],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(HERE)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-import bench_sync
+from experiments import speed
 import train
 from model import Config, Llama, count_parameters, rotary
 from plumbing.data import load_corpus
@@ -47,7 +47,7 @@ def test_loss_equals_hugging_faces(kv_heads):
     pytest.importorskip("transformers")
     config = Config(num_key_value_heads=kv_heads)
     tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0))
-    other, model = bench_sync.hugging_face(config), Llama(config)
+    other, model = speed.hugging_face(config), Llama(config)
     want = torch.nn.functional.cross_entropy(
         other(input_ids=tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
     )
@@ -68,7 +68,7 @@ def test_activation_bytes_equal_what_autograd_keeps(kv_heads):
         lambda t: t,
     ):
         model.blocks(x)
-    bytes_of = lambda layers: bench_sync.memory(config, tokens=64, microbatches=1, vectors=0, layers=layers)
+    bytes_of = lambda layers: speed.memory_bytes(config, tokens=64, microbatches=1, vectors=0, layers=layers)
     assert sum(t.untyped_storage().nbytes() for t in kept.values()) == bytes_of(3) - bytes_of(0)
 
 

@@ -1,0 +1,80 @@
+"""Training goes round failing nodes: NoLoCo on 4 stages of 2, and a node of a later stage dies in a
+share of iterations.
+
+    python -m experiments.failure [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+    torchrun --nproc-per-node 8 -m experiments.failure --losing 0.1 --stages 2,2,2,2 ...     one such run
+"""
+import functools
+import random
+import sys
+
+import train
+from experiments.pictures import COLOURS
+from experiments.runs import Run, band, finals, headline, losses, over, results, spread_of, tokens
+from plumbing.processes import Job
+
+
+class Losing(train.Pipeline):
+    """In this share of its iterations a node of a later stage dies, with all microbatches that visit it,
+    and is back for the next. Everyone draws the same."""
+
+    def __init__(self, share, *args):
+        super().__init__(*args)
+        self.share = share
+        self.iterations = self.lost = 0
+
+    def run(self, paths, batches, train=True, order=None):
+        if train:
+            draw = random.Random(f"fails {self.iterations}")
+            self.iterations += 1
+            if draw.random() < self.share:
+                victim = draw.choice(sorted({r for path in paths for r in path[1:]}))
+                left = [u for u, path in enumerate(paths) if victim not in path]
+                self.lost += len(batches.keys() - set(left))
+                batches = {i: batches[u] for i, u in enumerate(left) if u in batches}
+                paths = [paths[u] for u in left]
+        return super().run(paths, batches, train, order)
+
+
+def lose(share, argv):
+    """train.py with such a pipeline."""
+    job = Job()
+    o = train.Options(**job.agree(train.parse, argv))
+    job.connect(o)
+    t = train.build(job, o, Pipeline=functools.partial(Losing, share))
+    t.counts = lambda: dict(lost=t.pipeline.lost)
+    train.train(t)
+
+
+def runs(steps):
+    for share in (0, 0.05, 0.1):
+        options = (f"--method noloco --steps {steps or 300} --lr 4e-3 --microbatches 6 --batch 2 "
+                   "--stages 2,2,2,2 --layers 8")
+        program = f"-m experiments.failure --losing {share}"
+        yield Run(f"{share:.0%} of the iterations", options, program=program)
+
+
+def table(found):
+    runs = results(found)
+    base = finals(next(iter(runs.values())))
+    print("| a node dies in | seeds | held-out nats per byte | perplexity over none |\n|---|---|---|---|")
+    for label, seeds in runs.items():
+        more = spread_of(over(finals(seeds), base), "+.1%")
+        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {more} |")
+
+
+def draw(plt, found):
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    for i, (label, seeds) in enumerate(results(found).items()):
+        band(axis, losses(seeds), tokens(seeds), label, COLOURS[i])
+    axis.set(xlabel="million tokens that came home", ylabel="held-out nats per byte",
+             title="a node of a later stage dies in a share of the iterations")
+    axis.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--losing"]:
+        lose(float(sys.argv[2]), sys.argv[3:])
+    else:
+        headline("failure", __doc__, runs, table, draw)

@@ -1,0 +1,26 @@
+"""train.py, and each rank says when it begins an iteration: at its second the first step, with its Adam,
+is over.
+
+    torchrun --nproc-per-node 8 -m experiments.first_step --stages 4,4 --steps 2
+"""
+import time
+
+import train
+from plumbing.processes import Job
+
+
+class Telling(train.Pipeline):
+    def run(self, *args, **kwargs):
+        print(f"at {time.time()} {self.rank}\n", end="", flush=True)
+        return super().run(*args, **kwargs)
+
+
+def main():
+    job = Job()
+    o = train.Options(**job.agree(train.parse, None))
+    job.connect(o)
+    train.train(train.build(job, o, Pipeline=Telling))
+
+
+if __name__ == "__main__":
+    main()

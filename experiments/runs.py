@@ -1,0 +1,238 @@
+"""Runs of train.py for a headline: started by torchrun, kept in runs/headline-*, told as curves.
+
+    python -m experiments.convergence [--seeds 0 1 2] [--steps N] [--out DIR]
+    python -m experiments.convergence --plot --out .          the table and the picture again, from results/
+
+A run that is there already is not run again; remove its folder when train.py has changed. Results go to
+OUT/results/headline_NAME.json, pictures to OUT/figures (default OUT: runs; what the README shows lies in
+`.`).
+"""
+import argparse
+import json
+import math
+import os
+import re
+import resource
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from tqdm import tqdm
+
+import train
+from experiments.pictures import picture, save
+from model import Llama
+from plumbing.data import load_data
+from plumbing.options import Parser
+from plumbing.processes import BadInput, Job
+from tools import export
+
+ROOT = Path(__file__).parent.parent
+
+# Wide enough to learn the default text, small enough that three seeds of everything take hours.
+SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000"
+# Of metrics.jsonl.
+KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds")
+
+
+@dataclass
+class Run:
+    """What to run: options of train.py, and what to find out in the run's folder afterwards."""
+    label: str
+    options: str
+    processes: int = 8
+    after: Callable = None      # folder -> dict
+    program: str = "-m train"   # or a module that puts parts of its own into train.build
+
+
+class Result:
+    """What a run found: curves {name: [at each evaluation]}, ranks, and what `after` says; o: its
+    options, as train.py reads its command."""
+
+    def __init__(self, row):
+        self.__dict__.update(row)
+        words = shlex.split(self.command)
+        self.o = train.parse(words[words.index("--name"):], self.ranks)
+        self.steps = self.curves["step"]
+        self.losses = self.curves["heldout_loss"]
+        self.final = self.losses[-1]
+        self.sent = self.curves["sync_bytes"][-1] / self.ranks / 1e6        # MB per rank to synchronise
+
+
+def results(found):
+    """{label: [a Result per seed]} of a results/headline_*.json."""
+    return {label: [Result(row) for row in rows] for label, rows in found["runs"].items()}
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def arguments(description):
+    p = Parser(description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run each of every kind")
+    p.add_argument("--steps", type=int, help="training steps, in place of each run's own")
+    p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
+    p.add_argument("--plot", action="store_true", help="no runs: table and picture of what OUT/results has")
+    o = p.parse_args()
+    if o.steps is not None and o.steps < 1:
+        raise BadInput(f"--steps must be at least 1, got {o.steps}")
+    return o
+
+
+def headline(name, description, runs, table, draw=None, seconds=None):
+    """A headline's whole command; bad input is one line.
+
+    runs(steps) -> [Run], table(found) prints, draw(plt, found) -> figure, seconds() -> simulated times.
+    """
+    Job().together(run_or_show, name, description, runs, table, draw, seconds)
+
+
+def run_or_show(name, description, runs, table, draw, seconds):
+    o = arguments(description)
+    file = Path(o.out, "results", f"headline_{name}.json")
+    if o.plot and not file.exists():
+        raise BadInput(f"no {file}: run this without --plot first")
+    if not o.plot:
+        found = run_all(name, list(runs(o.steps)), o)
+        if seconds:
+            found["seconds"] = seconds()
+        save(o.out, f"headline_{name}", found, indent=None)
+    found = json.loads(file.read_text())
+    table(found)
+    if draw:
+        picture(o.out, f"headline_{name}", draw, found)
+
+
+def run_all(name, runs, o):
+    found = dict(cpu_hours=0.0, runs={})
+    with tqdm(total=len(runs) * len(o.seeds), unit="run") as progress:
+        for seed in o.seeds:
+            for run in runs:
+                progress.set_postfix_str(run.label)
+                own = f"-of-{o.steps}-steps" if o.steps else ""     # a try spares the whole runs
+                row = train_once(run, f"{name}-{run.label}-{seed}{own}", seed)
+                found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
+                found["runs"].setdefault(run.label, []).append(row)
+                progress.update()
+    return found
+
+
+# ---------------------------------------------------------------- one run
+
+
+def torchrun(processes, *words, **kwargs):
+    """words: `-m MODULE` of this repository, or a script, and its options."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    line = [*launch, "--nproc-per-node", str(processes), *words]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
+    return subprocess.run(line, check=True, env=env, **kwargs)
+
+
+def train_once(run, name, seed):
+    """The run's row of results: its command, curves, CPU hours, and what `after` finds in its folder."""
+    name = "headline-" + re.sub(r"[^\w.]+", "-", name)
+    folder = Path("runs", name)
+    row = dict(command=f"{run.program} --name {name} {SMALL} {run.options} --seed {seed}")
+    done = folder / "headline.json"
+    if done.exists() and (found := json.loads(done.read_text()))["command"] == row["command"]:
+        return found
+    shutil.rmtree(folder, ignore_errors=True)
+    start = cpu_seconds()
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            torchrun(run.processes, *row["command"].split(), stdout=log, stderr=log)
+        except subprocess.CalledProcessError:
+            log.seek(0)
+            raise BadInput(f"{row['command']} failed: {log.read()[-2000:]}")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    row["curves"] = curves([line for line in lines if "heldout_loss" in line])
+    row.update(run.after(folder) if run.after else {})
+    row.update(ranks=run.processes, cpu_hours=(cpu_seconds() - start) / 3600)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    done.write_text(json.dumps(row))
+    return row
+
+
+def curves(lines):
+    return {key: [line[key] and float(f"{line[key]:.6g}") for line in lines] for key in KEPT}
+
+
+def cpu_seconds():
+    """Of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+# ---------------------------------------------------------------- the model that a run leaves
+
+
+def mean_model(folder):
+    """(the run's options, the whole model with the mean over the replicas of each stage, its corpus)."""
+    o = train.parse(["--resume", str(folder)])
+    stages, layers = train.layout(o, sum(o.stages))
+    _, theta = export.newest(Job(), folder, stages)
+    model = Llama(train.shape(o))
+    for flat, ranks in zip(export.by_stage(model, layers), stages):
+        flat.copy_(sum(theta[r] for r in ranks) / len(ranks))
+    return o, model, load_data(o, 0, 1)[0]
+
+
+def heldout(o, model, corpus):
+    """Its held-out loss, in this process."""
+    pipeline = train.Pipeline(model, Job(), [[0]], (o.batch, o.seq_len, o.hidden))
+    return train.evaluate(pipeline, [[0]], corpus, o)
+
+
+def mean_of_replicas(folder):
+    """Held-out loss of the mean over the replicas, which one all-reduce at the very end would give."""
+    return dict(mean=heldout(*mean_model(folder)))
+
+
+# ---------------------------------------------------------------- tables
+
+
+def spread_of(values, form=".3f"):
+    """Mean, and [least, largest] of several."""
+    text = f"{statistics.mean(values):{form}}"
+    return text if len(values) == 1 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def over(losses, base):
+    """Perplexity over the base's, seed by seed, less 1."""
+    return [math.exp(a - b) - 1 for a, b in zip(losses, base)]
+
+
+def finals(runs):
+    return [run.final for run in runs]
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def band(axis, curves, x, label, colour, **style):
+    """curves: one per seed. Their mean as a line, their range as a band."""
+    points = list(zip(*curves))
+    x = x[:len(points)]
+    axis.plot(x, [statistics.mean(v) for v in points], color=colour, label=label, lw=1.3, **style)
+    axis.fill_between(x, [min(v) for v in points], [max(v) for v in points], color=colour, alpha=0.2, lw=0)
+
+
+def losses(runs, every=1):
+    """Held-out curves of all seeds, at every so manieth evaluation."""
+    return [run.losses[every - 1::every] for run in runs]
+
+
+def spreads(runs):
+    return [run.curves["weight_spread"] for run in runs]
+
+
+def tokens(runs, every=1):
+    """Millions."""
+    return [x / 1e6 for x in runs[0].curves["tokens"][every - 1::every]]

@@ -1,0 +1,146 @@
+"""Both papers at once on the published instance: 20 nodes in 12 cities, 30 microbatches an iteration, 50
+inner steps.
+
+    python -m experiments.together [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+"""
+import itertools
+import statistics
+
+from experiments.clock import every, hours, keep_links, makespan, reaches, slowest_all_reduce, stage_delays
+from experiments.pictures import COLOURS
+from experiments.runs import Run, band, finals, headline, losses, results, spread_of
+from noloco import random_groups
+from planning.instance import city_links, published_network
+from skippipe import full_paths, random_paths, simulate
+
+INNER = 50
+
+
+def runs(steps):
+    steps = steps or 400
+    network, _ = published_network()
+    links = keep_links(network, "headline-links-20.json")
+    found = seconds()
+    full, averaging = found["DDP, full pipeline"]
+    _, sync = found["NoLoCo, SkipPipe"]
+    swaps, in_order = (makespan(network, routing, 0.33) for routing in ("skippipe", "no-swaps"))
+    time = steps * (full + averaging)
+    warm = steps // 100 * 50
+
+    def fit(seconds, iteration, inner=INNER, after=0):
+        """Steps in all when these seconds are left after so many, ending with an outer step."""
+        return max(1, int(after + seconds / (iteration + sync / inner)) // INNER * INNER)
+
+    def run(label, steps, options):
+        return Run(label, "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 4e-3 "
+                   f"--steps {steps} {options}", 20)
+
+    def skipping(label, steps, routing="skippipe", inner=INNER, more=""):
+        return run(label, steps, f"--method noloco --inner-steps {inner} --skip 0.33 --links {links} "
+                   f"--routing {routing}{more}")
+
+    yield run("DDP, full pipeline", steps, "--method ddp --routing fixed")
+    yield run("DiLoCo, full pipeline", steps, f"--method diloco --inner-steps {INNER} --routing fixed")
+    yield run("NoLoCo, random routing", steps, f"--method noloco --inner-steps {INNER}")
+    yield skipping("NoLoCo, SkipPipe", steps)
+    rest = 0.4 * time - warm * (swaps + averaging)                          # within 40% of DDP's time
+    yield skipping("NoLoCo, SkipPipe, warm start", fit(rest, swaps, after=warm),
+                   more=f" --warm-start {warm}")
+    yield skipping("NoLoCo, SkipPipe, DDP's time", fit(time, swaps))
+    yield skipping("NoLoCo, SkipPipe in order, DDP's time", fit(time, in_order), "no-swaps")
+    yield skipping("NoLoCo, SkipPipe in order, every 10 steps, DDP's time", fit(time, in_order, 10),
+                   "no-swaps", 10)
+
+
+# ---------------------------------------------------------------- simulated time
+
+
+def seconds():
+    """{method: (seconds of an iteration, None: as each seed's plan has it; of a synchronisation)}"""
+    (network, names), links = published_network(), city_links()
+    everyone = slowest_all_reduce(network, names, links)
+    full = simulate(network, full_paths(network.stages, 6)).makespan
+    routed = [simulate(network, random_paths(network.stages, 6, step, 0)).makespan for step in range(100)]
+    some = slowest_groups(network, stage_delays(network, names, links))
+    return {"DDP, full pipeline": (full, everyone),
+            "DDP, planned": (makespan(network, "no-swaps", 0.0), everyone),
+            "DiLoCo, full pipeline": (full, everyone),
+            "NoLoCo, random routing": (statistics.mean(routed), some),
+            "NoLoCo, SkipPipe": (None, some)}
+
+
+def slowest_groups(network, delay):
+    """The slowest group of all stages, on average over 100 outer steps, though only its own pipelines
+    would wait for it. With 3 replicas a group is everyone."""
+    slowest = []
+    for outer in range(100):
+        groups = [group for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)]
+        pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
+        slowest.append(max(delay[a][b] for a, b in pairs))
+    return statistics.mean(slowest)
+
+
+def method(o):
+    """Its name in `seconds`."""
+    if o.method == "noloco":
+        return "NoLoCo, random routing" if o.routing == "random" else "NoLoCo, SkipPipe"
+    return {"ddp": "DDP, full pipeline", "diloco": "DiLoCo, full pipeline"}[o.method]
+
+
+def timing(found, run):
+    iteration, sync = found["seconds"][method(run.o)]
+    return iteration or run.curves["simulated_seconds"][0], sync
+
+
+def clock(found, run):
+    return hours(run, *timing(found, run), averaging=found["seconds"]["DDP, full pipeline"][1])
+
+
+# ---------------------------------------------------------------- table and picture
+
+
+def table(found):
+    runs = results(found)
+    ddp = runs["DDP, full pipeline"]
+    bases = [[clock(found, run)[-1] for run in ddp],
+             [hours(run, *found["seconds"]["DDP, planned"])[-1] for run in ddp]]    # the same losses, sooner
+    print("| method | seeds | held-out nats per byte | s per iteration | s per synchronisation "
+          "| hours in all | hours to DDP's final loss, over DDP's | ... over planned DDP's |\n"
+          + 8 * "|---" + "|")
+    for label, seeds in runs.items():
+        times = [timing(found, run) for run in seeds]
+        taken = [reaches(base.final, run.losses, clock(found, run)) for run, base in zip(seeds, ddp)]
+        shares = " | ".join(share_of(taken, whole) for whole in bases)
+        iteration, sync = statistics.mean(t[0] for t in times), times[0][1]
+        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {iteration:.1f} "
+              f"| {sync:.1f} every {every(seeds[0].o)} | {clock(found, seeds[0])[-1]:.1f} | {shares} |")
+
+
+def share_of(taken, whole):
+    """Of the seeds that got there."""
+    there = [a / b for a, b in zip(taken, whole) if a is not None]
+    if not there:
+        return "not reached"
+    return spread_of(there, ".0%") + f", {len(there)} of {len(taken)} seeds" * (len(there) < len(taken))
+
+
+def draw(plt, found):
+    runs = results(found)
+    figure, (a, b) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for (label, seeds), colour in zip(runs.items(), (*COLOURS, "gray")):
+        band(a, losses(seeds), clock(found, seeds[0]), label, colour)
+        band(b, losses(seeds), seeds[0].steps, label, colour)
+    goal = statistics.mean(finals(runs["DDP, full pipeline"]))
+    a.axhline(goal, color="black", ls=":", lw=0.8)
+    a.set(xscale="log", xlabel="simulated hours on the published instance, 20 nodes in 12 cities",
+          ylabel="held-out nats per byte", title="loss against time", ylim=(goal - 0.1, goal + 1.2))
+    b.set(xlabel="steps of 30 microbatches", ylabel="held-out nats per byte", title="loss against steps",
+          ylim=(goal - 0.1, goal + 1.2))
+    a.set_xticks((0.5, 1, 2, 5, 10), ("0.5", "1", "2", "5", "10"))
+    a.set_xticks((), minor=True)
+    b.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    headline("together", __doc__, runs, table, draw, seconds)
