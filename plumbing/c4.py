@@ -83,6 +83,11 @@ class Stream:
         heldout = self.alone and line % BLOCK == 0
         return line // BLOCK % parts == place and not heldout
 
+    @property
+    def bad_lines(self):
+        """Skipped so far."""
+        return self.cursor[2]
+
     def sequences(self, cursor):
         """From the cursor on, for ever: (T + 1 tokens, the last of which comes again; the cursor after)."""
         *place, used = cursor

@@ -223,6 +223,8 @@ class Reader:
     `cursor`, the sequences read, is all its state. Raises BadInput for a part without a sequence.
     """
 
+    bad_lines = 0       # of streams only
+
     def __init__(self, parts, seq_len, seed):
         self.parts = parts
         self.seq_len = seq_len

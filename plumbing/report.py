@@ -1,5 +1,4 @@
-"""What a run says: the lines at its start, runs/NAME/metrics.jsonl, the progress bar, the last lines.
-docs/metrics.md names each number."""
+"""What a run says: first lines, progress bar, runs/NAME/metrics.jsonl (docs/metrics.md), last lines."""
 import contextlib
 import json
 import math
@@ -148,8 +147,7 @@ class Log:
         t.meter.go_on()
 
     def kept(self):
-        """The lines up to the checkpoint: what came after it comes again. A crash may have cut the last one
-        short."""
+        """The lines up to the checkpoint; the others come again. A crash may have cut one short."""
         if not self.t.step or not self.file.exists():
             return
         for line in self.file.read_text().splitlines():
