@@ -170,8 +170,8 @@ class Job:
         try:
             yield
         except RuntimeError:        # most often a peer's connection that broke
-            print(f"stopped: rank {self.rank} at step {t.step}; if another process is gone, go on with --resume "
-                  f"{t.folder}", file=sys.stderr, flush=True)
+            print(f"stopped: rank {self.rank} at step {t.step}; if another process is gone, go on with "
+                  f"--resume {t.folder}", file=sys.stderr, flush=True)
             raise
 
     def close(self):
