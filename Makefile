@@ -11,6 +11,7 @@ train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
 
 test: .venv/ready
+	$(BIN)/ruff check --quiet .
 	$(BIN)/python -m pytest -q
 
 # every failure in every kind of job; then 200 outer steps with a random one every ten
@@ -20,7 +21,7 @@ faults: .venv/ready
 soak: .venv/ready
 	$(BIN)/python -m pytest -q -s -m soak
 
-# every picture and table of the README, each command with the seconds that it took: about 20 minutes on 2 cores, 14 GB of memory.
+# every picture and table, each command with the seconds that it took: about 20 minutes on 2 cores, 14 GB of memory.
 # QUICK=1: the same commands on less (under 5 minutes, 2 GB), into runs/quick, so that the README's figures stay
 OUT := $(if $(QUICK),runs/quick,.)
 figures: SHELL := bash
@@ -49,12 +50,13 @@ headline: .venv/ready
 speed: .venv/ready
 	$(BIN)/python -m experiments.speed --out .
 
-# the published instance on 20 processes over emulated links, four ways (random paths with a seed that avoids the broken link), about 4 minutes
+# the published instance on 20 processes over emulated links, four ways, about 4 minutes
+# (random paths with a seed that avoids the broken link)
 emulate: .venv/ready
 	mkdir -p runs $(OUT)/results && $(BIN)/python skippipe.py --save runs/links.json --figure '' --results ''
 	rm -rf runs/emulated-* && : > $(OUT)/results/skippipe_emulated.jsonl
 	for routing in $(if $(QUICK),skippipe,dtfm dtfm-skip no-tc2 skippipe); do \
-		$(BIN)/torchrun --standalone --nproc-per-node 20 train.py --stages 5,3,3,3,3,3 --links runs/links.json --emulate \
+		$(BIN)/torchrun --standalone --nproc-per-node 20 -m tools.emulate --stages 5,3,3,3,3,3 --links runs/links.json \
 			--time-scale $(if $(QUICK),0.03 --steps 2,0.1 --steps 5) --routing $$routing --skip 0.33 --microbatches 6 \
 			--seed $$([ $$routing = dtfm-skip ] && echo 2 || echo 0) --layers 6 --hidden 32 --heads 2 \
 			--mlp 64 --seq-len 16 --batch 1 --eval-sequences 5 --name emulated-$$routing || exit; \
@@ -63,7 +65,8 @@ emulate: .venv/ready
 .venv/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	@echo "== installing into .venv: torch and its friends, some 300 MB, a minute or more"
+	$(BIN)/pip install --disable-pip-version-check -r requirements.txt
 	@touch $@
 
 clean:

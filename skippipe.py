@@ -255,9 +255,8 @@ def cc1(network, paths):
 def cc2(network, paths, swaps=2):
     """CC2: at most two consecutive stages are swapped: stage s+1 may come right before stage s, at most
     `swaps` times in a path, and each stage takes part in one swap. The rest is in order and no stage
-    comes twice. (The released search lets a path hop back twice in a row, as in 3, 2, 1, which moves a
-    stage by two places; it also forbids jumps of more than four stages, which the paper does not ask
-    for.)
+    comes twice. (The released search refuses jumps of more than four stages, as in 0, 5, 4, which the
+    paper does not ask for.)
     """
     for u, path in enumerate(paths):
         stages = [network.stage_of[r] for r in path]

@@ -1,11 +1,10 @@
 """Train a Llama with NoLoCo, DiLoCo, data parallelism or no synchronisation, over pipelines of any shape.
 
-    python train.py                                                     one process torchrun
-    --nproc-per-node 8 train.py --stages 4,4                   4 replicas of 2 stages, NoLoCo, random
-    routing torchrun --nproc-per-node 8 train.py --method ddp                   8 replicas of 1 stage,
-    all-reduce at every step torchrun --nproc-per-node 7 train.py --stages 3,2,2 --layers 6
-    --layers-per-stage 1,2,3 torchrun --nproc-per-node 8 train.py --resume runs/NAME             goes on
-    from the newest checkpoint, bit for bit
+    python train.py                                             one process
+    torchrun --nproc-per-node 8 train.py --stages 4,4           4 replicas of 2 stages, random routing
+    torchrun --nproc-per-node 8 train.py --method ddp           8 replicas, all-reduce at every step
+    torchrun --nproc-per-node 7 train.py --stages 3,2,2 --layers 6 --layers-per-stage 1,2,3
+    torchrun --nproc-per-node 8 train.py --resume runs/NAME     goes on from the newest checkpoint
 
 One step: every origin cuts its batch into microbatches, each of which takes its path through the stages and
 comes home for its loss (skippipe.py says what a path is); backward retraces it. Each rank then divides its
@@ -13,8 +12,8 @@ gradient by the tokens that came home through it, clips it, takes an Adam step o
 meets the other replicas of its stage as the method says (noloco.py).
 
 Read from the bottom up: main, train, build; then the executor, Pipeline. `--survive SECONDS` puts the parts
-of survive/ in the place of ours; tools/ and experiments/ do likewise. TRACE=1 prints who sends what to
-whom. """
+of survive/ in the place of ours; tools/ and experiments/ do likewise. TRACE=1 prints who sends what to whom.
+"""
 import contextlib
 import math
 import os
@@ -36,6 +35,7 @@ from planning.routing import PLANNERS, measure, plan_paths, read_links
 from plumbing import options
 from plumbing.checkpoints import Checkpoints, go_on, state_of, take_folder
 from plumbing.data import load_data
+from plumbing.fast import speed_up
 from plumbing.huggingface import load_weights
 from plumbing.options import layout, numbers, option, shape
 from plumbing.processes import BadInput, Job, restarts
@@ -68,8 +68,7 @@ TINY = {
 
 @dataclass
 class Options:
-    """Every option, its default and its help. None: from the model's or the method's row in the tables
-    above."""
+    """Every option, its default and its help. None: from the model's or the method's row above."""
     # how replicas synchronise
     method: str = option("noloco", "how replicas synchronise", choices=list(METHODS))
     inner_steps: int = option(None, "optimizer steps per outer step (m)")
@@ -144,7 +143,8 @@ def tasks(chains, rank):
 
     Sorted by (d * microbatch + hop, microbatch, origin), the microbatch counted within its origin. Every
     chain ascends in this key, so the smallest unfinished task of all ranks can always run and nothing
-    deadlocks, whatever the paths; and any two ranks send and receive in the same order. """
+    deadlocks, whatever the paths; and any two ranks send and receive in the same order.
+    """
     seen, mine = {}, []
     for u, ranks in enumerate(chains):
         origin = ranks[0]
@@ -157,7 +157,8 @@ def incoming(chains, rank, mine, order=None):
     """(source, microbatch, hop) of this rank's messages in the order in which their receives are posted.
 
     That of its own tasks, but from any one rank in the order in which that rank sends, since NCCL matches
-    so. (Under a planned order the two can differ.) """
+    so. (Under a planned order the two can differ.)
+    """
     receives = [(chains[u][hop - 1], u, hop) for u, hop in mine if hop and chains[u][hop - 1] != rank]
     if not order:
         return receives
@@ -176,7 +177,8 @@ class Pipeline:
     parameters.
 
     shape: (B, T, C) of a message. bytes_sent counts. Others override take, task, give, send, receive, wait
-    and run. """
+    and run.
+    """
 
     def __init__(self, model, job, stages, shape, dtype=torch.float32):
         self.model, self.job, self.shape, self.dtype = model, job, shape, dtype
@@ -195,7 +197,8 @@ class Pipeline:
 
         order[rank] lists each rank's tasks for planned paths (default: `tasks`). Returns (loss in nats
         summed over this origin's tokens, on the device; how many tokens that are; tokens whose gradient
-        went through this rank). """
+        went through this rank).
+        """
         start = time.perf_counter()
         self.paths, self.batches, self.train = paths, batches, train
         ends = [None if train else len(path) + 1 for path in paths]         # evaluation ends with the loss
@@ -376,8 +379,7 @@ def schedule(step, o):
 
 
 class Adam:
-    """On one flat vector, in one pass. (torch.optim.Adam imports all of torch.compile: a second per
-    process.)"""
+    """On one flat vector, in one pass. (torch.optim.Adam imports all of torch.compile: a second.)"""
 
     def __init__(self, theta, grad):
         self.theta, self.grad = theta, grad
@@ -420,8 +422,7 @@ def inner_step(pipeline, adam, batches, paths, order, lr, clip, average=None):
 
 
 def evaluate(pipeline, stages, corpus, o):
-    """Held-out loss in nats per token of this origin's pipeline on its fixed route through these stages
-    (None: other ranks, and if all was lost)."""
+    """Held-out loss, nats per token, of this origin's fixed route through these stages (None: no origin)."""
     rounds = -(-o.eval_sequences // o.batch)
     paths = full_paths(stages, 1) * rounds
     batches = {}
@@ -458,7 +459,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     if o.links and not o.resume:
         job.together(linked, o, t.stages)                       # refused before any work
     t.corpus, t.reader = job.together(origin_data, o, job.rank, t.stages[0])
-    t.model = Llama(t.config, t.layers[t.stage], ends, o.seed, job.device)
+    t.model = speed_up(Llama(t.config, t.layers[t.stage], ends, o.seed, job.device))
     if o.init_from and not o.resume:
         job.together(initial_weights, t.model, o)
     t.folder = job.together(take_folder, o, job)
@@ -517,8 +518,8 @@ def train(t):
                 outer.phi.copy_(t.theta)
                 outer.steps = t.step
             elif outer and not warm:
-                outer.step()
-                t.step = outer.steps                        # survive: one who was late may have caught up
+                t.meter.time(outer.step)
+                t.step = min(outer.steps, o.steps)          # survive: one who was late may have caught up
             log.progress(loss, home)
             evaluates = t.step == o.steps or t.step // o.eval_every > before // o.eval_every
             saves = t.step == o.steps or t.step // o.save_every > before // o.save_every

@@ -1,5 +1,4 @@
-"""Checkpoints: every rank writes its own part, whole or not at all; a run goes on from the newest that all
-hold.
+"""Checkpoints: every rank writes its own part, whole or not at all; a run goes on from what all hold.
 
     runs/NAME/checkpoints/00000600/rank3.pt       rank 3's part of step 600
     runs/NAME/checkpoints/00000600/rank2.dead     rank 2 had died: any replica's part will do for it
@@ -52,7 +51,8 @@ class Checkpoints:
         for anyone.
 
         Rank 0 finds the newest step that all have, and the newest that all living have; in newer ones than
-        the former it marks who will never write them. Both stay, and all that is newer. """
+        the former it marks who will never write them. Both stay, and all that is newer.
+        """
         held = self.steps()
         if self.job.world == 1:
             return self.forget(held[:-2])

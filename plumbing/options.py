@@ -1,5 +1,4 @@
-"""Options: a dataclass whose fields carry their help, read from the command line and from a run's
-config.json."""
+"""Options: a dataclass whose fields carry their help, from the command line and a run's config.json."""
 import argparse
 import json
 import math

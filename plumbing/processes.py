@@ -112,8 +112,7 @@ class Job:
     # ---- groups
 
     def connect(self, o, group=True):
-        """Choose device and backend; make the default process group unless nobody needs it (group) and it
-        is not NCCL."""
+        """Choose device and backend; make the default process group (NCCL, or if group)."""
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         gpus = torch.cuda.device_count() if torch.cuda.is_available() and o.device != "cpu" else 0
@@ -141,8 +140,7 @@ class Job:
             dist.barrier()              # NCCL: the first use of a group must have everyone in it
 
     def interface(self):
-        """Refuse what could only end in everyone training alone: hosts that offer each other a loopback
-        address."""
+        """Refuse hosts that would offer each other a loopback address: they could never meet."""
         names = gloo_interface()
         known = [name for _, name in socket.if_nameindex()]
         if strange := [name for name in names.split(",") if name and name not in known]:
@@ -166,9 +164,15 @@ class Job:
         group = dist.new_group(replicas, use_local_synchronization=True)
         return Average(lambda t: dist.all_reduce(t, group=group, async_op=True), len(replicas))
 
+    @contextlib.contextmanager
     def rescue(self, t, save):
-        """Around training. (survive/ saves here when all is lost.)"""
-        return contextlib.nullcontext()
+        """Around training, which needs every process. (survive/ saves here what can be saved.)"""
+        try:
+            yield
+        except RuntimeError:        # most often a peer's connection that broke
+            print(f"stopped: rank {self.rank} at step {t.step}; if another process is gone, go on with "
+                  f"--resume {t.folder}", file=sys.stderr, flush=True)
+            raise
 
     def close(self):
         self.collect("done", 0)             # rank 0 may host the store, so it leaves last
@@ -191,13 +195,16 @@ class Average:
     def __init__(self, all_reduce, replicas):
         self.all_reduce, self.replicas = all_reduce, replicas
         self.bytes_sent = 0
+        self.waits = []                     # seconds of each
 
     def __call__(self, grad, tokens):
+        start = time.perf_counter()
         count = torch.tensor(float(tokens), device=grad.device)
         works = [self.all_reduce(t) for t in (count, grad)]
         for work in works:
             work.wait()
         self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
+        self.waits.append(time.perf_counter() - start)
         return float(count)
 
 
@@ -226,8 +233,7 @@ _devices = []
 
 
 def gloo_devices():
-    """One for each interface, for all groups of the process: one of its own would double what a group
-    costs."""
+    """One for each interface, for all groups: one of its own would double what a group costs."""
     if not _devices:
         create, default = dist.ProcessGroupGloo.create_device, dist.ProcessGroupGloo.create_default_device
         names = gloo_interface().split(",")

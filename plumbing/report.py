@@ -1,5 +1,4 @@
-"""What a run says: the lines at its start, runs/NAME/metrics.jsonl, the progress bar, the last lines.
-docs/metrics.md names each number."""
+"""What a run says: first lines, progress bar, runs/NAME/metrics.jsonl (docs/metrics.md), last lines."""
 import contextlib
 import json
 import math
@@ -27,6 +26,7 @@ class Meter:
     tokens: int = 0
     norm: float = 0.0           # of the last gradient
     iterations: list = field(default_factory=list)      # seconds of each since the last report
+    waits: list = field(default_factory=list)           # seconds of each outer step of this process
     clock: float = field(default_factory=time.perf_counter)
 
     def add(self, loss, home, norm, iteration):
@@ -37,6 +37,11 @@ class Meter:
         if norm is not None:
             self.norm = norm
             self.skipped += not math.isfinite(norm)
+
+    def time(self, outer_step):
+        start = time.perf_counter()
+        if outer_step():
+            self.waits.append(time.perf_counter() - start)
 
     def pause(self):
         self.seconds += time.perf_counter() - self.clock
@@ -142,8 +147,7 @@ class Log:
         t.meter.go_on()
 
     def kept(self):
-        """The lines up to the checkpoint: what came after it comes again. A crash may have cut the last one
-        short."""
+        """The lines up to the checkpoint; the others come again. A crash may have cut one short."""
         if not self.t.step or not self.file.exists():
             return
         for line in self.file.read_text().splitlines():
@@ -160,7 +164,9 @@ class Log:
     def row(self, heldout):
         """This rank's numbers."""
         t, meter = self.t, self.t.meter
+        waits = meter.waits + (t.average.waits if t.average else [])
         row = dict(loss=float(meter.loss), tokens=meter.tokens, heldout=heldout, seen=meter.seen,
+                   syncs=len(waits), waited=sum(waits), longest=max(waits, default=0.0),
                    skipped=meter.skipped, norm=meter.norm, sync=meter.sync + sent(t),
                    pipeline=meter.pipeline + t.pipeline.bytes_sent, bad=t.reader.bad_lines if t.reader else 0,
                    iteration=sorted(meter.iterations)[len(meter.iterations) // 2], **t.counts())
@@ -199,7 +205,8 @@ class Log:
             weight_spread=math.sqrt(max(spread, 0.0) / max(1, total("weights", rows))),
             gradient_norm=total("norm", rows) / len(rows), skipped_steps=total("skipped"),
             lost_microbatches=total("lost"), steps_alone=total("alone"), bad_lines=total("bad"),
-            ranks=len(rows),
+            ranks=len(rows), sync_seconds=total("waited") / max(1, total("syncs")),
+            sync_seconds_longest=max(row["longest"] for row in self.latest.values()),
             sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
             iteration_seconds=iteration / t.routes.scale, simulated_seconds=t.routes.makespan)
 

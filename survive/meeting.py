@@ -1,5 +1,4 @@
-"""How processes that may die, hang or be late meet: in a Gloo group of their own, agreed on through the
-store.
+"""How processes that may die, hang or be late meet: in a Gloo group for once, agreed on in the store.
 
 A wait that times out closes every connection of its process group, and a restarted process can never be in an
 old group: hence a new one for each meeting (about 10 ms). Keys of the store that all rooms of survive/ share:
@@ -18,8 +17,7 @@ from plumbing.processes import gloo_group
 
 
 class Gone(Exception):
-    """What training cannot go on without is gone: each survivor writes a checkpoint and the message, one
-    line."""
+    """Training cannot go on: each survivor writes a checkpoint and the message, one line."""
 
 
 def meet(store, key, rank, ranks, timeout):

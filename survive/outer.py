@@ -6,7 +6,8 @@ whose numbers are finite. Theta and phi then travel together: nothing is sent ah
 Who takes part in an outer step is written down by the first replica to come to it: all who are not missed
 by then. So one that is absent costs those whom it was to meet, in the outer steps begun before it was
 missed, one exchange each, and nobody anything afterwards. While a replica waits for its partner it is known
-to be held up, and whoever waits for it is patient for longer (`meet`): lateness does not spread. """
+to be held up, and whoever waits for it is patient for longer (`meet`): lateness does not spread.
+"""
 import contextlib
 import os
 import sys
@@ -27,7 +28,8 @@ class SurvivingNoLoCo(NoLoCo):
     with each thing that did not go as drawn, a dict (default: they gather in `events`). reset: called when
     this replica's numbers were not finite and it has taken a partner's: the inner optimizer's state should
     go too. alone: outer steps done without any partner. `step` raises RuntimeError when the store is lost,
-    and Gone on rank 0 when it has met nobody for long. """
+    and Gone on rank 0 when it has met nobody for long.
+    """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=None, reset=None,
                  **kwargs):
@@ -58,8 +60,7 @@ class SurvivingNoLoCo(NoLoCo):
         return due
 
     def look_round(self):
-        """Rank 0, where the store is, must not train on alone for ever and believe that it trains
-        together."""
+        """Rank 0, where the store is, must not train alone for ever as if it trained together."""
         lonely = time.monotonic() - self.met > 4 * self.timeout
         if self.rank == 0 and lonely and absent(self.store, self.ranks) == set(self.ranks) - {0} != set():
             raise Gone("no other replica has been met for long: they are gone, or this host is cut off")
@@ -117,8 +118,7 @@ class SurvivingNoLoCo(NoLoCo):
         return None, []
 
     def exchange(self):
-        """Theta and phi of those who came and are finite. Who is not finite itself takes a partner's
-        theta."""
+        """Theta, phi and n of those who came and are finite."""
         missing, came, error = set(), set(), ""
         thetas, phis, works = {self.rank: self.theta}, {self.rank: self.phi}, {}
         try:
@@ -224,8 +224,7 @@ class SurvivingNoLoCo(NoLoCo):
         self.late = True
 
     def serve(self):
-        """After an outer step: phi and delta to whoever has asked to join, unless another replica gives
-        them."""
+        """After an outer step: phi and delta to whoever asks to join, unless another gives them."""
         before, self.asked = self.asked, self.store.add(f"joins/{self.ranks[0]}", 0)
         self.joiners |= set(range(before + 1, self.asked + 1))
         for number in sorted(self.joiners):

@@ -3,7 +3,8 @@
 One stage: a replica that dies, hangs or is late costs its partner one exchange (outer.py); one that is
 started again with --join takes part again. Pipelines: paths go round the dead (pipeline.py, routes.py).
 Node 0 hosts the store and must live: without it every survivor writes a checkpoint and stops with one line.
-docs/failures.md has the whole table. """
+docs/failures.md has the whole table.
+"""
 import contextlib
 import json
 import sys
@@ -87,16 +88,16 @@ class SurvivingJob(Job):
         try:
             yield
         except (Gone, dist.DistError) as error:
-            save_what_can_be(t)
+            save_what_can_be(save)
             reason = str(error) if isinstance(error, Gone) else "the store on node 0 is lost"
             sys.exit(f"stopped: rank {self.rank} at step {t.step}: {reason}; go on with --resume {t.folder}")
         finally:
             t.pipeline.stop()
 
 
-def save_what_can_be(t):
+def save_what_can_be(save):
     with contextlib.suppress(RuntimeError):         # telling that it is saved fails where the store is lost
-        t.checkpoints.save(t.step, train.state_of(t))
+        save()
 
 
 class SurvivingAverage(Average):

@@ -4,7 +4,8 @@ and so is what could only have come from that; the rest goes on, and later itera
 Each pair of ranks has a Gloo group of its own, because a wait that is broken off closes all connections of
 its group. Who cannot deliver sends a message that says so, so every live rank still makes all its planned
 sends and receives. Who is dead in an iteration is written down by the first rank to begin it (compare_set);
-nobody waits to agree. """
+nobody waits to agree.
+"""
 import contextlib
 import math
 import sys
@@ -64,7 +65,8 @@ class SurvivingPipeline(Pipeline):
         among them.
 
         An idle rank, which has no task, follows the others: if it ran ahead, iterations would begin before
-        a death in those before them is known. """
+        a death in those before them is known.
+        """
         self.step, before = step, self.agreed
         if self.grace < math.inf:
             self.pause(0.0)

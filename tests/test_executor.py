@@ -1,16 +1,34 @@
-"""The executor beyond test_minimal.py: planned orders, and messages in bfloat16."""
+"""The executor beyond test_minimal.py: paths, planned orders, and messages in bfloat16."""
 
 import random
+from collections import Counter
 
+import pytest
 import torch
 
 import skippipe
 import train
 from planning.search import plan
-from skippipe import chain, full_paths
+from skippipe import chain, full_paths, random_paths
 from test_minimal import _gradients
 from tests.harness import processes
 from tests.oracles import random_network, replay
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 4), (3, 2, 2), (1, 5), (2, 3, 1, 4)])
+def test_paths_visit_every_stage_as_evenly_as_possible(sizes):
+    ranks = iter(range(sum(sizes)))
+    stages = [[next(ranks) for _ in range(s)] for s in sizes]
+    for paths in (full_paths(stages, 3), *(random_paths(stages, 3, step, seed=0) for step in range(30))):
+        assert len(paths) == 3 * sizes[0]
+        for s, stage in enumerate(stages):
+            visits = Counter(path[s] for path in paths)
+            assert set(visits) <= set(stage)
+            assert max(visits[r] for r in stage) - min(visits[r] for r in stage) <= 1
+    if len(set(sizes)) == 1:
+        straight = lambda origin: tuple(s[stages[0].index(origin)] for s in stages)
+        assert all(path == straight(path[0]) for path in full_paths(stages, 3))
+    assert random_paths(stages, 3, 5, 0) == random_paths(stages, 3, 5, 0)
 
 
 def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():

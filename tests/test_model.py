@@ -9,17 +9,23 @@ import torch
 
 from experiments import speed
 import train
-from model import Config, Llama, count_parameters, load_weights, read_config, save_pretrained
+from model import Config, Llama, count_parameters, rotary
+from plumbing.data import load_corpus
+from plumbing.fast import CrossEntropy, speed_up
+from plumbing.huggingface import load_weights, read_config, save_pretrained
 from tests.harness import metrics, options, run
 from tests.oracles import reference_logits
 
 
-def test_gradients_equal_independent_float64_llama():
+@pytest.mark.parametrize("fast", [False, True])
+def test_gradients_equal_independent_float64_llama(fast):
     config = Config(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
     )
     model, generator = Llama(config, seed=3), torch.Generator().manual_seed(0)
+    if fast:
+        speed_up(model)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.2)
@@ -54,9 +60,9 @@ def test_loss_equals_hugging_faces(kv_heads):
 def test_activation_bytes_equal_what_autograd_keeps(kv_heads):
     config, kept = Config(num_key_value_heads=kv_heads, num_hidden_layers=3), {}
     model, x = Llama(config), torch.randn(2, 32, 128, requires_grad=True)
-    model.blocks(x)  # makes the rotary angles, which belong to the model
     address = lambda t: t.untyped_storage().data_ptr()
-    own = {address(t) for t in (*model.parameters(), *model.angles)}
+    angles = rotary(32, 128 // 4, config.rope_theta, x.device)  # made once for all layers and microbatches
+    own = {address(t) for t in (*model.parameters(), *angles)}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.setdefault(address(t), t) if t.is_floating_point() and address(t) not in own else t,
         lambda t: t,
@@ -64,6 +70,21 @@ def test_activation_bytes_equal_what_autograd_keeps(kv_heads):
         model.blocks(x)
     bytes_of = lambda layers: speed.memory_bytes(config, tokens=64, microbatches=1, vectors=0, layers=layers)
     assert sum(t.untyped_storage().nbytes() for t in kept.values()) == bytes_of(3) - bytes_of(0)
+
+
+def test_the_fast_loss_is_the_plain_one_and_keeps_one_copy_of_the_logits():
+    tokens = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
+    losses, gradients = [], []
+    for model in (Llama(Config()), speed_up(Llama(Config()))):
+        losses.append(model.loss(model.embed(tokens[:, :-1]), tokens[:, 1:]))
+        losses[-1].backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+    logits, places = torch.randn(64, 256, requires_grad=True) * 1, []
+    logits.register_hook(lambda gradient: places.append(gradient.data_ptr()))
+    CrossEntropy.apply(logits, tokens[:, 1:].flatten()).backward()
+    assert places == [logits.data_ptr()]
 
 
 def test_causality():
@@ -140,7 +161,7 @@ def test_init_from_transformers_llama_and_back(tied, corpus, tmp_path, monkeypat
         2, "--init-from", "llama", "--stages", "1,1", "--steps", 1, "--lr", 0, "--name", "x", *data,
         cwd=tmp_path,
     )
-    heldout = train.load_corpus(options(*data)).heldout
+    heldout = load_corpus(options(*data)).heldout
     rows = torch.stack([heldout[round(i * (len(heldout) - 33) / 7) :][:33] for i in range(8)]).long()
     want = torch.nn.functional.cross_entropy(
         theirs(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten()

@@ -1,10 +1,10 @@
-"""Training as it would run over given links: no message arrives and no task ends earlier than they say (one
-machine).
+"""Training as over given links: no message arrives and no task ends earlier than they say. One machine.
 
     torchrun --nproc-per-node 20 -m tools.emulate --links links.json --time-scale 0.1 [options of train.py]
 
 For comparing an iteration's time with what skippipe.simulate makes of the same network: metrics.jsonl has
-both, in the links' seconds. """
+both, in the links' seconds.
+"""
 import math
 import os
 import sys
@@ -59,8 +59,7 @@ def sleep_until(moment):
 
 
 class EmulatedPipeline(Pipeline):
-    """A note goes ahead of each message: when it is to arrive, on the clock that all processes of a machine
-    share."""
+    """A note goes ahead of each message: when it is to arrive, on the clock that all processes share."""
     network = None      # nothing is emulated before `follow`
 
     def follow(self, network, scale):
