@@ -28,6 +28,7 @@ from experiments.runs import torchrun
 from model import Config, Llama, count_parameters
 from noloco import NoLoCo, flatten
 from planning.routing import measure
+from plumbing.fast import speed_up
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from survive.outer import SurvivingNoLoCo
@@ -94,7 +95,7 @@ class Rig:
             return
         depth = config.num_hidden_layers // len(stages)
         layers = range(self.stage * depth, self.stage * depth + depth)
-        self.model = Llama(config, layers, ends=self.stage == 0)
+        self.model = speed_up(Llama(config, layers, ends=self.stage == 0))
         self.adam = train.Adam(*flatten(self.model.parameters()))
         self.pipeline = Pipeline(self.model, job, stages, (*shape, config.hidden_size))
         self.data = torch.randint(config.vocab_size, (shape[0], shape[1] + 1))
@@ -157,7 +158,7 @@ def model(o, job):
 
 
 def our_step(config, tokens, compiled=False):
-    model = Llama(config)
+    model = speed_up(Llama(config))
     adam = train.Adam(*flatten(model.parameters()))
     x, y = tokens[:, :-1], tokens[:, 1:]
     if compiled:
@@ -401,15 +402,15 @@ def memory_bytes(config, tokens, microbatches, vectors=7, layers=None):
     receive buffer (`vectors`), the activations of this many microbatches in flight, `tokens` tokens
     each, and while a loss is taken back its logits and the head's own gradient.
 
-    A layer keeps of a token, in floats: x and norm(x) twice, q, attention's result and its log-sum, k
-    and v, gate, up, silu(gate) and their product.
+    A layer keeps of a token, in floats: x, x / rms(x) and norm(x) twice, q, attention's result and its
+    log-sum, k and v, gate, up, silu(gate) and their product.
     """
     C = config.hidden_size
     D = C // config.num_attention_heads
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    layer = 6 * C + 2 * D * kv_heads + heads + 4 * config.intermediate_size + 2
+    layer = 8 * C + 2 * D * kv_heads + heads + 4 * config.intermediate_size + 2
     depth = config.num_hidden_layers if layers is None else layers
-    activations = tokens * (microbatches * depth * layer + config.vocab_size + 2 * C)
+    activations = tokens * (microbatches * depth * layer + config.vocab_size + 3 * C)
     return 4 * (vectors * count_parameters(config)[0] + activations + C * config.vocab_size)
 
 
