@@ -4,7 +4,8 @@ A wait that times out closes every connection of its process group, and a restar
 old group: hence a new one for each meeting (about 10 ms). Keys of the store that all rooms of survive/ share:
 
     absent/R    rank R was waited for in vain; nobody waits for it until it has come back
-    held/R      rank R is in an outer step, so it lives, though its own partner may be holding it up
+    at/R        "17 in": rank R is in outer step 17, so it lives, though its partner may be holding it up;
+                "17 out": it has done that one
 """
 import contextlib
 import os
@@ -53,13 +54,19 @@ def wait_for(store, key, rank, ranks, timeout):
     with contextlib.suppress(dist.DistStoreError):          # nobody has settled it in time
         store.wait([f"{key}/members"], half)
         return settle(here())
-    if any(store.check([f"held/{r}"]) for r in missing()):
+    if any(whereabouts(store, r)[1] == "in" for r in missing()):
         with contextlib.suppress(dist.DistStoreError):
             store.wait([f"{key}/members"], half)
     for r in missing():
         store.set(f"absent/{r}", key)
         store.add("absences", 1)
     return settle(here())
+
+
+def whereabouts(store, rank):
+    """(the last outer step to which a rank came, whether it is still "in" it or "out")."""
+    outer, where = store.get(f"at/{rank}").split() if store.check([f"at/{rank}"]) else (-1, b"out")
+    return int(outer), where.decode()
 
 
 def come_back(store, rank):

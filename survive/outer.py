@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 
 from noloco import NoLoCo, gloo_interface, random_groups
-from survive.meeting import Gone, absent, come_back, meet
+from survive.meeting import Gone, absent, come_back, meet, whereabouts
 
 
 class SurvivingNoLoCo(NoLoCo):
@@ -107,10 +107,9 @@ class SurvivingNoLoCo(NoLoCo):
 
     def expected(self, outer):
         """Whether anyone can still come to meet this replica there."""
-        group = self.group_in(outer) or (self.rank,)
-        others = set(group) - {self.rank}
-        over = self.store.check([f"{self.key(outer, group)}/members"])
-        return not over and bool(others - absent(self.store, others))
+        others = set(self.group_in(outer) or ()) - {self.rank}
+        ahead = {r for r in others if whereabouts(self.store, r) >= (outer, "out")}
+        return bool(others - ahead - absent(self.store, others))
 
     # ---- the exchange
 
@@ -119,13 +118,13 @@ class SurvivingNoLoCo(NoLoCo):
 
     def exchange(self):
         """Theta, phi and n of those who came and are finite."""
+        outer = self.steps // self.inner_steps
         missing, came, error = set(), set(), ""
         thetas, phis, works = {self.rank: self.theta}, {self.rank: self.phi}, {}
         try:
-            self.store.set(f"held/{self.rank}", "=")
+            self.store.set(f"at/{self.rank}", f"{outer} in")
             group = self.group()
             missing = set(group) - {self.rank}
-            outer = self.steps // self.inner_steps
             members, link = meet(self.store, self.key(outer, group), self.rank, group, self.timeout)
             self.late = self.rank not in members or len(group) == 1
             if link:
@@ -143,7 +142,7 @@ class SurvivingNoLoCo(NoLoCo):
                 error = str(lost)[:100]
                 missing.add(partner)
         with contextlib.suppress(RuntimeError):
-            self.store.delete_key(f"held/{self.rank}")
+            self.store.set(f"at/{self.rank}", f"{outer} out")
         if missing:
             self.late = True
             self.tell("outer step without partners", missing=sorted(missing), error=error)

@@ -15,6 +15,7 @@ from plumbing.fast import CrossEntropy, speed_up
 from plumbing.huggingface import load_weights, read_config, save_pretrained
 from tests.harness import metrics, options, run
 from tests.oracles import reference_logits
+from tools import export
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -169,7 +170,7 @@ def test_init_from_transformers_llama_and_back(tied, corpus, tmp_path, monkeypat
     assert metrics(tmp_path / "runs/x")[-1]["heldout_loss"] == pytest.approx(want, rel=1e-5)
     shutil.rmtree("llama")
     run(2, "--resume", "runs/x", "--steps", 2, cwd=tmp_path)
-    train.main(["--resume", "runs/x", "--export", "out"])
+    export.main(["runs/x", "out"])
     back = transformers.AutoModelForCausalLM.from_pretrained("out")
     assert torch.allclose(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-6)
     assert (

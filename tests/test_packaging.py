@@ -76,8 +76,8 @@ def test_noloco_alone_runs_the_readmes_examples(tmp_path):
     for program in programs:
         put(tmp_path, "noloco", program)
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        lines = run_alone(tmp_path, *launcher, "mine.py").splitlines()
-        assert [line[:17] for line in sorted(lines)] == ["rank 0: loss 0.00", "rank 1: loss 0.00"]
+        out = run_alone(tmp_path, *launcher, "mine.py")         # the two may print into one line
+        assert sorted(re.findall(r"rank (\d): loss 0\.00", out)) == ["0", "1"]
     assert programs
 
 
