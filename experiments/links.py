@@ -19,7 +19,9 @@ from tqdm import tqdm
 HOSTS = 8
 LINKS = {"all at 200 Mbit/s": [], "host 5 at 20 Mbit/s": ["--slow", "5=20"]}
 METHODS = {"ddp": [], "diloco": ["--inner-steps", "5"], "noloco": ["--inner-steps", "5"]}
-TRAIN = ["--steps", "60", "--eval-every", "60", "--save-every", "1000", "--eval-sequences", "8"]
+# One sequence a step: the links are to be measured, not two cores that compute for eight hosts.
+TRAIN = ["--steps", "60", "--microbatches", "1", "--batch", "1", "--eval-every", "60", "--save-every", "1000",
+         "--eval-sequences", "1"]
 KEPT = ("seconds", "sync_seconds", "sync_seconds_longest", "sync_bytes", "steps_alone", "heldout_loss")
 
 
