@@ -112,8 +112,9 @@ class NoLoCo:
             return functools.reduce(torch.add, vectors) / n
 
         vectors = (self.theta, self.phi, self.delta, *thetas, *(phis or ()))
-        piece = len(self.theta) if self.theta.is_cuda else PIECE
-        for theta, phi, delta, *others in zip(*(v.to(self.theta.device).split(piece) for v in vectors)):
+        piece = 1 << 24 if self.theta.is_cuda else PIECE
+        for theta, phi, delta, *others in zip(*(v.split(piece) for v in vectors)):
+            others = [v.to(theta.device) for v in others]
             mean_phi = mean(others[len(thetas):]) if phis else phi      # gamma = beta: any value serves
             mean_Delta = mean(others[:len(thetas)]) - mean_phi          # Eq. 1
             outer_update(phi, delta, mean_Delta, mean_phi, self.alpha, self.beta, self.gamma)
@@ -125,7 +126,7 @@ class NoLoCo:
         return next(g for g in groups if self.rank in g)
 
     def send_ahead(self):
-        """Eq. 2': phi leaves as the inner steps begin."""
+        """Eq. 2': phi leaves with the first of the inner steps."""
         return self.post("phi", self.phi, self.lane) if self.gamma != self.beta else (None, [])
 
     def exchange(self):
@@ -140,12 +141,14 @@ class NoLoCo:
         """Swap a vector with all partners at once: ([the group's vectors, by rank], what to wait for)."""
         group = self.group()
         partners = [r for r in group if r != self.rank]
+        if not partners:
+            return [vector], []
         mine = vector if vector.device == self.wire else self.buffer((name, "out")).copy_(vector)
         theirs = {r: self.buffer((name, i)) for i, r in enumerate(partners)}
         ops = [dist.P2POp(dist.irecv, theirs[r], r, lane) for r in partners]
         ops += [dist.P2POp(dist.isend, mine, r, lane) for r in partners]
         self.bytes_sent += len(partners) * mine.nbytes
-        return [theirs.get(r, vector) for r in group], dist.batch_isend_irecv(ops) if ops else []
+        return [theirs.get(r, vector) for r in group], dist.batch_isend_irecv(ops)
 
     def buffer(self, key):
         if key not in self.buffers:

@@ -36,7 +36,7 @@ from plumbing import options
 from plumbing.checkpoints import Checkpoints, go_on, state_of, take_folder
 from plumbing.data import load_data
 from plumbing.fast import speed_up
-from plumbing.huggingface import load_weights
+from plumbing.huggingface import initial_weights
 from plumbing.options import layout, numbers, option, shape
 from plumbing.processes import BadInput, Job, restarts
 from plumbing.report import Log, Meter, banner
@@ -205,11 +205,11 @@ class Pipeline:
         self.chains = [chain(path)[:end] for path, end in zip(paths, ends)]
         mine = order[self.rank] if order else tasks(self.chains, self.rank)
         self.coming = deque(incoming(self.chains, self.rank, mine, order))
-        self.posted, self.inbox, self.saved, self.sent = {}, {}, {}, []
+        self.posted, self.inbox, self.saved, self.sent = {}, {}, {}, {}
         self.loss, self.home, self.tokens = torch.zeros((), device=self.device), 0, 0
         for u, hop in mine:
             self.give(u, hop, self.task(u, hop, self.take(u, hop)))
-        for work, _, peer in self.sent:
+        for work, _, peer in self.sent.values():
             self.wait(work, peer)
         self.seconds = time.perf_counter() - start
         return self.loss, self.home, self.tokens
@@ -234,6 +234,9 @@ class Pipeline:
             inputs, y = self.saved.pop((u, forward))
             torch.dot(y.flatten(), x.flatten()).backward()      # y.backward(x) imports sympy: half a second
             self.tokens += count
+            if (u, forward + 1) in self.sent:                   # long there, since its gradient is back
+                work, _, peer = self.sent.pop((u, forward + 1))
+                self.wait(work, peer)
             return inputs.grad if forward else None
         with torch.set_grad_enabled(self.train), self.cast:
             if what == LOSS:
@@ -257,7 +260,7 @@ class Pipeline:
         if to == self.rank:
             self.inbox[u, hop + 1] = out
         elif to is not None:
-            self.sent.append(self.send(out, to, u, hop + 1))
+            self.sent[u, hop + 1] = self.send(out, to, u, hop + 1)
 
     # The wire. Gloo tells the messages of a pair apart by their tag.
 
@@ -282,11 +285,14 @@ class Pipeline:
         tensor = tensor.contiguous()
         if self.pin:
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        self.count(tensor, to, u, hop)
+        return dist.isend(tensor, to, group=self.lane(self.rank, to), tag=tag(u, hop)), tensor, to
+
+    def count(self, tensor, to, u, hop):
+        self.bytes_sent += tensor.nbytes
         if self.trace:
             line = f"rank {self.rank} -> {to}: microbatch {u}, hop {hop}, {tensor.nbytes} bytes"
             print(line, file=sys.stderr, flush=True)
-        self.bytes_sent += tensor.nbytes
-        return dist.isend(tensor, to, group=self.lane(self.rank, to), tag=tag(u, hop)), tensor, to
 
     def receive(self, source, u, hop):
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire, pin_memory=self.pin)
@@ -472,7 +478,8 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     t.average = job.averager(replicas) if o.method == "ddp" or o.warm_start else None
     t.pipeline = Pipeline(t.model, job, t.stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     t.checkpoints = Checkpoints(job, t.folder)
-    plan = go_on(t) if o.resume or restarts() else None
+    again = (o.resume or restarts()) and not job.joining
+    plan = go_on(t) if again else None
     job.say(banner(t))
     t.routes = Routes(job, o, t.pipeline, t.stages, plan)
     return t
@@ -481,15 +488,6 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
 def origin_data(o, rank, origins):
     """(corpus, reader) on an origin, which reads its own part; (None, None) on others."""
     return load_data(o, origins.index(rank), len(origins)) if rank in origins else (None, None)
-
-
-def initial_weights(model, o):
-    try:
-        load_weights(model, o.init_from)
-    except ImportError:
-        raise BadInput("--init-from needs the safetensors package: pip install '.[hf]'")
-    except ValueError as error:
-        raise BadInput(f"--init-from {o.init_from}: {error}")
 
 
 def train(t):
@@ -519,7 +517,7 @@ def train(t):
                 outer.steps = t.step
             elif outer and not warm:
                 t.meter.time(outer.step)
-                t.step = min(outer.steps, o.steps)          # survive: one who was late may have caught up
+                t.step = outer.steps = min(outer.steps, o.steps)        # survive: a late one may leap
             log.progress(loss, home)
             evaluates = t.step == o.steps or t.step // o.eval_every > before // o.eval_every
             saves = t.step == o.steps or t.step // o.save_every > before // o.save_every
@@ -545,9 +543,10 @@ def main(argv=None):
     if job.leaves_help(argv):
         return
     o = Options(**job.agree(parse, argv))
-    if o.survive:
+    argv = sys.argv if argv is None else argv
+    if o.survive or "--join" in argv:
         from survive import parts
-        return train(parts.build(job, o, sys.argv if argv is None else argv))
+        return train(parts.build(job, o, argv))
     job.connect(o)
     train(build(job, o))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from plumbing.processes import BadInput, restarts
-from plumbing.report import Meter, sent
+from plumbing.report import Meter, counts, sent
 
 FORM = 2        # of what is saved; other forms are refused
 
@@ -134,7 +134,7 @@ def state_of(t):
     counted = dict(sync=t.meter.sync + sent(t), pipeline=t.meter.pipeline + t.pipeline.bytes_sent)
     return dict(step=t.step, cursor=t.cursor, theta=t.theta, adam=t.adam.state_dict(),
                 outer=t.outer and t.outer.state_dict(), rng=torch.get_rng_state(), plan=t.routes.plan,
-                corpus=t.corpus and t.corpus.digest, meter=dict(t.meter.state(), **counted))
+                corpus=t.corpus and t.corpus.digest, meter=dict(t.meter.state(), counts=counts(t), **counted))
 
 
 def go_on(t):

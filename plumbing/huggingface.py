@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from model import Config
+from plumbing.processes import BadInput
 
 
 def read_config(folder):
@@ -53,6 +54,16 @@ def load_weights(model, folder):
                     fill(parameter, name, tensors)
         except SafetensorError as error:
             raise ValueError(f"{file}: {error}")
+
+
+def initial_weights(model, o):
+    """Those of --init-from. Raises BadInput."""
+    try:
+        load_weights(model, o.init_from)
+    except ImportError:
+        raise BadInput("--init-from needs the safetensors package: pip install '.[hf]'")
+    except ValueError as error:
+        raise BadInput(f"--init-from {o.init_from}: {error}")
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ class Job:
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device("cpu")
-        self.nccl = False
+        self.nccl = self.joining = False
         self.store = None
         if self.world > 1:
             store, *_ = next(iter(dist.rendezvous("env://")))
@@ -49,15 +49,17 @@ class Job:
         values = self.store.multi_get([f"{name}/{r}" for r in range(self.world)])
         return [value.decode()[1:] for value in values]
 
-    def together(self, function, *args):
-        """function(*args) on every rank; bad input on any ends all with status 2, after one line from rank
-        0."""
+    def together(self, function, *args, name=None):
+        """function(*args) on every rank; bad input on any ends all with status 2, after one line from rank 0.
+
+        name: of this occasion; each has its own (default: the function's).
+        """
         result, problem = None, ""
         try:
             result = function(*args)
         except (BadInput, OSError) as error:
             problem = " ".join(str(error).split())
-        if problems := [p for p in self.share(f"problem/{function.__name__}", problem) if p]:
+        if problems := [p for p in self.share(f"problem/{name or function.__name__}", problem) if p]:
             self.refuse(problems[0])
         return result
 
@@ -80,8 +82,7 @@ class Job:
         """function() is called on rank 0 and its result, which JSON must be able to carry, given to all."""
         def first():
             return function() if self.rank == 0 else None
-        first.__name__ = name
-        return json.loads(self.share(name, json.dumps(self.together(first)))[0])
+        return json.loads(self.share(name, json.dumps(self.together(first, name=name)))[0])
 
     def leaves_help(self, argv):
         """Whether --help is asked for, which rank 0 prints, and this is another."""
@@ -141,17 +142,25 @@ class Job:
 
     def interface(self):
         """Refuse hosts that would offer each other a loopback address: they could never meet."""
-        names = gloo_interface()
-        known = [name for _, name in socket.if_nameindex()]
-        if strange := [name for name in names.split(",") if name and name not in known]:
-            raise BadInput(f"GLOO_SOCKET_IFNAME={names}: this host has no {strange[0]}, only "
-                           f"{', '.join(known)}")
-        told = [text.split("|") for text in self.share("host", f"{this_host()}|{names}")]
-        loopback = [r for r, (_, name) in enumerate(told) if name.split(",")[0] in ("lo", "lo0")]
-        if loopback and len({host for host, _ in told}) > 1:
+        names = problem = ""
+        try:
+            names = gloo_interface()
+            known = [name for _, name in socket.if_nameindex()]
+            if strange := [name for name in names.split(",") if name and name not in known]:
+                problem = f"GLOO_SOCKET_IFNAME={names}: a host has no {strange[0]}, only {', '.join(known)}"
+        except OSError as error:
+            problem = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}: {error}"
+        # told before anyone gives up: who finds nothing wrong waits for the others here
+        told = [text.split("|") for text in self.share("host", f"{this_host()}|{names}|{problem}")]
+        if problems := [text for *_, text in told if text]:
+            raise BadInput(problems[0])
+        loopback = [r for r, (_, name, _) in enumerate(told) if name.split(",")[0] in ("lo", "lo0")]
+        if loopback and len({host for host, *_ in told}) > 1:
             raise BadInput(f"rank {loopback[0]} would offer the other hosts its loopback interface: on its "
                            "host export GLOO_SOCKET_IFNAME=NAME, the interface that the others reach, or "
                            "start all with --master-addr ADDRESS, node 0's address as the others see it")
+
+    patience = DAY      # seconds for a message that only the log waits for
 
     def meet(self, key, ranks):
         """A Gloo group of these ranks, for once: (who came, group)."""
@@ -220,7 +229,7 @@ def complain(line):
 def gloo_group(store, key, place, size, timeout):
     """A new Gloo group of `size` processes, this one at `place`, who find each other under `key`.
 
-    timeout: seconds for that and for each message.
+    timeout: seconds for each message; to find each other Gloo takes up to five times that.
     """
     options = dist.ProcessGroupGloo._Options()
     options._devices = gloo_devices()

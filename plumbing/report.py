@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 from tqdm import tqdm
@@ -27,6 +28,7 @@ class Meter:
     norm: float = 0.0           # of the last gradient
     iterations: list = field(default_factory=list)      # seconds of each since the last report
     waits: list = field(default_factory=list)           # seconds of each outer step of this process
+    counts: dict = field(default_factory=dict)          # of survive/, before this process began
     clock: float = field(default_factory=time.perf_counter)
 
     def add(self, loss, home, norm, iteration):
@@ -71,21 +73,25 @@ def weight_spread(theta, replicas, job, key):
     Each sends its theta there. Differences to the first replica are summed, so that nothing cancels:
     sum |d - mean d|^2 = sum |d|^2 - |sum d|^2 / N.
     """
+    if job.rank not in replicas:
+        return 0.0, 0
+    patience = timedelta(seconds=job.patience)
     try:
         members, link = job.meet(key, replicas) if len(replicas) > 1 else (replicas, None)
         if job.rank not in members:
             return 0.0, 0
         if job.rank != members[0]:
             for piece in theta.split(1 << 22) if link else []:
-                link.send([piece.cpu()], 0, 0).wait()
+                link.send([piece.cpu()], 0, 0).wait(patience)
             return 0.0, 0
-        squares = sum(squares_of(piece, members, link) for piece in theta.split(1 << 22) if link)
+        pieces = theta.split(1 << 22) if link else []
+        squares = sum(squares_of(piece, members, link, patience) for piece in pieces)
         return float(squares), len(members) * theta.numel()
     except RuntimeError:        # who was lost on the way spoils it for this time
         return 0.0, 0
 
 
-def squares_of(piece, members, link):
+def squares_of(piece, members, link, patience):
     """sum |d|^2 - |sum d|^2 / N of one piece of theta."""
     def square(d):
         return float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2
@@ -93,7 +99,7 @@ def squares_of(piece, members, link):
     total, squares = torch.zeros_like(piece), 0.0
     other = torch.empty_like(piece, device="cpu")
     for place in range(1, len(members)):
-        link.recv([other], place, 0).wait()
+        link.recv([other], place, 0).wait(patience)
         d = other.to(piece.device) - piece
         total += d
         squares += square(d)
@@ -103,6 +109,11 @@ def squares_of(piece, members, link):
 def sent(t):
     """Bytes that this process has sent to synchronise."""
     return sum(part.bytes_sent for part in (t.outer, t.average) if part)
+
+
+def counts(t):
+    """What survive/ counts: microbatches lost, outer steps done alone; with those before a resume."""
+    return {key: n + t.meter.counts.get(key, 0) for key, n in t.counts().items()}
 
 
 def banner(t):
@@ -169,7 +180,7 @@ class Log:
                    syncs=len(waits), waited=sum(waits), longest=max(waits, default=0.0),
                    skipped=meter.skipped, norm=meter.norm, sync=meter.sync + sent(t),
                    pipeline=meter.pipeline + t.pipeline.bytes_sent, bad=t.reader.bad_lines if t.reader else 0,
-                   iteration=sorted(meter.iterations)[len(meter.iterations) // 2], **t.counts())
+                   iteration=sorted(meter.iterations)[len(meter.iterations) // 2], **counts(t))
         meter.loss, meter.tokens, meter.iterations = 0.0, 0, []
         return row
 

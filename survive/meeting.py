@@ -10,6 +10,7 @@ old group: hence a new one for each meeting (about 10 ms). Keys of the store tha
 import contextlib
 import os
 import socket
+import stat
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -30,9 +31,15 @@ def meet(store, key, rank, ranks, timeout):
     (None), nor does who is alone. Raises RuntimeError when the store or a member is lost.
     """
     members = wait_for(store, key, rank, ranks, timeout)
+    return members, connect(store, key, rank, members, timeout)
+
+
+def connect(store, key, rank, members, timeout):
+    """A new Gloo group of those who came; its messages are to be waited for with a time of one's own."""
     if rank not in members or len(members) == 1:
-        return members, None
-    return members, gloo_group(store, key, members.index(rank), len(members), timeout)
+        return None
+    # to find each other Gloo takes up to five times its timeout
+    return gloo_group(store, key, members.index(rank), len(members), timeout / 5)
 
 
 def wait_for(store, key, rank, ranks, timeout):
@@ -92,9 +99,13 @@ def notice_silence(store, timeout):
     tcp = {"TCP_KEEPIDLE": max(1, seconds // 2), "TCP_KEEPINTVL": max(1, seconds // 8), "TCP_KEEPCNT": 4,
            "TCP_USER_TIMEOUT": 1000 * seconds}
     for fd in os.listdir("/proc/self/fd") if hasattr(socket, "TCP_USER_TIMEOUT") else []:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as link:
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+                continue
+            link = socket.socket(fileno=os.dup(int(fd)))
             if link.family != socket.AF_UNIX and link.getpeername()[1] == store.port:
                 for option, value in settings.items():
                     link.setsockopt(socket.SOL_SOCKET, option, value)
                 for option, value in tcp.items():
                     link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            link.close()

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 
 from noloco import NoLoCo, gloo_interface, random_groups
-from survive.meeting import Gone, absent, come_back, meet, whereabouts
+from survive.meeting import Gone, absent, come_back, connect, meet, wait_for, whereabouts
 
 
 class SurvivingNoLoCo(NoLoCo):
@@ -44,7 +44,8 @@ class SurvivingNoLoCo(NoLoCo):
         self.on_event = tell or self.events.append
         self.on_adopt = reset
         self.late = False
-        self.alone = self.unreached = 0
+        self.alone = self.in_a_row = 0
+        self.unreached = set()              # partners who came, but were not reached, since the last exchange
         self.met = time.monotonic()
         self.asked = store.add(f"joins/{self.ranks[0]}", 0)
         self.joiners = set()
@@ -61,7 +62,7 @@ class SurvivingNoLoCo(NoLoCo):
 
     def look_round(self):
         """Rank 0, where the store is, must not train alone for ever as if it trained together."""
-        lonely = time.monotonic() - self.met > 4 * self.timeout
+        lonely = self.in_a_row >= 3 and time.monotonic() - self.met > 4 * self.timeout
         if self.rank == 0 and lonely and absent(self.store, self.ranks) == set(self.ranks) - {0} != set():
             raise Gone("no other replica has been met for long: they are gone, or this host is cut off")
 
@@ -107,7 +108,10 @@ class SurvivingNoLoCo(NoLoCo):
 
     def expected(self, outer):
         """Whether anyone can still come to meet this replica there."""
-        others = set(self.group_in(outer) or ()) - {self.rank}
+        group = self.group_in(outer) or (self.rank,)
+        others = set(group) - {self.rank}
+        if self.store.check([f"{self.key(outer, group)}/members"]):
+            return False
         ahead = {r for r in others if whereabouts(self.store, r) >= (outer, "out")}
         return bool(others - ahead - absent(self.store, others))
 
@@ -125,10 +129,13 @@ class SurvivingNoLoCo(NoLoCo):
             self.store.set(f"at/{self.rank}", f"{outer} in")
             group = self.group()
             missing = set(group) - {self.rank}
-            members, link = meet(self.store, self.key(outer, group), self.rank, group, self.timeout)
-            self.late = self.rank not in members or len(group) == 1
+            key = self.key(outer, group)
+            members = wait_for(self.store, key, self.rank, group, self.timeout)
+            missed = self.rank not in members or bool(absent(self.store, [self.rank]))
+            self.late = missed or len(group) == 1
+            came = set(members) - {self.rank} if self.rank in members else set()
+            link = connect(self.store, key, self.rank, members, self.timeout)
             if link:
-                came = set(members) - {self.rank}
                 missing -= came
                 self.swap(members, link, thetas, phis, works)
                 self.link = link        # lives until the next one: what we sent may still be on its way
@@ -137,7 +144,7 @@ class SurvivingNoLoCo(NoLoCo):
         for partner, mine in works.items():
             try:
                 for work in mine:
-                    work.wait()
+                    work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as lost:
                 error = str(lost)[:100]
                 missing.add(partner)
@@ -159,14 +166,15 @@ class SurvivingNoLoCo(NoLoCo):
         """Outer steps done alone; and say it when partners who came, so they live, are never reached."""
         if n > 1:
             self.met = time.monotonic()
-            self.unreached = 0
+            self.in_a_row, self.unreached = 0, set()
             return
         self.alone += len(self.ranks) > 1
-        self.unreached += bool(unreached)
-        if unreached and self.unreached == 3:
+        self.in_a_row += 1
+        self.unreached |= unreached
+        if self.in_a_row % 3 == 0 and self.unreached:
             print(f"rank {self.rank}: three outer steps in a row without partners although they are alive "
-                  f"(the last: {sorted(unreached)}): it trains alone. Can these hosts connect to each other? "
-                  f"Here Gloo uses {gloo_interface() or 'the default interface'} (GLOO_SOCKET_IFNAME)",
+                  f"(ranks {sorted(self.unreached)}): it trains alone. Can these hosts connect to them? "
+                  f"Gloo uses {gloo_interface() or 'the default interface'} here (GLOO_SOCKET_IFNAME)",
                   file=sys.stderr, flush=True)
 
     def swap(self, members, link, thetas, phis, works):
@@ -236,8 +244,11 @@ class SurvivingNoLoCo(NoLoCo):
             if joiner != self.rank and self.store.compare_set(f"{key}/by", "", mine).decode() == mine:
                 outer = self.steps // self.inner_steps
                 self.on_event(dict(event="joined", outer=outer, rank=joiner, given_by=self.rank))
+                self.store.set(f"at/{self.rank}", f"{outer} in")
                 with contextlib.suppress(RuntimeError):         # it may die again
                     self.hand_over(key, joiner, gives=True)
+                    self.met = time.monotonic()
+                self.store.set(f"at/{self.rank}", f"{outer} out")
 
     def hand_over(self, key, other, gives):
         """phi and delta to or from one other replica."""
@@ -246,7 +257,8 @@ class SurvivingNoLoCo(NoLoCo):
             raise RuntimeError(f"replica {other} did not come")
         for tag, vector in enumerate((self.phi, self.delta)):
             host = vector.to(self.wire)
-            (link.send if gives else link.recv)([host], members.index(other), tag).wait()
+            work = (link.send if gives else link.recv)([host], members.index(other), tag)
+            work.wait(timedelta(seconds=self.timeout))
             if not gives:
                 vector.copy_(host)
             self.bytes_sent += gives * vector.nbytes

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import train
 from plumbing.processes import Average, BadInput, Job, gloo_group
-from survive.meeting import Gone, absent, meet, notice_silence
+from survive.meeting import Gone, absent, come_back, meet, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
@@ -27,6 +27,7 @@ class SurvivingJob(Job):
     def __init__(self, job, timeout, joining):
         vars(self).update(vars(job))        # it goes on as this one
         self.timeout = timeout
+        self.patience = timeout / 3         # less than partners wait in an outer step
         self.joining = joining
         self.dead = set()                   # of a pipeline
         self.silent = set()                 # who did not answer the last time; nobody waits for them
@@ -53,7 +54,7 @@ class SurvivingJob(Job):
             return None
         awaited = set(range(self.world)) - self.gone() - self.silent
         with contextlib.suppress(dist.DistStoreError):
-            self.store.wait([f"{name}/{r}" for r in sorted(awaited)], timedelta(seconds=self.timeout / 3))
+            self.store.wait([f"{name}/{r}" for r in sorted(awaited)], timedelta(seconds=self.patience))
         here = {r for r in range(self.world) if self.store.check([f"{name}/{r}"])}
         self.silent = set(range(self.world)) - here
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in sorted(here)}
@@ -72,7 +73,8 @@ class SurvivingJob(Job):
         return [json.loads(self.store.get(key)) for key in told]
 
     def meet(self, key, ranks):
-        return meet(self.store, key, self.rank, ranks, self.timeout / 3)
+        come_back(self.store, self.rank)
+        return meet(self.store, key, self.rank, ranks, 2 * self.patience)
 
     def averager(self, replicas):
         """For the warm start, which needs every process."""
@@ -112,6 +114,8 @@ def build(job, o, argv):
     """As train.build; on a process started with --join, what it has is then that of a living replica."""
     o.join = job.rank > 0 and "--join" in argv
     job = SurvivingJob(job, o.survive, o.join)
+    if not o.survive:
+        job.refuse("--join is for a run with --survive SECONDS: another one needs every process")
     job.connect(o, group=False)
     if job.nccl:
         job.together(no_nccl)
@@ -119,7 +123,7 @@ def build(job, o, argv):
         job.refuse("--join is for --method noloco on one stage; others go on from a checkpoint: --resume")
     t = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
     t.routes.outer = t.outer
-    t.counts = lambda: dict(lost=t.pipeline.lost, alone=t.outer.alone if t.outer else 0)
+    t.counts = lambda: dict(lost=t.pipeline.lost, alone=getattr(t.outer, "alone", 0))
     if o.join:
         join(t)
     return t

@@ -83,7 +83,7 @@ class SurvivingPipeline(Pipeline):
 
     def run(self, paths, batches, train=True, order=None):
         found = super().run(paths, batches, train, order)
-        self.pause(10 * self.job.timeout)                   # an outer step, a checkpoint may come
+        self.pause(self.job.timeout * (1 if train else 10))     # an outer step; a checkpoint, the log
         return found
 
     def take(self, u, hop):
@@ -104,7 +104,7 @@ class SurvivingPipeline(Pipeline):
 
     def send(self, tensor, to, u, hop):
         tensor = self.nothing if tensor is None else tensor.to(self.wire).contiguous()
-        self.bytes_sent += tensor.nbytes
+        self.count(tensor, to, u, hop)
         place = int(to > self.rank)
         return self.post(to, lambda group: group.send([tensor], place, tag(u, hop))), tensor, to
 

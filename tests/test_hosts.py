@@ -1,6 +1,7 @@
 """Training between hosts: four network namespaces with links of their own (needs root and iproute2)."""
 
 import contextlib
+import io
 import json
 import os
 import threading
@@ -8,7 +9,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from survive.meeting import Gone
+from survive.outer import SurvivingNoLoCo
 from tests.harness import SMALL, checkpoint, metrics, processes, run, train_main
 from tools.hosts import Hosts, enter, missing
 
@@ -27,11 +31,33 @@ def hosts():
         yield four
 
 
-def _on_host(rank, world, pids, argv, environment):
+def be_on_host(rank, pids, environment):
     """As torchrun on node `rank` of a static rendezvous starts its one worker."""
     enter(pids[rank])
     os.environ.update(MASTER_ADDR="10.77.0.1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", **environment)
+
+
+def _on_host(rank, world, pids, argv, environment):
+    be_on_host(rank, pids, environment)
     return train_main(rank, world, argv)
+
+
+def _one_differs(rank, world, pids, argv, environment):
+    """Only rank 1 has this environment."""
+    return _on_host(rank, world, pids, argv, environment if rank == 1 else {})
+
+
+def _alone_together(rank, world, pids, argv, environment):
+    """Two replicas that reach the store, but offer each other loopback: what they say in six outer steps."""
+    be_on_host(rank, pids, environment)
+    (store, *_), text = next(iter(dist.rendezvous("env://"))), io.StringIO()
+    outer = SurvivingNoLoCo([torch.nn.Parameter(torch.ones(4))], inner_steps=1, store=store, timeout=2.0)
+    with contextlib.redirect_stderr(text), contextlib.suppress(Gone):       # rank 0 may have had enough
+        for _ in range(6):
+            outer.step()
+    store.set(f"ended/{rank}", "=")
+    store.wait([f"ended/{r}" for r in range(world)])            # rank 0 hosts it
+    return outer.alone, text.getvalue()
 
 
 def train_on(hosts, *argv, cwd, during=None, fallen=(), **environment):
@@ -115,6 +141,22 @@ def test_a_loopback_interface_is_refused_between_hosts(hosts, corpus, tmp_path):
     assert [code for code, _ in results] == [2] * 4
     assert results[0][1].count("\n") == 1 and "export GLOO_SOCKET_IFNAME=NAME" in results[0][1]
     assert not any(text for _, text in results[1:])
+
+
+def test_an_interface_that_one_host_lacks_is_refused(hosts, corpus, tmp_path):
+    argv = [str(a) for a in [*COMMON, "--steps", 5, "--data", corpus]]
+    environment = dict(GLOO_SOCKET_IFNAME="nosuch0")
+    results = processes(4, _one_differs, hosts.pids, argv, environment, cwd=tmp_path)
+    assert [code for code, _ in results] == [2] * 4
+    assert results[0][1] == "error: GLOO_SOCKET_IFNAME=nosuch0: a host has no nosuch0, only lo, e0\n"
+
+
+def test_replicas_that_never_reach_each_other_say_so(hosts, tmp_path):
+    results = processes(2, _alone_together, hosts.pids, [], dict(GLOO_SOCKET_IFNAME="lo"), cwd=tmp_path)
+    for rank, (alone, text) in enumerate(results):
+        assert alone >= 3
+        assert text.startswith(f"rank {rank}: three outer steps in a row without partners although they are")
+        assert f"(ranks [{1 - rank}])" in text and "Gloo uses lo here" in text
 
 
 def missed(folder, rank):

@@ -267,6 +267,22 @@ def test_a_restarted_replica_joins_and_takes_part(streamed, sound, corpus, tmp_p
         assert (state[0]["theta"] - state[1]["theta"]).norm() < 0.1 * state[1]["theta"].norm()
 
 
+def test_a_replica_joins_a_run_that_goes_on_from_a_checkpoint(corpus, tmp_path):
+    run(4, *FAULTS, "--stages", 4, "--data", corpus, "--steps", 20, cwd=tmp_path)
+    with store_host() as (port, pid):
+        *results, joined = processes(
+            5, _helped, _return, 4, ["--resume", "runs/x", "--steps", "300"],
+            [(Fault.DIE_BEFORE_EXCHANGE, 2, 42)], pid, cwd=tmp_path, port=port, fallen=[2],
+        )
+    assert [result and result[0] for result in results] == [0, 0, None, 0] and joined[0] == 0, joined
+    assert metrics(tmp_path / "runs/x")[-1]["ranks"] == 4
+
+
+def test_one_process_has_nobody_to_survive(corpus, tmp_path):
+    run(1, *FAULTS, "--data", corpus, cwd=tmp_path)
+    assert metrics(tmp_path / "runs/x")[-1]["step"] == 60
+
+
 def _intrude(argv):
     """A fifth process that would join a pipeline."""
     os.environ["RANK"] = "3"

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import train
 from model import Config, Llama
 from noloco import flatten, random_groups
 from plumbing.data import load_corpus
+from plumbing.report import weight_spread
 from tests.harness import HERE, SMALL, checkpoint, metrics, options, processes, run, train_main
 
 
@@ -50,6 +52,11 @@ def test_every_method_trains_on_unequal_stages(method, corpus, tmp_path):
         starts = [p.data_ptr() - start.data_ptr() for p in model.parameters()]
         for p, a in zip(model.parameters(), starts):
             assert not torch.equal(p.flatten(), end[a // 4 : a // 4 + p.numel()])
+
+
+def test_replicas_beyond_those_of_the_spread_stay_out_of_it():
+    job = SimpleNamespace(rank=70)
+    assert weight_spread(torch.ones(3), list(range(64)), job, "key") == (0.0, 0)
 
 
 def test_weight_spread_equals_its_formula(corpus, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from skippipe import WORK, kind
-from train import Options, Pipeline, Routes, build, parse, tag, train
+from train import Options, Pipeline, build, parse, tag, train
 
 NOTE = 2048     # added to a message's tag: a path has fewer hops
 
@@ -29,11 +29,8 @@ def main(argv=None):
     o = Options(**o)
     job.connect(o)
 
-    class ScaledRoutes(Routes):
-        pass
-    ScaledRoutes.scale = scale
-
-    t = build(job, o, EmulatedPipeline, ScaledRoutes)
+    t = build(job, o, EmulatedPipeline)
+    t.routes.scale = scale
     t.pipeline.follow(t.routes.network, scale)
     train(t)
 
