@@ -4,7 +4,7 @@
 
 Eight network namespaces of this machine with a link each (tools/hosts.py; root and iproute2), one replica
 on each, real messages over Gloo. Every run is `train.py` under torchrun, started as docs/hosts.md
-says; methods take turns, so that a noisy moment does not hit one of them alone. 12 minutes.
+says; methods take turns, so that a noisy moment does not hit one of them alone. 28 minutes.
 """
 import argparse
 import json
@@ -71,7 +71,10 @@ def main():
         found[links][method].append(measured(links, method))
     print(*table(found), sep="\n")
     (o.out / "results").mkdir(parents=True, exist_ok=True)
-    commands = {method: command("all at 200 Mbit/s", method, "NAME")[2:] for method in METHODS}
+    commands = {}
+    for method in METHODS:
+        words = command("all at 200 Mbit/s", method, "NAME")
+        commands[method] = " ".join(Path(word).name if "/" in word else word for word in words)
     (o.out / "results" / "links.json").write_text(json.dumps(dict(commands=commands, rows=found), indent=1))
 
 
