@@ -78,6 +78,7 @@ def weight_spread(theta, replicas, job, key):
     patience = timedelta(seconds=job.patience)
     try:
         members, link = job.meet(key, replicas) if len(replicas) > 1 else (replicas, None)
+        job.link = link         # lives until the next one: what was sent may still be on its way
         if job.rank not in members:
             return 0.0, 0
         if job.rank != members[0]:
@@ -243,6 +244,7 @@ class Log:
     def summary(self):
         self.close()
         if self.job.rank == 0:
+            print(f"kept in         {self.t.folder}")
             print("\n".join(last_lines(json.loads(self.file.read_text().splitlines()[-1]))))
 
 

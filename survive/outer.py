@@ -4,8 +4,8 @@ Each outer step meets in a process group of its own (meeting.py), and Eq. 2 is d
 whose numbers are finite. Theta and phi then travel together: nothing is sent ahead.
 
 Who takes part in an outer step is written down by the first replica to come to it: all who are not missed
-by then. So one that is absent costs those whom it was to meet, in the outer steps begun before it was
-missed, one exchange each, and nobody anything afterwards. While a replica waits for its partner it is known
+by then. So one that is absent costs an exchange those who are to meet it in outer steps begun before it was
+missed, about log2 N of them, and nobody anything afterwards. While a replica waits for its partner it is known
 to be held up, and whoever waits for it is patient for longer (`meet`): lateness does not spread.
 """
 import contextlib

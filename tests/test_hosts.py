@@ -178,9 +178,10 @@ def test_one_stage_goes_on_while_a_link_is_cut_and_takes_the_host_back(hosts, co
     rows = metrics(tmp_path / "runs/x")
     assert rows[-1]["step"] == 240 and rows[-1]["ranks"] == 4
     assert "outer steps that a replica did without any partner" in results[0][1]
-    for rank in range(3):       # one absent replica costs each other one exchange, no more
-        assert sum(row.get("rank") == rank and row.get("missing") == [3] for row in rows) <= 1
-        assert {r for row in rows if row.get("rank") == rank for r in row.get("missing", [])} <= {3}
+    # the others miss the absent one, in the few outer steps begun before that was known, and never each other
+    lost = [row for row in rows if row.get("missing") and row["rank"] != 3]
+    assert all(row["missing"] == [3] for row in lost)
+    assert 1 <= len(lost) <= 4 and len({row["outer"] for row in lost}) == len(lost)
 
 
 def test_one_stage_finishes_when_a_link_is_cut_for_good(hosts, corpus, tmp_path):

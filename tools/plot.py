@@ -1,6 +1,6 @@
 """A first picture of any runs: held-out loss against steps, tokens, bytes and seconds, and the weight spread.
 
-    python -m tools.plot runs/A runs/B [--out plot.png]
+    python -m tools.plot runs/A runs/B [--out runs/plot.png]
 
 One line a run, named after its folder, from its metrics.jsonl. Needs matplotlib (pip install '.[plot]').
 """
@@ -22,7 +22,7 @@ PANELS = {      # what is on the x axis: (its label, a row's value)
 def main(argv=None):
     parser = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--out", type=Path, default=Path("plot.png"))
+    parser.add_argument("--out", type=Path, default=Path("runs/plot.png"))
     Job().together(plot, parser, argv)
 
 
@@ -34,6 +34,7 @@ def plot(parser, argv):
     except ImportError:
         raise BadInput("tools.plot needs the matplotlib package: pip install '.[plot]'")
     matplotlib.use("Agg")
+    a.out.parent.mkdir(parents=True, exist_ok=True)
     draw(found).savefig(a.out, dpi=150)
     print(a.out)
 
