@@ -5,7 +5,7 @@ whose numbers are finite. Theta and phi then travel together: nothing is sent ah
 
 Who takes part in an outer step is written down by the first replica to come to it: all who are not missed
 by then. So one that is absent costs an exchange those who are to meet it in outer steps begun before it was
-missed, about log2 N of them, and nobody anything afterwards. While a replica waits for its partner it is known
+missed, about log2 N of them, and nobody later. While a replica waits for its partner it is known
 to be held up, and whoever waits for it is patient for longer (`meet`): lateness does not spread.
 """
 import contextlib
