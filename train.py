@@ -357,7 +357,7 @@ class Routes:
         return full_paths(self.stages, self.o.microbatches), None
 
     def living(self):
-        """The ranks of each stage: all."""
+        """The ranks of each stage: all, unless survive/ goes round the dead."""
         return self.stages
 
     @property
@@ -446,11 +446,11 @@ def evaluate(pipeline, stages, corpus, o):
 # ---------------------------------------------------------------- a run
 
 
-def make_outer(job, o, params, replicas, adam):
-    """None for ddp and local."""
+def make_outer(job, o, params, replicas, adam, NoLoCo=NoLoCo, **more):
+    """None for ddp and local. NoLoCo, more: a subclass and what else it takes."""
     if o.method == "noloco":
         return NoLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
-                      group_size=o.group_size, seed=o.seed)
+                      group_size=o.group_size, seed=o.seed, **more)
     if o.method == "diloco":
         return DiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
 

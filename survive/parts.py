@@ -141,9 +141,8 @@ def make_outer(job, o, params, replicas, adam):
         job.tell(dict(step=event["outer"] * o.inner_steps, **event))
 
     # in a pipeline the iterations of all go together: there nobody leaves out steps
-    return SurvivingNoLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta,
-                           gamma=o.gamma, group_size=o.group_size, seed=o.seed, store=job.store,
-                           timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=adam.reset)
+    return train.make_outer(job, o, params, replicas, adam, SurvivingNoLoCo, store=job.store,
+                            timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=adam.reset)
 
 
 def join(t):

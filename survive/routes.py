@@ -24,9 +24,6 @@ class SurvivingRoutes(Routes):
             return self.now["paths"], self.now["order"]
         return super().at(step)
 
-    def living(self):
-        return self.stages
-
     @property
     def makespan(self):
         return self.now and self.now["makespan"]
