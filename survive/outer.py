@@ -5,7 +5,8 @@ whose numbers are finite. Theta and phi then travel together: nothing is sent ah
 
 Who takes part in an outer step is written down by the first replica to come to it: all who are not missed
 by then. So one that is absent costs an exchange those who are to meet it in outer steps begun before it was
-missed, about log2 N of them, and nobody later. While a replica waits for its partner it is known
+missed, about log2 N of them, and nobody later; who has lost one leaps over those of them that would have
+it meet the absent one again. While a replica waits for its partner it is known
 to be held up, and whoever waits for it is patient for longer (`meet`): lateness does not spread.
 """
 import contextlib
@@ -44,6 +45,7 @@ class SurvivingNoLoCo(NoLoCo):
         self.on_event = tell or self.events.append
         self.on_adopt = reset
         self.late = False
+        self.fixed = -1                     # the last outer step whose list may name one who is missed by now
         self.alone = self.in_a_row = 0
         self.unreached = set()              # partners who came, but were not reached, since the last exchange
         self.met = time.monotonic()
@@ -51,8 +53,10 @@ class SurvivingNoLoCo(NoLoCo):
         self.joiners = set()
 
     def step(self):
-        if self.late:
-            with contextlib.suppress(RuntimeError):         # a lost store is noticed after the step
+        with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
+            if self.late or self.steps // self.inner_steps <= self.fixed:
+                self.leap()
+            if self.late:
                 self.hurry()
         due = super().step()
         if due:
@@ -70,6 +74,12 @@ class SurvivingNoLoCo(NoLoCo):
 
     def begun(self, outer):
         return self.store.check([f"{self.name}/{outer}/ranks"])
+
+    def last_begun(self, outer):
+        with contextlib.suppress(RuntimeError):
+            while self.begun(outer + 1):
+                outer += 1
+        return outer
 
     def taking_part(self, outer):
         """The ranks of outer step `outer`: those not missed when the first of them came to it."""
@@ -94,12 +104,16 @@ class SurvivingNoLoCo(NoLoCo):
     def key(self, outer, group):
         return f"{self.name}/{outer}/{group[0]}"
 
-    def hurry(self):
-        """Late: go where the others are, and leave out what inner steps are left if a partner waits there."""
+    def leap(self):
+        """Over outer steps in which nobody is left to meet."""
         now = first = self.steps // self.inner_steps
         while self.catch_up and self.begun(now) and not self.expected(now):
             now += 1
         self.steps += (now - first) * self.inner_steps
+
+    def hurry(self):
+        """Late, and now where the others are: leave out what inner steps are left if a partner waits."""
+        now = self.steps // self.inner_steps
         come_back(self.store, self.rank)            # only now: nobody is to wait for one who is far behind
         if self.catch_up and self.begun(now):
             group = self.group()
@@ -152,6 +166,7 @@ class SurvivingNoLoCo(NoLoCo):
             self.store.set(f"at/{self.rank}", f"{outer} out")
         if missing:
             self.late = True
+            self.fixed = self.last_begun(outer)
             self.tell("outer step without partners", missing=sorted(missing), error=error)
         reached = [r for r in sorted(thetas) if r not in missing]
         self.count(len(reached), came & missing)

@@ -18,7 +18,7 @@ from tools.hosts import Hosts, enter, missing
 
 COMMON = [
     "--inner-steps", 5, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20, "--save-every", 20, "--name", "x",
-    *SMALL,
+    *SMALL, "--layers", 1,
 ]
 
 
@@ -51,7 +51,7 @@ def _alone_together(rank, world, pids, argv, environment):
     """Two replicas that reach the store, but offer each other loopback: what they say in six outer steps."""
     be_on_host(rank, pids, environment)
     (store, *_), text = next(iter(dist.rendezvous("env://"))), io.StringIO()
-    outer = SurvivingNoLoCo([torch.nn.Parameter(torch.ones(4))], inner_steps=1, store=store, timeout=2.0)
+    outer = SurvivingNoLoCo([torch.nn.Parameter(torch.ones(4))], inner_steps=1, store=store, timeout=0.5)
     with contextlib.redirect_stderr(text), contextlib.suppress(Gone):       # rank 0 may have had enough
         for _ in range(6):
             outer.step()
@@ -124,7 +124,7 @@ def test_collectives_between_hosts(method, hosts, corpus, tmp_path):
 @pytest.mark.parametrize("survive", [0, 30], ids=["plain", "survive"])
 @pytest.mark.parametrize("paths", ["pipeline", "skip"])
 def test_pipelines_between_hosts_equal_one_machine(paths, survive, hosts, corpus, tmp_path):
-    argv = ["--stages", "2,2", "--steps", 20, "--survive", survive, "--data", corpus]
+    argv = ["--stages", "2,2", "--layers", 3, "--steps", 20, "--survive", survive, "--data", corpus]
     if paths == "skip":
         argv[1:2] = ["2,1,1", "--skip", 0.33, "--microbatches", 4, "--links", "links.json"]
     for name in ("here", "between"):
@@ -172,16 +172,16 @@ def test_one_stage_goes_on_while_a_link_is_cut_and_takes_the_host_back(hosts, co
         hosts.restore(3)
 
     results = train_on(
-        hosts, "--steps", 240, "--survive", 4, "--data", corpus, cwd=tmp_path, during=during
+        hosts, "--steps", 240, "--survive", 3, "--data", corpus, cwd=tmp_path, during=during
     )
     assert [code for code, _ in results] == [0] * 4, results
     rows = metrics(tmp_path / "runs/x")
     assert rows[-1]["step"] == 240 and rows[-1]["ranks"] == 4
     assert "outer steps that a replica did without any partner" in results[0][1]
-    # the others miss the absent one, in the few outer steps begun before that was known, and never each other
+    # the others miss the absent one, once each, in outer steps begun before that was known, never each other
     lost = [row for row in rows if row.get("missing") and row["rank"] != 3]
     assert all(row["missing"] == [3] for row in lost)
-    assert 1 <= len(lost) <= 4 and len({row["outer"] for row in lost}) == len(lost)
+    assert 1 <= len(lost) == len({row["outer"] for row in lost}) == len({row["rank"] for row in lost})
 
 
 def test_one_stage_finishes_when_a_link_is_cut_for_good(hosts, corpus, tmp_path):
@@ -190,7 +190,7 @@ def test_one_stage_finishes_when_a_link_is_cut_for_good(hosts, corpus, tmp_path)
         hosts.cut(3)
 
     results = train_on(
-        hosts, "--steps", 100, "--survive", 3, "--data", corpus, cwd=tmp_path, during=during, fallen=[3]
+        hosts, "--steps", 60, "--survive", 2, "--data", corpus, cwd=tmp_path, during=during, fallen=[3]
     )
     assert [result and result[0] for result in results][:3] == [0] * 3
     assert metrics(tmp_path / "runs/x")[-1]["ranks"] == 3
@@ -205,12 +205,13 @@ def test_a_pipeline_finishes_when_a_link_is_cut(seconds, hosts, corpus, tmp_path
             time.sleep(seconds)         # the fault itself, shorter than a third of --survive
             hosts.restore(3)
 
-    argv = ["--stages", "2,2", "--steps", 100, "--survive", 9 if seconds else 3, "--data", corpus]
+    survive = 9 if seconds else 2
+    argv = ["--stages", "2,2", "--layers", 2, "--steps", 60, "--survive", survive, "--data", corpus]
     results = train_on(hosts, *argv, cwd=tmp_path, during=during, fallen=[] if seconds else [3])
     ranks = 4 if seconds else 3
     assert [result[0] for result in results if result][:ranks] == [0] * ranks
     row = metrics(tmp_path / "runs/x")[-1]
-    assert row["step"] == 100 and row["ranks"] == ranks
+    assert row["step"] == 60 and row["ranks"] == ranks
 
 
 @pytest.mark.parametrize("stages", ["4", "2,2"])
@@ -219,7 +220,7 @@ def test_node_0_cut_off_stops_everyone_with_one_line_and_a_checkpoint(stages, ho
         wait_until(lambda: rows_of(tmp_path))
         hosts.cut(0)
 
-    argv = ["--stages", stages, "--steps", 100000, "--survive", 2, "--data", corpus]
+    argv = ["--stages", stages, "--layers", 2, "--steps", 100000, "--survive", 0.8, "--data", corpus]
     results = train_on(hosts, *argv, cwd=tmp_path, during=during)
     for rank, (code, _) in enumerate(results):
         assert str(code).startswith(f"stopped: rank {rank} at step ") and code.endswith("--resume runs/x")

@@ -47,12 +47,15 @@ class Fault(enum.Enum):
 
 FAULTS = [
     "--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
-    "--save-every", 20, "--name", "x", *SMALL,
+    "--save-every", 20, "--name", "x", *SMALL, "--layers", 1,
 ]
 JOBS = {  # ranks, options, the rank that fails
     "one stage": (4, ["--stages", "4"], 2),
-    "pipeline": (4, ["--stages", "2,2"], 3),
-    "skip": (6, ["--stages", "2,2,2", "--skip", 0.33, "--microbatches", 4, "--links", "links.json"], 4),
+    "pipeline": (4, ["--stages", "2,2", "--layers", 2], 3),
+    "skip": (
+        6, ["--stages", "2,2,2", "--layers", 3, "--skip", 0.33, "--microbatches", 4, "--links", "links.json"],
+        4,
+    ),
 }
 
 
@@ -292,7 +295,8 @@ def _intrude(argv):
 def test_joining_a_pipeline_is_refused_by_the_joiner_alone(corpus, tmp_path):
     with store_host() as (port, pid):
         *results, (code, text) = processes(
-            5, _helped, _intrude, 4, [str(a) for a in [*FAULTS, "--stages", "2,2", "--data", corpus]], [],
+            5, _helped, _intrude, 4,
+            [str(a) for a in [*FAULTS, "--stages", "2,2", "--layers", 2, "--data", corpus]], [],
             pid, cwd=tmp_path, port=port,
         )
     assert code == 2
@@ -315,7 +319,7 @@ def test_a_store_lost_before_an_evaluation_leaves_a_checkpoint_and_one_line(corp
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_stage_without_replicas_is_left_out_or_ends_the_run_with_a_checkpoint(skip, corpus, tmp_path):
     options = [
-        "--stages", "1,1,1", "--microbatches", 4, "--links", "links.json",
+        "--stages", "1,1,1", "--layers", 3, "--microbatches", 4, "--links", "links.json",
         *(["--skip", 0.33] if skip else []), "--data", corpus,
     ]
     (tmp_path / "links.json").write_text(json.dumps(dict(delay=[[0.01] * 3] * 3, compute=0.01)))
