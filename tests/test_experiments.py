@@ -1,20 +1,18 @@
 """What the experiments count with: the stability recursion, the clock of the headline results, losses."""
 
+import functools
 import importlib
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 import types
 
 import pytest
 import torch
 
-from experiments import clock, runs, stability
+from experiments import clock, failure, runs, stability
 from noloco import gamma_bound, outer_update
-from tests.harness import HERE, SMALL, metrics
+from tests.harness import HERE, SMALL, metrics, run
 
 
 @pytest.mark.parametrize("replicas, n", [(4, 2), (5, 2), (6, 3), (4, 4)])
@@ -135,20 +133,12 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp
     assert found["runs"]["a b"][0]["curves"]["step"] == [4]
 
 
+losing_always = functools.partial(failure.lose, 1.0)
+
+
 def test_losing_drops_what_visits_the_victim(corpus, tmp_path):
     """In every iteration one of the two replicas of stage 1 dies, and half of the 4 microbatches with it."""
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-            "-m", "experiments.failure", "--losing", "1", "--stages", "2,2", "--steps", "5",
-            "--data", str(corpus), "--name", "x", *SMALL,
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(HERE)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    argv = ["--stages", "2,2", "--steps", 5, "--data", corpus, "--name", "x", *SMALL]
+    run(4, *argv, cwd=tmp_path, main=losing_always)
     row = metrics(tmp_path / "runs/x")[-1]
     assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
