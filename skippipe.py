@@ -80,6 +80,14 @@ def deal(stages, microbatches, shuffle):
     return list(zip(*columns))      # which ends with the origins, though the last deck may hold more cards
 
 
+def plain(value):
+    """Lists and numbers, also where numpy's or torch's were given."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [x if type(x) is float else plain(x) for x in value]
+
+
 def per_node(value, nodes, name):
     """A list with one value per node, of such a list or of one value for all."""
     values = list(value) if hasattr(value, "__len__") else [value] * nodes
@@ -95,8 +103,8 @@ class Network:
     delay[i][j]: seconds from the end of a task on i to the arrival of its message on j. compute[i]:
     seconds of one forward on i (w). stages: the ranks of each stage, stages[0] the origins. memory:
     microbatches held at once. compute and memory are one number or one per node. overhead,
-    origin_overhead: seconds (Eq. 5). Sets stage_of: rank -> stage. Raises ValueError when these do not
-    fit together.
+    origin_overhead: seconds (Eq. 5). Arrays and tensors become lists. Sets stage_of: rank -> stage.
+    Raises ValueError when these do not fit together.
     """
     delay: list
     compute: list
@@ -106,12 +114,13 @@ class Network:
     origin_overhead: float = None
 
     def __post_init__(self):
+        vars(self).update({name: plain(value) for name, value in vars(self).items()})
         nodes = len(self.delay)
         self.compute = per_node(self.compute, nodes, "compute")
         self.memory = per_node(self.memory, nodes, "memory")
         if self.origin_overhead is None:
             self.origin_overhead = self.overhead
-        if any(len(row) != nodes for row in self.delay):
+        if not all(hasattr(row, "__len__") and len(row) == nodes for row in self.delay):
             raise ValueError(f"delay must have as many columns as rows, {nodes}")
         numbers = [self.overhead, self.origin_overhead, *self.compute, *self.memory, *joined(*self.delay)]
         if not all(isinstance(x, (int, float)) and 0 <= x < math.inf for x in numbers):
@@ -455,16 +464,19 @@ class Search:
 
     def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=(), seed=0,
                  seconds=None, iterations=None):
-        most = len(network.stages)
-        if min(stages_kept, microbatches_per_origin, rounds, swaps + 1) < 1 or stages_kept > most:
+        most, counts = len(network.stages), (stages_kept, microbatches_per_origin, rounds, swaps)
+        whole = all(hasattr(count, "__index__") for count in counts)
+        if not whole or min(*counts[:3], swaps + 1) < 1 or stages_kept > most:
             raise ValueError(f"stages_kept must be 1 to {most}, microbatches_per_origin and rounds 1 or "
-                             f"more, swaps 0 or more; got {stages_kept}, {microbatches_per_origin}, "
-                             f"{rounds} and {swaps}")
+                             "more, swaps 0 or more, all whole numbers; got "
+                             f"{stages_kept}, {microbatches_per_origin}, {rounds} and {swaps}")
         self.network = network
         self.kept = stages_kept
         self.rounds = rounds
         self.swaps = swaps
-        self.dead = frozenset(dead)
+        self.dead = frozenset(plain(dead))
+        if unknown := self.dead - set(range(len(network.compute))):
+            raise ValueError(f"dead: {[*unknown]} are no nodes of a network of {len(network.compute)}")
         self.stages = [[r for r in stage if r not in self.dead] for stage in network.stages]
         self.origins = self.stages[0] * microbatches_per_origin
         self.random = random.Random(f"plan {seed}")

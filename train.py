@@ -31,7 +31,7 @@ from torch.optim.adam import adam as adam_update
 
 from model import Llama
 from noloco import DiLoCo, NoLoCo, flatten
-from planning.routing import PLANNERS, measure, plan_paths, read_links
+from planning.routing import PLANNERS, Watch, idle, measure, plan_paths, read_links
 from plumbing import options
 from plumbing.checkpoints import Checkpoints, go_on, state_of, take_folder
 from plumbing.data import load_data
@@ -84,6 +84,8 @@ class Options:
                                 "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
     links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
+    replan: float = option(0.0, "plan anew when ranks got slower or faster and the iteration is this share "
+                                "longer than it need be, e.g. 0.2 (0: never)")
     microbatches: int = option(2, "microbatches per origin and step")
     batch: int = option(4, "sequences per microbatch")
     # the model
@@ -315,9 +317,11 @@ def crosses(a, b, stages):
 class Routes:
     """The paths of a step's microbatches, and the order of each rank's tasks (None: `tasks`).
 
-    plan: of a run that goes on. scale: seconds of ours per second of the plan.
+    plan: of a run that goes on. scale: seconds of ours per second of the plan. makespan: simulated
+    seconds of the last planned iteration. watch: of the ranks' speed, for --replan.
     """
     scale = 1.0
+    makespan = watch = None
 
     def __init__(self, job, o, pipeline, stages, plan=None):
         self.job, self.o, self.pipeline, self.stages = job, o, pipeline, stages
@@ -327,8 +331,9 @@ class Routes:
                 self.network = job.together(self.links)
                 job.say([f"planning {o.routing} paths"])
                 self.plan = job.agree_on("plan", self.new_plan)
-                job.say(self.idle())
+                job.say(idle(self.plan, job.world))
             self.network = self.network or Network(**self.plan["network"])
+            self.watch = Watch(self) if o.replan else None
 
     def links(self):
         """What --links says, or the measured network (on rank 0)."""
@@ -344,13 +349,9 @@ class Routes:
         except ValueError as error:
             raise BadInput(f"--routing {o.routing}: {error}")
 
-    def idle(self):
-        if ranks := set(range(self.job.world)) - {r for path in self.plan["paths"] for r in path}:
-            yield (f"warning: ranks {sorted(ranks)} get no work in this plan: more --microbatches, or fewer "
-                   "replicas")
-
     def at(self, step):
         if self.plan:
+            self.makespan = self.plan["makespan"]
             return self.plan["paths"], self.plan["order"]
         if self.o.routing == "random":
             return random_paths(self.stages, self.o.microbatches, step, self.o.seed), None
@@ -359,11 +360,6 @@ class Routes:
     def living(self):
         """The ranks of each stage: all, unless survive/ goes round the dead."""
         return self.stages
-
-    @property
-    def makespan(self):
-        """Simulated seconds of a planned iteration."""
-        return self.plan and self.plan["makespan"]
 
 
 def linked(o, stages):
@@ -525,6 +521,8 @@ def train(t):
                 continue
             t.meter.pause()
             row = log.row(evaluate(t.pipeline, t.routes.living(), t.corpus, o)) if evaluates else None
+            if evaluates and t.routes.watch and t.step < o.steps:
+                t.routes.watch.renew(t.step)                # before the checkpoint, which has the plan
             if saves:                                       # before anyone is waited for
                 save()
             if evaluates:

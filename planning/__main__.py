@@ -12,12 +12,15 @@ from pathlib import Path
 
 from planning.assign import assign_stages
 from planning.instance import city_delays, city_links, published_network
-from planning.show import compare, draw, print_table
+from planning.show import canvas, compare, draw, print_paths, print_table
 from skippipe import Deadlock, Infeasible, Network, per_node
 
 
 def numbers(text):
-    return [int(x) for x in text.split(",") if x]
+    try:
+        return [int(x) for x in text.split(",") if x]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes whole numbers with commas between them, not {text}")
 
 
 OPTIONS = (     # name, type, default, help
@@ -29,33 +32,48 @@ OPTIONS = (     # name, type, default, help
     ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5,5,5,5,5,5, assigned to stages by search"),
     ("compute", float, None, "seconds of one forward on a node"),
     ("memory", int, None, "microbatches that a node holds at once"),
-    ("kept", int, 4, "stages that a microbatch visits, the first included"),
+    ("kept", int, None, "stages that a microbatch visits, the first included (default: two thirds)"),
     ("microbatches", int, 3, "paths per origin"),
     ("rounds", int, 2, "microbatches per path, one after the other"),
     ("dead", numbers, [], "nodes that are not there, e.g. 5,17"),
     ("seconds", float, 10.0, "limit of the planning, and of the assignment"),
-    ("figure", str, None, "the picture; '' for none (default: figures/skippipe.png, other networks: "
-     "runs/skippipe.png)"),
-    ("results", str, None, "the numbers behind table and picture; '' for none (default: "
-     "results/skippipe.json or runs/skippipe.json)"),
+    ("figure", str, None, "the picture; '' for none (default: figures/skippipe.png; with any option "
+     "above but --seconds runs/skippipe-OPTIONS.png)"),
+    ("results", str, None, "the numbers behind table and picture, paths and order of dispatch; '' for none "
+     "(default: results/skippipe.json or runs/skippipe-OPTIONS.json)"),
     ("save", str, None, "write the network to this file, in the form of --instance"),
 )
+PROBLEM = OPTIONS[:-4]      # without seconds, figure, results and save
+
+
+def outputs(o):
+    """(picture, numbers): where they go. Whatever is not the published instance has its options in the name:
+    no plan overwrites another network's."""
+    other = ""
+    for name, kind, default, _ in PROBLEM:
+        value = getattr(o, name)
+        if value != default:
+            file = kind is str and str(Path(value).with_suffix("")).strip("./")
+            other += f"-{file}" if file else f"-{name}-{value}"
+    other = other.replace("/", "-").translate({ord(c): None for c in "[] "})
+    figure, results = ("runs", "runs") if other else ("figures", "results")
+    return (f"{figure}/skippipe{other}.png" if o.figure is None else o.figure,
+            f"{results}/skippipe{other}.json" if o.results is None else o.results)
 
 
 def read_network(o):
-    """The Network that the options ask for, and the names of its nodes. Raises ValueError and what bad
-    files do."""
+    """The Network that the options ask for, and the names of its nodes. Raises ValueError."""
     given = {name: getattr(o, name) for name in ("compute", "memory") if getattr(o, name) is not None}
     for name in ("instance", "links"):
         if getattr(o, name) and not Path(getattr(o, name)).is_file():
             raise ValueError(f"--{name} {getattr(o, name)}: no such file")
+    spread = any(value is not None for value in (o.links, o.nodes, o.sizes))
+    if o.instance and spread:
+        raise ValueError("--instance has nodes, links and stages of its own: leave out --nodes, --sizes and "
+                         "--links")
     if o.instance:
-        data = json.loads(Path(o.instance).read_text())
-        if not isinstance(data, dict) or not {"delay", "compute", "stages"} <= set(data):
-            raise ValueError(f"{o.instance} must hold an object with delay, compute and stages")
-        names = data.pop("names", None)
-        network = Network(**data | given)
-    elif o.links or o.nodes or o.sizes:
+        network, names = read_instance(o.instance, given)
+    elif spread:
         network, names = spread_network(o, given)
     else:
         network, names = published_network()
@@ -63,18 +81,39 @@ def read_network(o):
     return network, names and per_node(names, len(network.delay), "names")
 
 
+def read_instance(file, given):
+    """(Network, names) of a file; given: what goes before its values."""
+    try:
+        data = json.loads(Path(file).read_text())
+    except ValueError as error:
+        raise ValueError(f"--instance {file}: is no JSON ({error})")
+    if not isinstance(data, dict) or not {"delay", "compute", "stages"} <= set(data):
+        raise ValueError(f"--instance {file}: must hold an object with delay, compute and stages")
+    names = data.pop("names", None)
+    try:
+        return Network(**data | given), names
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--instance {file}: {error}")
+
+
 def spread_network(o, given):
     """Nodes in all cities in turn, each assigned to a stage."""
-    links, sizes = city_links(o.links), o.sizes or [5, 3, 3, 3, 3, 3]
-    if not links:
-        raise ValueError(f"{o.links} holds no links")
-    cities, count = list(dict.fromkeys(a for a, _ in links)), o.nodes or sum(sizes)
-    names = [cities[i % len(cities)] for i in range(count)]
-    delay = city_delays(names, links)
+    sizes = o.sizes or [5, 3, 3, 3, 3, 3]
+    count = sum(sizes) if o.nodes is None else o.nodes
+    try:
+        links = city_links(o.links)
+        if not links:
+            raise ValueError("no row")
+        cities = list(dict.fromkeys(a for a, _ in links))
+        names = [cities[i % len(cities)] for i in range(count)]
+        delay = city_delays(names, links)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--links {o.links}: must have the columns a,b,latency_ms,bandwidth_gib_s and every "
+                         f"pair of cities once ({type(error).__name__}: {error})")
     compute = [0.44 if o.compute is None else o.compute] * count
     times = dict(memory=3, overhead=0.13, origin_overhead=0.09)
-    stages = assign_stages(delay, compute, sizes, o.kept, o.microbatches, o.rounds, **times,
-                           seconds=o.seconds, progress=progress)
+    work = (stages_kept(o, len(sizes)), o.microbatches, o.rounds)
+    stages = assign_stages(delay, compute, sizes, *work, **times, seconds=o.seconds, progress=progress)
     return Network(delay, compute, stages, **times | given), names
 
 
@@ -85,30 +124,45 @@ def progress(work, seconds, makespan, bound=0.0):
         print(line, end="", file=sys.stderr)
 
 
-def save(file, data):
+def stages_kept(o, stages):
+    """How many of so many stages a path visits."""
+    kept = round(2 / 3 * stages) if o.kept is None else o.kept
+    if not 1 <= kept <= stages:
+        raise ValueError(f"--kept {kept}: takes 1 to {stages}, as many as the network has stages")
+    return kept
+
+
+def save(what, file, data):
     if file:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(data) + "\n")
+        print(f"{what:9}{file}")
 
 
 def run(o):
+    figure, results = outputs(o)
+    if figure:
+        canvas()        # said before minutes of planning
+    if min(o.microbatches, o.rounds) < 1 or not o.seconds >= 0:
+        raise ValueError("--microbatches and --rounds take numbers from 1, --seconds a time from 0")
     network, names = read_network(o)
-    if not set(o.dead) <= set(network.stage_of) or o.seconds < 0:
-        raise ValueError("--dead takes nodes of the network, --seconds a time from 0")
-    rows, found = compare(network, o.kept, o.microbatches, o.rounds, o.dead, o.seconds, progress)
-    sizes = [len(stage) for stage in network.stages]
-    print(f"\n{len(network.delay)} nodes in stages of {sizes}; {o.kept} stages kept; "
+    if unknown := set(o.dead) - set(network.stage_of):
+        raise ValueError(f"--dead: {sorted(unknown)} are no nodes of the network, which has "
+                         f"{len(network.stage_of)}, numbered from 0")
+    kept = stages_kept(o, len(network.stages))
+    rows, found = compare(network, kept, o.microbatches, o.rounds, o.dead, o.seconds, progress)
+    sizes = ", ".join(str(len(stage)) for stage in network.stages)
+    print(f"\n{len(network.delay)} nodes in stages of {sizes}; {kept} of {len(network.stages)} stages kept; "
           f"lower bound {found.bound:.3f} s. Simulated:\n")
     print_table(rows, found.bound)
-    own = network != published_network()[0]     # another network does not overwrite the published figure
-    figure = ("runs" if own else "figures") + "/skippipe.png" if o.figure is None else o.figure
-    results = ("runs" if own else "results") + "/skippipe.json" if o.results is None else o.results
+    print_paths(network, names, found.paths, o.rounds)
     if figure:
         draw(figure, network, names, rows, found)
-    save(results, dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows,
-                       stages=network.stages, names=names, rounds=o.rounds, paths=found.paths,
-                       order=found.order))
-    save(o.save, dict(asdict(network), names=names))
+        print(f"{'picture':9}{figure}")
+    save("numbers", results, dict(
+        about="simulated by python skippipe.py", bound=found.bound, methods=rows, stages=network.stages,
+        names=names, rounds=o.rounds, paths=found.paths, order=found.order))
+    save("network", o.save, dict(asdict(network), names=names))
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,10 +172,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv=None):
-    parser = Parser("python -m planning", description=__doc__.split("\n")[0], allow_abbrev=False,
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser("python skippipe.py", description=__doc__.split("\n")[0], allow_abbrev=False)
     for name, kind, default, text in OPTIONS:
-        parser.add_argument("--" + name, type=kind, default=default, help=text)
+        shown = f" (default: {default})" if default else ""
+        parser.add_argument("--" + name, type=kind, default=default, help=text + shown)
     o = parser.parse_args(argv)
     try:
         run(o)

@@ -60,24 +60,44 @@ def full_rows(network, each, dead):
 
 
 def print_table(rows, bound):
+    known = any(r["published"] for r in rows)
     print(f"{'method':33}{'microbatches':25}{'iteration':>9}{'gap':>8}{'planning':>11}{'collisions':>12}"
-          f"{'waiting':>10}{'published':>12}")
+          f"{'waiting':>10}{'published' if known else '':>12}".rstrip())
     for r in rows:
         skips = "full" not in r["method"]           # the bound is for paths that skip
-        gap = f"{max(0.0, r['seconds'] / bound - 1):.1%}" if skips else ""
+        gap = f"{max(0.0, r['seconds'] / bound - 1):.1%}" if skips and bound else ""
         published = f"{r['published']:.2f} s" if r["published"] else ""
         print(f"{r['method']:33}{r['microbatches']:<4}{r['note']:21}{r['seconds']:7.3f} s{gap:>8}"
-              f"{r['planning']:9.2f} s{r['collisions']:12}{r['waiting']:8.1f} s{published:>12}")
+              f"{r['planning']:9.2f} s{r['collisions']:12}{r['waiting']:8.1f} s{published:>12}".rstrip())
 
 
-def draw(file, network, names, rows, found):
-    """The picture: the methods as bars, and the plan as a Gantt chart. Raises ValueError without
-    matplotlib."""
+def print_paths(network, names, paths, rounds):
+    """A line per path: who takes it, and its nodes with their cities, if they have any."""
+    lines = {}
+    for u, path in enumerate(paths):
+        lines.setdefault(tuple(path), []).append(str(u))
+    down = "" if rounds == 1 else f", each for {rounds} microbatches one after the other"
+    print(f"\nSkipPipe's paths{down}, node by node (and its stage);\n"
+          "then each goes home for its loss, and the same way back:\n")
+    words = [[f"{names[r] if names else 'node'} {r} ({network.stage_of[r]})" for r in path] for path in lines]
+    width = max(len(word) for path in words for word in path)
+    for users, path in zip(lines.values(), words):
+        print(f"{','.join(users):12}" + " > ".join(word.ljust(width) for word in path).rstrip())
+    print()
+
+
+def canvas():
+    """An empty picture. Raises ValueError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("the figure needs matplotlib: install the extra `plot`, or give --figure ''")
-    figure = Figure(figsize=(17, 7.5), layout="constrained")
+        raise ValueError("the picture needs matplotlib: install the extra `plot`, or give --figure ''")
+    return Figure(figsize=(17, 7.5), layout="constrained")
+
+
+def draw(file, network, names, rows, found):
+    """The picture: the methods as bars, and the plan as a Gantt chart."""
+    figure = canvas()
     left, right = figure.subplots(1, 2, width_ratios=[1, 3.2])
     draw_bars(left, rows, found.bound)
     draw_plan(right, network, names, found)

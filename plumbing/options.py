@@ -49,7 +49,7 @@ SHAPE = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", 
 LAYOUT = (*SHAPE, "stages", "layers_per_stage", "method", "warm_start", "model", "init_from", "seq_len",
           "seed", "data", "tokenizer", "routing", "skip", "microbatches", "batch")
 LEAST = dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1,
-             inner_steps=1, group_size=2, lr=0.0, warm_start=0, clip=1e-6, survive=0.0)
+             inner_steps=1, group_size=2, lr=0.0, warm_start=0, clip=1e-6, survive=0.0, replan=0.0)
 
 
 def parse(Options, tables, argv, world, description):
@@ -89,6 +89,9 @@ def check(o):
                        f"{o.skip} and {o.routing}")
     if o.survive and o.method not in ("noloco", "local"):
         raise BadInput(f"--survive is for noloco and local: --method {o.method} needs every process")
+    if o.replan and (o.survive or o.routing in ("random", "fixed")):
+        raise BadInput("--replan is for planned paths (--skip, --routing skippipe) and not with --survive, "
+                       "which plans anew round the dead only")
     if o.join:
         raise BadInput("--join is for a process that comes back to a running job; rank 0 cannot: without "
                        "node 0 there is no job")

@@ -34,6 +34,7 @@ class Job:
         self.device = torch.device("cpu")
         self.nccl = self.joining = False
         self.store = None
+        self.events = []
         if self.world > 1:
             store, *_ = next(iter(dist.rendezvous("env://")))
             # torchrun keeps its store when it starts processes again: what the dead wrote must not be read
@@ -102,9 +103,14 @@ class Job:
             found = self.store.multi_get([f"{name}/{r}" for r in range(self.world)])
             return {r: json.loads(text) for r, text in enumerate(found)}
 
+    def tell(self, event):
+        """For rank 0's log. (Here on rank 0; with survive/ on any.)"""
+        self.events.append(event)
+
     def news(self):
         """Events for rank 0's log since the last time."""
-        return []
+        told, self.events = self.events, []
+        return told
 
     def gone(self):
         """Ranks from which nothing is expected any more."""

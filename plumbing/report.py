@@ -225,7 +225,7 @@ class Log:
     def write(self, line, news):
         for event in news:
             told = [f"{key} {value}" for key, value in event.items() if value not in ("", None)]
-            self.bar.write(", ".join(told), file=sys.stdout)
+            self.bar.write(event.get("line") or ", ".join(told), file=sys.stdout)
         with open(self.file, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in [*news, line])
         self.heldout = line["heldout_loss"]

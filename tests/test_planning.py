@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -194,7 +195,114 @@ def test_skippipe_command_line(tmp_path, capsys):
 def test_skippipe_hands_over_to_the_command_line():
     line = [sys.executable, str(HERE / "skippipe.py"), "--kept", "9"]
     out = subprocess.run(line, capture_output=True, text=True, timeout=120)
-    assert out.returncode == 2 and out.stderr.startswith("error: stages_kept must be 1 to 6"), out.stderr
+    assert out.returncode == 2 and out.stderr.startswith("error: --kept 9: takes 1 to 6"), out.stderr
+
+
+def error_of(capsys, *argv):
+    """main's one line on this command line."""
+    with pytest.raises(SystemExit) as stop:
+        main([*map(str, argv)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+def write_network(file, stages, **more):
+    nodes = sum(map(len, stages))
+    delay = [[0.0 if i == j else 0.5 for j in range(nodes)] for i in range(nodes)]
+    file.write_text(json.dumps(dict(delay=delay, compute=0.1, stages=stages, **more)))
+
+
+def test_the_command_line_shows_the_paths_and_overwrites_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_network(tmp_path / "mine.json", [[0, 1], [2], [3]], names=["Rome", "Oslo", "Bern", "Kiev"])
+    (tmp_path / "sub").mkdir()
+    write_network(tmp_path / "sub/mine.json", [[0], [1], [2], [3], [4], [5]])
+    made = set()
+    for argv, name, stages in (
+        (["--instance", "mine.json"], "runs/skippipe-mine", [[0, 1], [2], [3]]),
+        (["--instance", "sub/mine.json"], "runs/skippipe-sub-mine", [[r] for r in range(6)]),
+        (["--instance", "sub/mine.json", "--kept", 3], "runs/skippipe-sub-mine-kept-3",
+         [[r] for r in range(6)]),
+        (["--kept", 3], "runs/skippipe-kept-3", published_network()[0].stages),
+        (["--dead", "5,7"], "runs/skippipe-dead-5,7", published_network()[0].stages),
+    ):
+        main([*map(str, argv), "--seconds", "0"])
+        out = capsys.readouterr().out
+        assert f"picture  {name}.png\nnumbers  {name}.json\n" in out
+        data = json.loads((tmp_path / f"{name}.json").read_text())
+        kept = argv[-1] if "--kept" in argv else round(2 / 3 * len(stages))
+        assert data["stages"] == stages and {len(path) for path in data["paths"]} == {kept}
+        stage_of = {r: s for s, stage in enumerate(stages) for r in stage}
+        names = data["names"] or ["node"] * len(stage_of)
+        for path in data["paths"]:
+            shown = r" +> ".join(re.escape(f"{names[r]} {r} ({stage_of[r]})") for r in path)
+            assert re.search(rf"^[\d,]+ +{shown}$", out, re.M), (path, out)
+        made |= {f"{name}.png", f"{name}.json"}
+        monkeypatch.setattr("planning.__main__.draw", lambda file, *_: Path(file).touch())  # one was drawn
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/skippipe*")} == made
+
+
+def test_the_command_lines_errors_name_what_is_wrong(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_network(tmp_path / "mine.json", [[0, 1], [2], [3]])
+    (tmp_path / "no.json").write_text("delay: 3")
+    (tmp_path / "odd.csv").write_text("a,b,latency_ms,bandwidth_gib_s\nX,Y,1,1\nY,Z,1,1\n")
+    for argv, words in (
+        (["--instance", "mine.json", "--nodes", 4], "leave out --nodes, --sizes and --links"),
+        (["--instance", "mine.json", "--sizes", "2,1,1"], "leave out --nodes, --sizes and --links"),
+        (["--instance", "mine.json", "--kept", 4], "--kept 4: takes 1 to 3"),
+        (["--sizes", "2,1,1", "--kept", 0], "--kept 0: takes 1 to 3"),
+        (["--dead", "x"], "--dead: takes whole numbers with commas between them, not x"),
+        (["--dead", "99"], "--dead: [99] are no nodes of the network"),
+        (["--rounds", 0], "--microbatches and --rounds take numbers from 1"),
+        (["--instance", "no.json"], "--instance no.json: is no JSON"),
+        (["--links", "odd.csv"], "--links odd.csv: must have the columns a,b,latency_ms,bandwidth_gib_s"),
+        (["--nodes", 0], "must be positive and add up to the 0 nodes"),
+    ):
+        assert words in error_of(capsys, *argv)
+
+    def compare(*_):
+        raise AssertionError("it began to plan")
+    monkeypatch.setattr("planning.__main__.compare", compare)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "the picture needs matplotlib" in error_of(capsys)
+
+
+def test_arrays_and_tensors_are_taken_as_delays_and_compute():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    delay = [[0, 1, 2, 3], [1, 0, 2, 2], [2, 2, 0, 1], [3, 2, 1, 0]]
+    compute, stages = [1, 2, 1, 3], [[0, 1], [2], [3]]
+    want = skippipe.plan(skippipe.Network(delay, compute, stages), 2, 2, seconds=None, iterations=50)
+    given = [(numpy.array(delay, dtype), numpy.array(compute, dtype))
+             for dtype in ("float64", "float32", "float16", "int64", "uint8")]
+    given += [(torch.tensor(delay, dtype=dtype), torch.tensor(compute, dtype=dtype))
+              for dtype in (torch.float32, torch.bfloat16, torch.int32)]
+    given += [([numpy.array(row) for row in delay], [numpy.float32(w) for w in compute])]
+    for delays, seconds in given:
+        network = skippipe.Network(delays, seconds, numpy.array([[0], [2], [3]]), memory=numpy.int64(3))
+        assert json.loads(json.dumps(vars(network)))["delay"] == delay and network.stages == [[0], [2], [3]]
+        network = skippipe.Network(delays, seconds, stages)
+        found = skippipe.plan(network, numpy.int64(2), 2, seconds=None, iterations=50)
+        assert (found.paths, found.order, found.makespan) == (want.paths, want.order, want.makespan)
+    with pytest.raises(ValueError, match="must be numbers from 0, and finite"):
+        skippipe.Network(numpy.full((4, 4), numpy.nan), compute, stages)
+    with pytest.raises(ValueError, match="as many columns as rows"):
+        skippipe.Network(numpy.zeros(4), compute, stages)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_unknown_dead_nodes_and_broken_numbers_of_stages_are_refused(plan):
+    network, _ = published_network()
+    for wrong, words in (
+        (dict(dead={99}), r"dead: \[99\] are no nodes of a network of 20"),
+        (dict(stages_kept=1.5), "all whole numbers; got 1.5"),
+        (dict(microbatches_per_origin=2.0), "all whole numbers; got 4, 2.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan(network, **{**dict(stages_kept=4, seconds=None, iterations=20), **wrong})
+    with pytest.raises(ValueError, match="no nodes"):
+        skippipe.random_valid_paths(network, 4, dead={-1})
 
 
 def test_readme_planner_example_prints_what_it_says(tmp_path):

@@ -1,11 +1,14 @@
 """Paths in training: random and planned, measured and emulated networks."""
 
+import functools
 import json
 import os
 import re
 import shutil
 import time
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ import train
 from model import Config, Llama
 from noloco import flatten
 from planning.instance import published_network
-from planning.routing import PLANNERS, measure, plan_paths, read_links
+from planning.routing import PLANNERS, Watch, measure, plan_paths, read_links
 from plumbing.data import load_data
+from plumbing.processes import Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
 from tests.harness import SMALL, checkpoint, connected_job, metrics, options, processes, run, train_main
 from tools import emulate
@@ -212,3 +216,116 @@ def test_the_living_get_shorter_paths_where_they_must():
         assert {len(path) for path in plan_paths(network, routing, 0.0, 2, 0, dead=[1])["paths"]} == {2}
     with pytest.raises(ValueError, match="CC1 cannot be met"):
         plan_paths(network, "skippipe", 0.34, 2, 0, dead=[0])
+
+
+# ---- a node that becomes slow
+
+SLOW = 2        # the rank that becomes three times slower
+FIVE = Network([[0.002 * (i != j) * (1 + (i + j) % 3) for j in range(5)] for i in range(5)], 0.01,
+               [[0], [1, 2], [3, 4]], overhead=0.001)
+
+
+def slowed(network, factor=3):
+    return replace(network, compute=[w * (factor if r == SLOW else 1) for r, w in enumerate(network.compute)])
+
+
+def takes(network, plan):
+    """The simulated iteration of a plan on another network."""
+    return simulate(network, plan["paths"], order=plan["order"]).makespan
+
+
+@functools.cache
+def planned(factor):
+    """What training plans for FIVE when the slow rank takes so many times as long."""
+    return json.loads(json.dumps(plan_paths(slowed(FIVE, factor), "skippipe", 0.0, 4, 0)))
+
+
+class Slowing(emulate.EmulatedPipeline):
+    """A node becomes slow after eight iterations."""
+
+    def run(self, paths, batches, train=True, order=None):
+        if train and self.runs == 8:
+            self.network = slowed(self.network)
+        return super().run(paths, batches, train, order)
+
+
+def _slowing(argv):
+    emulate.EmulatedPipeline = Slowing
+    emulate.main(argv)
+
+
+def test_training_goes_round_a_node_that_becomes_slow(corpus, tmp_path):
+    links = {name: getattr(FIVE, name) for name in ("delay", "compute", "overhead")}
+    (tmp_path / "links.json").write_text(json.dumps(links))
+    out = run(
+        5, "--stages", "1,2,2", "--routing", "skippipe", "--replan", 0.2, "--links", "links.json",
+        "--microbatches", 4, "--steps", 16, "--eval-every", 4, "--save-every", 4, "--warmup", 2,
+        "--inner-steps", 3, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path, main=_slowing,
+    )
+    first, slow, folder = planned(1), slowed(FIVE), tmp_path / "runs/x"
+    text, = {json.dumps(checkpoint(folder, 12, r)["plan"]) for r in range(5)}       # all have the same
+    new = json.loads(text)
+    before, after = (sum(SLOW in path for path in plan["paths"]) for plan in (first, new))
+    assert after < before and takes(slow, new) < takes(slow, first) / 1.2
+    said = re.search(r"step 12: .*rank 2 takes (\S+)x its time.*: planned anew, iteration (\S+) s instead of "
+                     r"(\S+) s \(simulated\)", out)
+    assert float(said[1]) > 2 and float(said[2]) < float(said[3]) / 1.2
+    rows = metrics(folder)
+    assert [row["step"] for row in rows if row.get("event") == "planned anew"] == [12]
+    rows = {row["step"]: row for row in rows if "event" not in row}
+    assert [rows[step]["simulated_seconds"] for step in (4, 8, 12)] == [first["makespan"]] * 3
+    assert rows[12]["iteration_seconds"] > 0.999 * takes(slow, first)
+    assert rows[16]["simulated_seconds"] == new["makespan"]
+    assert rows[16]["iteration_seconds"] > 0.999 * takes(slow, new)
+    theta = checkpoint(folder, 16, 3)["theta"]
+    shutil.rmtree(folder / "checkpoints/00000016")
+    run(5, "--resume", "runs/x", cwd=tmp_path)
+    assert torch.equal(checkpoint(folder, 16, 3)["theta"], theta)           # on the new plan, bit for bit
+
+
+def watched(replan=0.2):
+    """Rank 0's Watch; what it hears from all ranks is job.factors."""
+    job = Job()
+    job.share = lambda name, text: [str(f) for f in job.factors] if name.startswith("factor") else [text]
+    o = SimpleNamespace(routing="skippipe", skip=0.0, microbatches=4, seed=0, replan=replan)
+    pipeline = SimpleNamespace(train=True, paths=[(0, 1)], device=torch.device("cpu"), task=None)
+    return Watch(SimpleNamespace(job=job, o=o, pipeline=pipeline, network=FIVE, plan=planned(1)))
+
+
+def test_a_rank_knows_by_how_much_its_tasks_became_longer(monkeypatch):
+    watch, clock = watched(), SimpleNamespace(now=0.0)
+    monkeypatch.setattr("planning.routing.time.perf_counter", lambda: clock.now)
+    base = [1.0, 1.0, 0.5, 2.0, 2.0]        # forward, loss and backward, each in its own proportion
+
+    def window(*factors):
+        for factor in factors:
+            for hop, seconds in enumerate(base):
+                watch.task = lambda u, hop, x, end=clock.now + seconds * factor: vars(clock).update(now=end)
+                watch.pipeline.task(0, hop, None)
+        return watch.measure()
+    assert window(1, 9, 1) == 1.0               # one hiccup
+    assert window(1.05, 0.95, 1.05) == 1.0      # noise
+    watch.pipeline.train = False
+    assert window(3, 3, 3) == 1.0               # an evaluation
+    watch.pipeline.train = True
+    assert window() == 1.0                      # no work
+    assert window(3, 3.5, 3) == pytest.approx(3)
+    before = watch.factor
+    assert window(3.1, 2.9, 3.1) == before      # noise round the new figure
+    assert window(1, 1, 1) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("factor, share, anew", [(1.0, 0.2, 0), (1.3, 0.2, 0), (3.0, 0.2, 1), (3.0, 0.5, 0)])
+def test_a_plan_is_made_anew_only_where_it_pays(factor, share, anew, monkeypatch):
+    watch, tried, slow = watched(share), [], slowed(FIVE, factor)
+
+    def plan(network, *args):
+        tried.append(network)
+        return planned(factor)
+    monkeypatch.setattr("planning.routing.plan_paths", plan)
+    watch.routes.job.factors = [factor if r == SLOW else 1.0 for r in range(5)]
+    for step in (10, 20):
+        watch.renew(step)
+    assert tried == [slow] * (factor > 1)           # once, not at every evaluation
+    assert (takes(slow, planned(1)) > (1 + share) * takes(slow, planned(factor))) == anew
+    assert watch.routes.plan == planned(factor if anew else 1) and len(watch.routes.job.news()) == anew

@@ -15,7 +15,7 @@ import torch
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from skippipe import WORK, kind
-from train import Options, Pipeline, build, parse, tag, train
+from train import Options, Pipeline, build, linked, parse, tag, train
 
 NOTE = 2048     # added to a message's tag: a path has fewer hops
 
@@ -31,7 +31,7 @@ def main(argv=None):
 
     t = build(job, o, EmulatedPipeline)
     t.routes.scale = scale
-    t.pipeline.follow(t.routes.network, scale)
+    t.pipeline.follow(linked(o, t.stages), scale)       # as the file says, whatever the plan is for by now
     train(t)
 
 
