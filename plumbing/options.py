@@ -89,6 +89,9 @@ def check(o):
                        f"{o.skip} and {o.routing}")
     if o.survive and o.method not in ("noloco", "local"):
         raise BadInput(f"--survive is for noloco and local: --method {o.method} needs every process")
+    if o.wire == "int8" and (o.method != "noloco" or o.gamma != o.beta):
+        raise BadInput("--wire int8 is for noloco with gamma = beta, where theta alone travels; got "
+                       f"{o.method}, gamma {o.gamma} and beta {o.beta}")
     if o.join:
         raise BadInput("--join is for a process that comes back to a running job; rank 0 cannot: without "
                        "node 0 there is no job")

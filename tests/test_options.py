@@ -59,6 +59,8 @@ def bad(*argv, error):
         bad("--survive", "inf", error="--survive must be at least 0.0, got inf"),
         bad("--join", error="--join is for a process that comes back to a running job"),
         bad("--skip", 0.9, "--stages", 1, error="at least 3 stages"),
+        bad("--wire", "int8", "--gamma", 0.9, error="noloco with gamma = beta"),
+        bad("--wire", "int8", "--method", "ddp", error="--wire int8 is for noloco"),
         bad("--lr", -1, error="--lr must be at least"),
         bad("--hel", error="unrecognized"),
         bad("--links", "nowhere.json", error="nowhere.json"),
