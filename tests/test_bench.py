@@ -194,6 +194,5 @@ def test_paper_table_launch_line():
     ]
     alone = {**os.environ, "WORLD_SIZE": "1"}
     out = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=HERE, env=alone)
-    assert out.returncode == 0 and "| large, 6800M | 1024 | 100 | 54.35 / 54.35 / 27.20 / 6.80 |" in out.stdout, (
-        out.stderr
-    )
+    row = "| large, 6800M | 1024 | 100 | 54.35 / 54.35 / 27.20 / 6.80 |"
+    assert out.returncode == 0 and row in out.stdout, out.stderr
