@@ -41,6 +41,7 @@ from tqdm import tqdm
 from experiments.pictures import picture, save
 from experiments.sync import draw_measured, draw_simulated, print_measured, print_simulated
 from noloco import DiLoCo, NoLoCo, flatten
+from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 
@@ -318,8 +319,10 @@ def methods(o, job):
     noloco = NoLoCo(params, inner_steps=1, seed=o.seed)
     early = NoLoCo(params, inner_steps=1, seed=o.seed, gamma=0.9)
     diloco = DiLoCo(params, inner_steps=1)
-    for other in (diloco, early):   # one set of vectors: what is in them does not change the time
-        other.phi, other.delta, other.buffers = noloco.phi, noloco.delta, noloco.buffers
+    short = OneByteNoLoCo(params, inner_steps=1, seed=o.seed)
+    early.buffers = noloco.buffers
+    for other in (diloco, early, short):    # one set of vectors: what is in them does not change the time
+        other.phi, other.delta = noloco.phi, noloco.delta
 
     def exchange():
         for work in noloco.post("theta", theta)[1]:
@@ -345,6 +348,7 @@ def methods(o, job):
         "DiLoCo": Timed(diloco.step, diloco, floor=reduce),
         "NoLoCo": Timed(noloco.step, noloco, floor=swap),
         "NoLoCo, gamma != beta, phi ahead": Timed(early.step, early, before=phi_arrives, floor=swap),
+        "NoLoCo, one byte a weight": Timed(short.step, short, floor=swap),
     }, theta
 
 

@@ -77,6 +77,7 @@ class NoLoCo:
         self.delta = torch.zeros_like(self.theta)
         self.places = [p.data_ptr() for p in self.params]
         self.steps = self.bytes_sent = 0
+        self.letter = self.theta                                # a message is of this form
         self.buffers = {}
         self.ahead = self.lane = None
         joined = dist.is_available() and dist.is_initialized()
@@ -143,17 +144,22 @@ class NoLoCo:
         partners = [r for r in group if r != self.rank]
         if not partners:
             return [vector], []
-        mine = vector if vector.device == self.wire else self.buffer((name, "out")).copy_(vector)
+        mine = self.write(name, vector)
         theirs = {r: self.buffer((name, i)) for i, r in enumerate(partners)}
         ops = [dist.P2POp(dist.irecv, theirs[r], r, lane) for r in partners]
         ops += [dist.P2POp(dist.isend, mine, r, lane) for r in partners]
         self.bytes_sent += len(partners) * mine.nbytes
         return [theirs.get(r, vector) for r in group], dist.batch_isend_irecv(ops)
 
+    def write(self, name, vector):
+        """The message: the vector itself, where Gloo or NCCL can send it."""
+        return vector if vector.device == self.wire else self.buffer((name, "out")).copy_(vector)
+
     def buffer(self, key):
+        """Room for a message."""
         if key not in self.buffers:
             pin = self.theta.device != self.wire
-            self.buffers[key] = torch.empty(self.theta.shape, device=self.wire, pin_memory=pin)
+            self.buffers[key] = torch.empty_like(self.letter, device=self.wire, pin_memory=pin)
         return self.buffers[key]
 
     def settle(self):

@@ -37,6 +37,7 @@ from plumbing.checkpoints import Checkpoints, go_on, state_of, take_folder
 from plumbing.data import load_data
 from plumbing.fast import speed_up
 from plumbing.huggingface import initial_weights
+from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import layout, numbers, option, shape
 from plumbing.processes import BadInput, Job, restarts
 from plumbing.report import Log, Meter, banner
@@ -59,6 +60,7 @@ METHODS = {
     "ddp": {},
     "local": {},
 }
+WIRES = {"fp32": NoLoCo, "int8": OneByteNoLoCo}
 # The papers' values are for 25 000 steps; these are the best we found for a short run of a tiny model.
 TINY = {
     "noloco": dict(inner_steps=10, alpha=0.0, beta=1.0),
@@ -76,6 +78,7 @@ class Options:
     beta: float = option(None, "outer learning rate (Eq. 2)")
     gamma: float = option(None, "pull between slow weights (Eq. 2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)")
+    wire: str = option("fp32", "a weight between partners: int8 is one byte (noloco)", choices=list(WIRES))
     warm_start: int = option(0, "first steps with gradients averaged over the replicas, as in ddp")
     # the pipeline
     stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)", type=numbers(int))
@@ -442,11 +445,11 @@ def evaluate(pipeline, stages, corpus, o):
 # ---------------------------------------------------------------- a run
 
 
-def make_outer(job, o, params, replicas, adam, NoLoCo=NoLoCo, **more):
-    """None for ddp and local. NoLoCo, more: a subclass and what else it takes."""
+def make_outer(job, o, params, replicas, adam, wires=WIRES, **more):
+    """None for ddp and local. wires, more: subclasses and what else they take."""
     if o.method == "noloco":
-        return NoLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
-                      group_size=o.group_size, seed=o.seed, **more)
+        return wires[o.wire](params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta,
+                             gamma=o.gamma, group_size=o.group_size, seed=o.seed, **more)
     if o.method == "diloco":
         return DiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
 

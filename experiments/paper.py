@@ -25,16 +25,18 @@ def on_paper(params, n, mbit, latency, step_seconds):
         return dict(bytes=sent, seconds=seconds, share=seconds / (seconds + inner_steps * step_seconds),
                     memory=memory * params)
 
-    # theta, gradient and Adam's two take 16 bytes a parameter; phi and delta 8; NoLoCo's receive buffer 4
+    # theta, gradient and Adam's two take 16 bytes a parameter; phi and delta 8; NoLoCo's receive buffer 4,
+    # one byte a weight (--wire int8) two of them and what was read
     return {"DDP": row(1, ring, reduce, 16), "DiLoCo": row(100, ring, reduce, 24),
-            "NoLoCo": row(50, B, latency + B / rate, 28)}
+            "NoLoCo": row(50, B, latency + B / rate, 28),
+            "one byte": row(50, B / 4, latency + B / 4 / rate, 30)}
 
 
 def table(argv):
     o = parse(argv)
     latency = o.latency_ms / 1000
     print(f"fp32, {o.latency_ms:g} ms, inner steps of {o.step_seconds:g} s; DDP (each step) / "
-          "DiLoCo (each 100) / NoLoCo (each 50, theta only)\n")
+          "DiLoCo (each 100) / NoLoCo (each 50, theta only) / NoLoCo in one byte a weight (each 50)\n")
     print("| model | replicas | Mbit/s | GB sent per rank | seconds | share of training time, % "
           "| GB of memory per rank |\n" + 7 * "|---" + "|")
     for model, n, mbit in itertools.product(o.model, o.replicas, o.mbit):

@@ -92,6 +92,9 @@ def check(o):
     if o.replan and (o.survive or o.routing in ("random", "fixed")):
         raise BadInput("--replan is for planned paths (--skip, --routing skippipe) and not with --survive, "
                        "which plans anew round the dead only")
+    if o.wire == "int8" and (o.method != "noloco" or o.gamma != o.beta):
+        raise BadInput("--wire int8 is for noloco with gamma = beta, where theta alone travels; got "
+                       f"{o.method}, gamma {o.gamma} and beta {o.beta}")
     if o.join:
         raise BadInput("--join is for a process that comes back to a running job; rank 0 cannot: without "
                        "node 0 there is no job")

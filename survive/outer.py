@@ -199,7 +199,7 @@ class SurvivingNoLoCo(NoLoCo):
             vectors["phi"] = (self.phi, phis)
         partners = [r for r in members if r != self.rank]
         for tag, (name, (vector, theirs)) in enumerate(vectors.items()):
-            mine = vector if vector.device == self.wire else self.buffer((name, "out")).copy_(vector)
+            mine = self.write(name, vector)
             for i, r in enumerate(partners):
                 theirs[r] = self.buffer((name, i))
                 works.setdefault(r, []).append(link.recv([theirs[r]], members.index(r), tag))

@@ -16,9 +16,12 @@ import torch.distributed as dist
 import train
 from plumbing.processes import Average, BadInput, Job, gloo_group
 from survive.meeting import Gone, absent, come_back, meet, notice_silence
+from survive.onebyte import SurvivingOneByte
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
+
+WIRES = {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}
 
 
 class SurvivingJob(Job):
@@ -141,7 +144,7 @@ def make_outer(job, o, params, replicas, adam):
         job.tell(dict(step=event["outer"] * o.inner_steps, **event))
 
     # in a pipeline the iterations of all go together: there nobody leaves out steps
-    return train.make_outer(job, o, params, replicas, adam, SurvivingNoLoCo, store=job.store,
+    return train.make_outer(job, o, params, replicas, adam, WIRES, store=job.store,
                             timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=adam.reset)
 
 

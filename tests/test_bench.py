@@ -70,6 +70,7 @@ def test_on_paper_by_hand():
     rows = paper.on_paper(6.8e9, 1024, 100, 0.05, 1.0)
     assert rows["NoLoCo"]["bytes"] == 27.2e9
     assert rows["NoLoCo"]["seconds"] == pytest.approx(0.05 + 27.2e9 / 12.5e6)
+    assert rows["one byte"]["seconds"] == pytest.approx(0.05 + 6.8e9 / 12.5e6)
     assert rows["DiLoCo"]["bytes"] == pytest.approx(2 * 1023 / 1024 * 27.2e9)
     assert rows["DiLoCo"]["seconds"] == pytest.approx(20 * 0.05 + 4347.75, rel=1e-5)
     assert rows["DDP"]["share"] == pytest.approx(4348.75 / 4349.75) and rows["NoLoCo"]["memory"] == 28 * 6.8e9
@@ -107,6 +108,7 @@ def test_measured_bytes_equal_the_counted_bytes(tmp_path):
     found = json.loads((tmp_path / "results" / "sync_measured_2.json").read_text())
     theta, rows = found["bytes_of_theta"], found["rows"]
     assert 4 * 100001 <= theta < 4 * 100001 + 64 * 32  # 32 tensors, each padded to 64 bytes
+    short = theta // 4 + 4 * 32         # and each tensor's s
     expect = {
         "exchange of theta": (theta, 0),
         "all-reduce of theta": (theta, 0),
@@ -114,12 +116,13 @@ def test_measured_bytes_equal_the_counted_bytes(tmp_path):
         "DiLoCo": (theta, 0),
         "NoLoCo": (theta, 0),
         "NoLoCo, gamma != beta, phi ahead": (theta, theta),
+        "NoLoCo, one byte a weight": (short, 0),
         "memcpy of theta": (0, 0),
     }
     assert {name: (row["bytes"], row["bytes_ahead"]) for name, row in rows.items()} == expect
     # one round of every row that sends messages, in the order of the table, 1 + 2 times
     for _, _, sent in results:
-        assert sent == 3 * [theta, theta, theta, theta]     # exchange; NoLoCo; phi, then theta
+        assert sent == 3 * [theta, theta, theta, theta, short]      # exchange; NoLoCo; phi, then theta; bytes
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows.values())
     for name, row in rows.items():
         assert f"{name} " in results[0][1] and f"{row['bytes'] / 1e6:9.1f}" in results[0][1]
@@ -191,6 +194,5 @@ def test_paper_table_launch_line():
     ]
     alone = {**os.environ, "WORLD_SIZE": "1"}
     out = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=HERE, env=alone)
-    assert out.returncode == 0 and "| large, 6800M | 1024 | 100 | 54.35 / 54.35 / 27.20 |" in out.stdout, (
-        out.stderr
-    )
+    row = "| large, 6800M | 1024 | 100 | 54.35 / 54.35 / 27.20 / 6.80 |"
+    assert out.returncode == 0 and row in out.stdout, out.stderr

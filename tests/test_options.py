@@ -62,6 +62,8 @@ def bad(*argv, error):
         bad("--replan", 0.2, "--routing", "skippipe", "--survive", 5, error="and not with --survive"),
         bad("--replan", -1, error="--replan must be at least 0"),
         bad("--skip", 0.9, "--stages", 1, error="at least 3 stages"),
+        bad("--wire", "int8", "--gamma", 0.9, error="noloco with gamma = beta"),
+        bad("--wire", "int8", "--method", "ddp", error="--wire int8 is for noloco"),
         bad("--lr", -1, error="--lr must be at least"),
         bad("--hel", error="unrecognized"),
         bad("--links", "nowhere.json", error="nowhere.json"),

@@ -130,7 +130,9 @@ def test_warm_start_is_ddp_and_then_the_method_begins(corpus, tmp_path, stages, 
             )
 
 
-@pytest.mark.parametrize("kind", [["--stages", "4", "--gamma", 0.9], ["--stages", "2,2"]], ids=str)
+@pytest.mark.parametrize(
+    "kind", [["--stages", 4, "--gamma", 0.9], ["--stages", 4, "--wire", "int8"], ["--stages", "2,2"]], ids=str
+)
 def test_surviving_parts_give_the_plain_runs_losses_to_the_bit(kind, corpus, tmp_path):
     """While nobody fails, `--survive` changes nothing: neither a number of the log nor a weight."""
     argv = [

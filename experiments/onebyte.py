@@ -1,0 +1,148 @@
+"""What a byte a weight costs and buys: loss against bytes, 8 replicas of one stage (8x1) and 4 of two (4x2).
+
+    python -m experiments.onebyte [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+
+NoLoCo in fp32 and in one byte (plumbing/onebyte.py), every m = 10, 5, 2 and 1 steps, and DiLoCo every 2m.
+So that it is fair DiLoCo gets one byte too, by what fits it: every replica rounds Delta, with what its last
+rounding left over (error feedback), and the sum is rounded so once more,
+
+    k = round((Delta + e) / s) ,   s = max |Delta + e| / 127 ,   e <- Delta + e - s k                   (Q)
+
+for each tensor; and DDP averages gradients in bf16. For these two the loss is what such messages would give,
+and their bytes are counted, not sent: Gloo has no sum of such numbers.
+
+    python -m experiments.onebyte --short ...       train.py's options, with these two
+"""
+import sys
+
+import torch
+import torch.distributed as dist
+
+import train
+from experiments.pictures import COLOURS
+from experiments.runs import Run, finals, headline, over, results, spread_of
+from noloco import DiLoCo
+from plumbing.processes import Average, Job
+
+EVERY = (10, 5, 2, 1)
+COMMON = "--layers 2 --warmup 50 --lr 6e-3 --batch 8"
+SHAPES = {"8x1": "--microbatches 1", "4x2": "--microbatches 2 --stages 4,4"}
+SHORT = "-m experiments.onebyte --short"
+
+
+def runs(steps):
+    for shape, more in SHAPES.items():
+        def run(name, method, shape=shape, more=more, **kwargs):
+            whole = 1200 if shape == "8x1" else 600
+            options = f"--steps {steps or whole} {COMMON} {more} --method {method}"
+            return Run(f"{shape} {name}", options, **kwargs)
+
+        yield run("DDP", "ddp --routing fixed")
+        for m in EVERY:
+            yield run(f"NoLoCo, every {m}, one byte", f"noloco --inner-steps {m} --wire int8")
+            yield run(f"NoLoCo, every {m}", f"noloco --inner-steps {m}")
+            yield run(f"DiLoCo, every {2 * m}", f"diloco --inner-steps {2 * m} --routing fixed")
+            yield run(f"DiLoCo, every {2 * m}, one byte", f"diloco --inner-steps {2 * m} --routing fixed",
+                      program=SHORT)
+        yield run("DDP, bf16", "ddp --routing fixed", program=SHORT)
+
+
+# ---------------------------------------------------------------- the baselines in fewer bytes
+
+
+class ShortDiLoCo(DiLoCo):
+    """(Q), twice: Delta on each replica, and the sum."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sizes = [p.numel() for p in self.params]
+        self.left = {"Delta": torch.zeros_like(self.theta), "sum": torch.zeros_like(self.theta)}
+
+    def exchange(self):
+        n = len(self.ranks)
+        self.theta.sub_(self.phi)
+        self.round("Delta")
+        dist.all_reduce(self.theta, group=self.everyone)
+        self.round("sum")
+        self.theta.add_(self.phi, alpha=n)
+        self.bytes_sent += 2 * (n - 1) * self.theta.numel() // n
+        return [self.theta], None, n
+
+    def round(self, name):
+        left = self.left[name]
+        left.add_(self.theta)
+        for p in self.params:
+            start = (p.data_ptr() - self.theta.data_ptr()) // 4
+            x, k = (v[start:start + p.numel()] for v in (left, self.theta))
+            s = x.abs().max().clamp_(min=1e-30) / 127
+            torch.div(x, s, out=k).round_().mul_(s)
+        left.sub_(self.theta)
+
+
+class ShortAverage(Average):
+    """Gradients in bf16."""
+
+    def __call__(self, grad, tokens):
+        sent = grad.bfloat16()
+        tokens = super().__call__(sent, tokens)
+        grad.copy_(sent)
+        return tokens
+
+
+def short(argv):
+    """train.main with them."""
+    job = Job()
+    o = train.Options(**job.agree(train.parse, argv))
+    job.connect(o)
+
+    def make_outer(job, o, params, replicas, adam):
+        return ShortDiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta) \
+            if o.method == "diloco" else None
+
+    t = train.build(job, o, make_outer=make_outer)
+    if t.average:
+        t.average = ShortAverage(t.average.all_reduce, t.average.replicas)
+    train.train(t)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def ddp_of(runs, label):
+    return finals(runs[f"{label[:3]} DDP"])
+
+
+def table(found):
+    runs = results(found)
+    print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
+          "| MB sent per rank to synchronise |\n" + 5 * "|---" + "|")
+    for label, seeds in runs.items():
+        more = over(finals(seeds), ddp_of(runs, label))
+        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {spread_of(more, '+.1%')} "
+              f"| {seeds[0].sent:.1f} |")
+
+
+def draw(plt, found):
+    runs = results(found)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for axis, shape in zip(axes, SHAPES):
+        for i, method in enumerate(("DDP", "DiLoCo", "NoLoCo")):
+            for one in (False, True):
+                shown = [seeds for label, seeds in runs.items() if label.startswith(f"{shape} {method}")
+                         and label.endswith(("one byte", "bf16")) == one]
+                points = [(run.sent, 100 * more) for seeds in shown
+                          for run, more in zip(seeds, over(finals(seeds), ddp_of(runs, shape)))]
+                axis.plot(*zip(*sorted(points)), "o" if one else "o:", color=COLOURS[i], ms=5,
+                          mfc=None if one else "none", ls="-" if one else ":",
+                          label=f"{method}, {'bf16' if method == 'DDP' else 'one byte'}" if one else method)
+        axis.set(xscale="log", xlabel="MB sent per rank to synchronise", title=shape,
+                 ylabel="perplexity over DDP's, %")
+        axis.legend(fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--short"]:
+        short(sys.argv[2:])
+    else:
+        headline("onebyte", __doc__, runs, table, draw)

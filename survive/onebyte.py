@@ -1,0 +1,50 @@
+"""One byte a weight (plumbing/onebyte.py) where replicas may be away: with one that may be far, fp32.
+
+A replica that has been late, alone or away, or has joined, writes far/R to the store before it meets anyone,
+and takes it away when it has met. Whoever meets it sees that before a message leaves, so a group agrees.
+"""
+import contextlib
+
+import torch
+
+from plumbing.onebyte import OneByte
+from survive.outer import SurvivingNoLoCo
+
+
+class SurvivingOneByte(OneByte, SurvivingNoLoCo):
+    """As SurvivingNoLoCo, with a quarter of the bytes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.short = self.letter
+
+    def exchange(self):
+        far = self.late
+        with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
+            if far:
+                self.store.set(f"far/{self.rank}", "")
+        found = super().exchange()
+        with contextlib.suppress(RuntimeError):
+            if far and not self.late:
+                self.store.delete_key(f"far/{self.rank}")
+        return found
+
+    def swap(self, members, *rest):
+        far = [r for r in members if self.store.check([f"far/{r}"])]
+        self.letter = self.theta if far else self.short
+        if far:
+            self.tell("fp32 instead of int8", far=far)
+        super().swap(members, *rest)
+
+    def buffer(self, key):
+        return super().buffer((key, self.letter.dtype))
+
+    def write(self, name, vector):
+        writer = super() if self.letter is self.short else super(OneByte, self)
+        return writer.write(name, vector)
+
+    def accept(self, ranks, thetas, phis):
+        """A replica that is itself not finite reads beside its phi."""
+        own = self.theta if torch.isfinite(self.theta.sum()) else self.phi
+        read = {r: self.read(thetas[r], own, i) for i, r in enumerate(ranks)}
+        return super().accept(ranks, read, phis)
