@@ -30,7 +30,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import time
 from pathlib import Path
 
@@ -39,7 +38,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from experiments.pictures import picture, save
-from experiments.sync import draw_measured, draw_simulated, print_measured, print_simulated
+from experiments.sync import add_ratios, draw_measured, draw_simulated, print_measured, print_simulated
 from noloco import DiLoCo, NoLoCo, flatten
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import Parser
@@ -393,25 +392,6 @@ def measure(o, job):
     print_measured(result)
     save(o.out, f"sync_measured_{job.world}", result)
     plot(o.out, "sync_measured")
-
-
-def add_ratios(result):
-    """Medians, quartiles and ratios (medians of the trials'), in place."""
-    table = result["rows"]
-
-    def ratio(a, b):
-        return statistics.median(x / y for x, y in zip(table[a]["seconds"], table[b]["seconds"]))
-
-    for name, row in table.items():
-        low, middle, high = quartiles(row["seconds"])
-        over = ratio(name, row["floor"]) if row["floor"] else None
-        row.update(median=middle, quartiles=[low, high], diloco_over_it=ratio("DiLoCo", name),
-                   over_floor=over)
-    result["all_reduce_over_exchange"] = ratio("all-reduce of theta", "exchange of theta")
-
-
-def quartiles(x):
-    return statistics.quantiles(x, n=4, method="inclusive") if len(x) > 1 else x * 3
 
 
 def plot(out, name):

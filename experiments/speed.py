@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import skippipe
 import train
-from bench_sync import quartiles
+from experiments.sync import quartiles
 from experiments.runs import torchrun
 from model import Config, Llama, count_parameters
 from noloco import NoLoCo, flatten

@@ -1,5 +1,6 @@
 """The tables and the two pictures of what bench_sync.py found."""
 import math
+import statistics
 
 from experiments.pictures import COLOURS
 
@@ -25,6 +26,25 @@ def print_simulated(r):
         pairs += [pair for rows in by.values() for row in rows for pair in row]
     worst = max(error / value for value, error in pairs)
     print(f"largest standard error {100 * worst:.2f}% of its value; {r['wall_seconds']:.0f} s")
+
+
+def add_ratios(result):
+    """Medians, quartiles and ratios (medians of the trials'), in place."""
+    table = result["rows"]
+
+    def ratio(a, b):
+        return statistics.median(x / y for x, y in zip(table[a]["seconds"], table[b]["seconds"]))
+
+    for name, row in table.items():
+        low, middle, high = quartiles(row["seconds"])
+        over = ratio(name, row["floor"]) if row["floor"] else None
+        row.update(median=middle, quartiles=[low, high], diloco_over_it=ratio("DiLoCo", name),
+                   over_floor=over)
+    result["all_reduce_over_exchange"] = ratio("all-reduce of theta", "exchange of theta")
+
+
+def quartiles(x):
+    return statistics.quantiles(x, n=4, method="inclusive") if len(x) > 1 else x * 3
 
 
 def print_measured(r):
