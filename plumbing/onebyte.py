@@ -4,23 +4,23 @@ Partners hold nearly the same weights, so weights may travel modulo some B: whoe
 value with that remainder which is nearest to its own. It needs no state, so any two can meet. For each
 block, a tensor of the model or a piece of one:
 
-    B = 8 max |theta - phi| ,    s = B / 256                                           (M1)
+    B = 16 max |theta - phi| ,   s = B / 256                                           (M1)
     k = round(theta / s) mod 256         travels, one byte a weight, and s             (M2)
     q = round(own / s) ,    d = (k - q) mod 256, from -128 to 127
     theta' = s (q + d)                                                                 (M3)
 
     |theta' - theta| <= s / 2    wherever  |theta - own| <= B / 2 - s                  (M4)
 
-B is the sender's: how far it has come since the last outer step says how far replicas are apart. (phi too
-differs between them, by about as much: a pair's averages halve what each round adds.) Rounding is to the
-nearest: fp32 weights stay where they are, so nothing is rounded away, and the error of a mean, s / 4 at
-most, is a 128th of the largest step. docs/differences.md has what wrapping round does where (M4) fails.
+B is the sender's: how far it has come since the last outer step says how far replicas are apart. (phi differs
+between them by about as much: a pair's average halves what each round adds.) Rounding is to the nearest; fp32
+weights stay where they are, so nothing is rounded away. The error of a pair's mean, at most s / 4, is a 64th
+of the sender's largest step. docs/hosts.md says how often (M4) fails, and why that does little harm.
 """
 import torch
 
 from noloco import PIECE, NoLoCo
 
-MARGIN = 8
+MARGIN = 16
 
 
 class OneByte:
