@@ -108,6 +108,7 @@ class Options:
     steps: int = option(None, "inner steps in all")
     lr: float = option(None, "Adam's peak rate; after warm-up a cosine to a tenth of it")
     warmup: int = option(None, "steps of linear warm-up")
+    beta2: float = option(0.95, "Adam's, of squared gradients: as Llama; the papers' released code: 0.999")
     clip: float = option(1.0, "largest norm of a rank's gradient")
     # data
     data: str = option(None, "text file or folder, C4 .json.gz, nanoGPT .bin (default: Python's own library)")
@@ -386,15 +387,16 @@ def schedule(step, o):
 class Adam:
     """On one flat vector, in one pass. (torch.optim.Adam imports all of torch.compile: a second.)"""
 
-    def __init__(self, theta, grad):
+    def __init__(self, theta, grad, beta2=0.95):
         self.theta, self.grad = theta, grad
+        self.beta2 = beta2
         self.m = torch.zeros_like(theta)
         self.v = torch.zeros_like(theta)
         self.steps = torch.zeros((), device=theta.device)
 
     def step(self, lr):
-        adam_update([self.theta], [self.grad], [self.m], [self.v], [], [self.steps], beta1=0.9, beta2=0.95,
-                    lr=lr, eps=1e-8, weight_decay=0.0, fused=True, amsgrad=False, maximize=False)
+        adam_update([self.theta], [self.grad], [self.m], [self.v], [], [self.steps], lr=lr, beta1=0.9,
+                    beta2=self.beta2, eps=1e-8, weight_decay=0.0, fused=True, amsgrad=False, maximize=False)
 
     def reset(self):
         for value in self.state_dict().values():
@@ -469,7 +471,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
         job.together(initial_weights, t.model, o)
     t.folder = job.together(take_folder, o, job)
     t.theta, grad = flatten(t.model.parameters())               # all there is to train, in one vector
-    t.adam = Adam(t.theta, grad)
+    t.adam = Adam(t.theta, grad, o.beta2)
     if o.compile:
         for layer in t.model.model.layers.values():
             layer.compile()

@@ -48,6 +48,7 @@ class Run:
     options: str
     processes: int = 8
     after: Callable = None      # folder -> dict
+    first: bool = False         # with the first seed only: a search
     program: str = "-m train"   # or a module that puts parts of its own into train.build
 
 
@@ -111,15 +112,15 @@ def run_or_show(name, description, runs, table, draw, seconds):
 
 def run_all(name, runs, o):
     found = dict(cpu_hours=0.0, runs={})
-    with tqdm(total=len(runs) * len(o.seeds), unit="run") as progress:
-        for seed in o.seeds:
-            for run in runs:
-                progress.set_postfix_str(run.label)
-                own = f"-of-{o.steps}-steps" if o.steps else ""     # a try spares the whole runs
-                row = train_once(run, f"{name}-{run.label}-{seed}{own}", seed)
-                found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
-                found["runs"].setdefault(run.label, []).append(row)
-                progress.update()
+    todo = [(seed, run) for seed in o.seeds for run in runs if seed == o.seeds[0] or not run.first]
+    with tqdm(total=len(todo), unit="run") as progress:
+        for seed, run in todo:
+            progress.set_postfix_str(run.label)
+            own = f"-of-{o.steps}-steps" if o.steps else ""     # a try spares the whole runs
+            row = train_once(run, f"{name}-{run.label}-{seed}{own}", seed)
+            found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
+            found["runs"].setdefault(run.label, []).append(row)
+            progress.update()
     return found
 
 

@@ -278,7 +278,7 @@ def draw(plt, r):
         b.plot(x, q[name], mark, color=COLOURS[i], label=f"{label}: {slopes}")
         b.plot(x, q[name + "_expected"], "-", color=COLOURS[i], lw=1.2)
     b.set(xscale="log", yscale="log", xlabel="m omega", ylabel="variance per weight",
-          title="n = 2, the papers' values; lines: closed form")
+          title="n = 2, alpha 0.5, beta = gamma 0.7; lines: closed form")
     b.legend()
     return figure
 
@@ -297,7 +297,7 @@ def draw_map(axis, r, row, halo):
         axis.plot(r["alphas"], row["crossing"][str(pull)], "k:", lw=2,
                   label=f"measured limit with pull, Delta = -{pull:g} phi", path_effects=halo)
     tiny = train.TINY["noloco"]["alpha"], train.TINY["noloco"]["beta"]
-    axis.plot(*r["default"], "o", color=COLOURS[3], mec="w", ms=7, ls="", label="the papers' values")
+    axis.plot(*r["default"], "o", color=COLOURS[3], mec="w", ms=7, ls="", label="the released code's values")
     axis.plot(*tiny, "s", color=COLOURS[0], mec="w", ms=7, ls="", label="those of tiny runs")
     return coloured
 

@@ -66,8 +66,9 @@ def parse(Options, tables, argv, world, description):
             raise BadInput(f"--method {o.method} has no {flag(name)}")
     if o.init_from and not o.resume:
         take_shape(o, given)
-    small = tiny.get(o.method, {}) if o.model == "tiny" else {}
-    for name, value in {**models[o.model], **methods[o.method], **small}.items():
+    tiny_run = o.model == "tiny" and ("model" in given or not o.init_from)      # else as in the papers
+    outer = tiny.get(o.method, {}) if tiny_run else {}
+    for name, value in {**models[o.model], **methods[o.method], **outer}.items():
         if getattr(o, name) is None:
             setattr(o, name, value)
     o.stages = o.stages or [world]
@@ -87,6 +88,8 @@ def check(o):
     if not 0 <= o.skip < 1 or (o.skip and o.routing in ("random", "fixed")):
         raise BadInput("--skip takes a share from 0 to below 1 and a planned routing, got "
                        f"{o.skip} and {o.routing}")
+    if not 0 <= o.beta2 < 1:
+        raise BadInput(f"--beta2 must be from 0 to below 1, got {o.beta2}")
     if o.survive and o.method not in ("noloco", "local"):
         raise BadInput(f"--survive is for noloco and local: --method {o.method} needs every process")
     if o.replan and (o.survive or o.routing in ("random", "fixed")):

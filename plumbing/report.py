@@ -128,6 +128,7 @@ def banner(t):
     whole, inner = count_parameters(t.config)
     yield (f"{o.init_from or o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without "
            f"embedding and head; {o.dtype}")
+    yield from settings(o, t.stages[0])
     amount = f"{len(corpus.train)} shards to stream" if corpus.streamed else \
         f"{sum(map(len, corpus.train)) / 1e6:.1f}M training"
     size = f", {corpus.bytes_per_token:.3f} bytes per token" if o.tokenizer else ""
@@ -140,6 +141,24 @@ def banner(t):
     if t.outer and o.steps < o.inner_steps:
         yield (f"warning: {o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never "
                "synchronise")
+
+
+# Tokens of a step, all replicas together, that the rates of the NoLoCo paper's models belong to.
+STEP_TOKENS = dict(small=500_000, medium=1_000_000, large=2_000_000)
+
+
+def settings(o, origins):
+    """Tokens of a step, the inner rate and the outer step: what a model's row brings along unasked."""
+    tokens = len(origins) * o.batch * o.seq_len                 # of one microbatch each
+    yield (f"{o.steps} steps of {o.microbatches * tokens // len(origins)} tokens per origin, "
+           f"{o.microbatches * tokens} in all; peak rate {o.lr:g}, beta2 {o.beta2:g}")
+    wanted = STEP_TOKENS.get(o.model, tokens * o.microbatches)
+    fitting = max(1, round(wanted / tokens))
+    if fitting != o.microbatches:
+        yield (f"warning: the rate of --model {o.model} is the paper's for {wanted / 1e6:g}M tokens a step, "
+               f"all origins together: --microbatches {fitting} gives as many")
+    if o.inner_steps:
+        yield f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, gamma {o.gamma}"
 
 
 class Log:

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from experiments import clock, failure, runs, stability
+from experiments import clock, failure, runs, skip, stability
 from noloco import gamma_bound, outer_update
 from tests.harness import HERE, SMALL, metrics, run
 
@@ -100,6 +100,12 @@ def test_the_docs_tables_are_what_the_results_print(name, capsys):
     assert len(rows) > 3 and [row for row in rows if row not in texts] == []
 
 
+def test_skip_simulates_the_network_that_its_table_was_made_on():
+    kept = json.loads((HERE / "results" / "headline_skip.json").read_text())["seconds"]
+    assert {label: sync for label, (_, sync) in skip.seconds().items()} == pytest.approx(
+        {label: sync for label, (_, sync) in kept.items()})
+
+
 def test_stability_prints_what_it_found(capsys):
     stability.table(json.loads((HERE / "results" / "headline_stability.json").read_text()))
     two = next(row for row in rows_of(capsys) if row.startswith("| 2 |"))
@@ -109,7 +115,7 @@ def test_stability_prints_what_it_found(capsys):
 
 
 def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp_path):
-    """Two runs of two seeds, of which only the commands are told."""
+    """Two runs of two seeds and a search, of which only the commands are told."""
     monkeypatch.chdir(tmp_path)
     started = []
 
@@ -122,12 +128,12 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp
 
     monkeypatch.setattr(runs, "torchrun", torchrun)
     o = types.SimpleNamespace(seeds=[0, 5], steps=4)
-    kinds = [runs.Run("a b", "--steps 4"), runs.Run("c", "--steps 4", after=lambda folder: dict(mean=2.0))]
+    kinds = [runs.Run("a b", "--steps 4"), runs.Run("c", "--steps 4", after=lambda folder: dict(mean=2.0)),
+             runs.Run("d", "--steps 4", first=True)]
     found = runs.run_all("x", kinds, o)
-    assert len(started) == 4 and runs.run_all("x", kinds, o)["runs"] == found["runs"] and len(started) == 4
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [
-        f"headline-x-{label}-{seed}-of-4-steps" for label in ("a-b", "c") for seed in (0, 5)
-    ]
+    assert len(started) == 5 and runs.run_all("x", kinds, o)["runs"] == found["runs"] and len(started) == 5
+    names = [f"headline-x-{run}-of-4-steps" for run in ("a-b-0", "a-b-5", "c-0", "c-5", "d-0")]
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
     assert [runs.Result(row).o.seed for row in found["runs"]["a b"]] == [0, 5]
     assert found["runs"]["a b"][0]["curves"]["step"] == [4]

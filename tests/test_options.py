@@ -10,7 +10,12 @@ import pytest
 import torch
 
 import train
+from plumbing import report
 from tests.harness import SMALL, processes, run, train_main
+
+
+LLAMA = dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+             num_attention_heads=2)
 
 
 def bad(*argv, error):
@@ -65,6 +70,7 @@ def bad(*argv, error):
         bad("--wire", "int8", "--gamma", 0.9, error="noloco with gamma = beta"),
         bad("--wire", "int8", "--method", "ddp", error="--wire int8 is for noloco"),
         bad("--lr", -1, error="--lr must be at least"),
+        bad("--beta2", 1, error="--beta2 must be from 0 to below 1, got 1.0"),
         bad("--hel", error="unrecognized"),
         bad("--links", "nowhere.json", error="nowhere.json"),
         bad("--links", "short.txt", error="short.txt"),
@@ -85,14 +91,7 @@ def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, 
         Path(name).mkdir()
         Path(name, "config.json").write_text(text)
     Path("llama").mkdir()
-    Path("llama/config.json").write_text(
-        json.dumps(
-            dict(
-                model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                num_attention_heads=2,
-            )
-        )
-    )
+    Path("llama/config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(SystemExit) as stop:
         train.main(argv)
     printed = capsys.readouterr()
@@ -114,15 +113,43 @@ def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
     assert "warning: gamma 1.6 is outside 0 < gamma < 1.500" in out
 
 
+@pytest.mark.parametrize("argv, outer", [
+    ((), (50, 0.5, 0.7, 0.7)),
+    (("--alpha", "0"), (50, 0.0, 0.7, 0.7)),
+    (("--method", "diloco"), (100, 0.3, 0.7, 0.7)),
+    (("--model", "tiny"), (10, 0.0, 1.0, 1.0)),
+], ids=str)
+def test_weights_from_elsewhere_take_the_papers_outer_settings_unless_asked_for_tinys(argv, outer, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    o = train.parse(["--init-from", str(tmp_path), *argv], 8)
+    assert (o.inner_steps, o.alpha, o.beta, o.gamma) == outer
+    every, alpha, beta, gamma = outer
+    said = list(report.settings(o, range(8)))
+    assert said[-1] == f"outer step every {every} steps, alpha {alpha}, beta {beta}, gamma {gamma}"
+    assert len(said) == 2                               # the paper's batch is for the paper's models
+
+
+@pytest.mark.parametrize("model, origins, fitting", [("small", 8, 15), ("small", 1, 122), ("large", 16, 31)])
+def test_a_papers_model_is_told_what_batch_its_rate_belongs_to(model, origins, fitting):
+    wanted = dict(small=0.5e6, large=2e6)[model]
+    first, warning, _ = report.settings(train.parse(["--model", model], origins), range(origins))
+    assert f"8192 tokens per origin, {8192 * origins} in all" in first
+    assert f"{wanted / 1e6:g}M tokens" in warning
+    assert warning.endswith(f"--microbatches {fitting} gives as many")
+    o = train.parse(["--model", model, "--microbatches", str(fitting)], origins)
+    assert len(list(report.settings(o, range(origins)))) == 2           # no warning
+    assert abs(fitting * origins * 4 * 1024 - wanted) <= origins * 4 * 1024 / 2
+
+
 def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_defaults(capsys):
     with pytest.raises(SystemExit) as stop:
         train.main(["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    listed = re.findall(r"^  --([a-z-]+)", text, re.M)
+    listed = re.findall(r"^  --([a-z0-9-]+)", text, re.M)
     assert listed[:10] == "method stages model data steps lr inner-steps skip name resume".split()
     assert sorted(listed) == sorted(f.name.replace("_", "-") for f in fields(train.Options))
-    entries = re.findall(r"^  --([a-z-]+)(.*?)(?=^  --|^$|\Z)", text, re.M | re.S)
+    entries = re.findall(r"^  --([a-z0-9-]+)(.*?)(?=^  --|^$|\Z)", text, re.M | re.S)
     help_of = {option: " ".join(words.split()) for option, words in entries}
     for option, defaults in {
         "lr": "tiny 0.003, small 0.0006, medium 0.0002, large 0.00012",
