@@ -23,6 +23,7 @@ import functools
 import os
 import random
 import socket
+import warnings
 from itertools import accumulate
 
 import torch
@@ -52,17 +53,24 @@ def outer_update(phi, delta, mean_Delta, mean_phi, alpha, beta, gamma):
     phi.add_(delta)                                     # Eq. 3
 
 
-def gamma_bound(alpha, n):
-    """Replicas in groups of n stay together for 0 < gamma < this bound (ours; a few replicas allow more)."""
-    return 2 * (1 - alpha**2) / (1 - alpha + 2 * alpha / n)
+def gamma_bound(alpha, n, replicas=None):
+    """Replicas in groups of n stay together for 0 < gamma < this bound (ours; a few replicas allow more).
+
+    replicas: how many there are, default far more than n. kept: 1 - k of the proof.
+    """
+    kept = (max(1, replicas // n) - 1) / (replicas - 1) if replicas else 1 / n
+    return 2 * (1 - alpha**2) / (1 - alpha + 2 * alpha * kept) if kept else 2 * (1 + alpha)
 
 
 class NoLoCo:
     """Eqs. 1-3 for any model and optimizer: call `step()` after every step of the inner optimizer.
 
-    params: equal on all replicas, and from here on views of one vector (`flatten`; ValueError if it cannot).
-    ranks: the replicas of this model or pipeline stage, default all. inner_steps: m. group_size: n.
+    params: model.parameters(), equal on all replicas, and from here on views of one vector (`flatten`, which
+    says what it refuses). Frozen ones (requires_grad=False) stay as they are and do not travel. Nor do the
+    model's buffers: each replica keeps its own.
+    ranks: the replicas of this model, pipeline stage or shard, default all. inner_steps: m. group_size: n.
     Memory: phi, delta and a receive buffer per partner (two, if gamma differs from beta), all like theta.
+    The first of the ranks warns of a gamma beyond `gamma_bound`, and of initial weights that differ.
     """
 
     def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=None,
@@ -71,11 +79,11 @@ class NoLoCo:
             raise ValueError(f"inner_steps >= 1 and group_size >= 2, not {inner_steps} and {group_size}")
         self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
         self.alpha, self.beta, self.gamma = alpha, beta, beta if gamma is None else gamma
-        self.params = list(params)
+        self.params = checked(params)
         self.theta, _ = flatten(self.params)
         self.phi = self.theta.clone()
         self.delta = torch.zeros_like(self.theta)
-        self.places = [p.data_ptr() for p in self.params]
+        self.places = self.whereabouts()
         self.steps = self.bytes_sent = 0
         self.letter = self.theta                                # a message is of this form
         self.buffers = {}
@@ -85,6 +93,10 @@ class NoLoCo:
         self.ranks = list(range(dist.get_world_size() if joined else 1) if ranks is None else ranks)
         if joined and self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
+        if self.rank == self.ranks[0] and len(self.ranks) > 1:
+            bound = gamma_bound(alpha, group_size, len(self.ranks))
+            if not 0 < self.gamma < bound:
+                warnings.warn(f"gamma {self.gamma} is outside 0 < gamma < {bound:.3f}: replicas drift apart")
         nccl = joined and "nccl" in str(dist.get_backend_config())
         self.wire = self.theta.device if nccl else torch.device("cpu")      # Gloo sends host memory only
         if joined and self.gamma != beta:
@@ -96,16 +108,34 @@ class NoLoCo:
     @torch.no_grad()
     def step(self):
         """Count an inner step; the m-th ends with the outer step. Returns whether this one did."""
+        if self.steps == 0 and len(self.ranks) > 1:
+            self.compare()
         if self.ahead is None:
             self.ahead = self.send_ahead()
         due = (self.steps + 1) % self.inner_steps == 0
         if due:
-            if [p.data_ptr() for p in self.params] != self.places:
-                raise RuntimeError("the parameters were moved: first move the model (.to), then build NoLoCo")
+            if self.whereabouts() != self.places:
+                raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then NoLoCo")
             self.outer_step(*self.exchange())
             self.ahead = None
         self.steps += 1
         return due
+
+    def whereabouts(self):
+        return [p.requires_grad and p.data_ptr() for p in self.params]
+
+    def compare(self):
+        """Once, at the first step: all send the first replica a checksum of their initial weights."""
+        first, *others = self.ranks
+        mine = self.phi.view(torch.int32).sum().to(self.wire)
+        sums = {r: torch.empty_like(mine) for r in others}
+        ops = [dist.P2POp(dist.irecv, theirs, r) for r, theirs in sums.items()]
+        if self.rank != first:
+            ops = [dist.P2POp(dist.isend, mine, first)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        if self.rank == first and (differ := [r for r in others if sums[r] != mine]):
+            warnings.warn(f"ranks {differ} began with other weights than rank {first}: seed all alike")
 
     def outer_step(self, thetas, phis, n):
         """Eqs. 1-3. n: how many replicas the thetas add up to; phis: None where Eq. 2' does not need them."""
@@ -186,7 +216,8 @@ class DiLoCo(NoLoCo):
     """The special case of one group with everyone, by an all-reduce: the baseline."""
 
     def __init__(self, params, ranks=None, *, inner_steps=100, alpha=0.3, beta=0.7):
-        super().__init__(params, ranks, inner_steps=inner_steps, alpha=alpha, beta=beta, gamma=beta)
+        everyone = float("inf")
+        super().__init__(params, ranks, inner_steps=inner_steps, alpha=alpha, beta=beta, group_size=everyone)
         alone = len(self.ranks) == 1
         self.everyone = None if alone else dist.new_group(self.ranks, use_local_synchronization=True)
 
@@ -198,16 +229,28 @@ class DiLoCo(NoLoCo):
         return [self.theta], None, n
 
 
+def checked(params):
+    """A list of them. TypeError, ValueError: what nobody should flatten."""
+    params = [params] if isinstance(params, torch.nn.Module) else list(params)
+    if not all(isinstance(p, torch.Tensor) for p in params):
+        raise TypeError("give model.parameters(): not the model, named_parameters() or param groups")
+    if any(hasattr(p, "placements") or hasattr(p, "_fsdp_flattened") for p in params):      # DTensor, FSDP
+        raise ValueError("sharded parameters: give NoLoCo plain copies of this rank's shards, and as ranks= "
+                         "the ranks that hold the same shards (docs/hosts.md)")
+    return params
+
+
 def flatten(params):
     """Make parameters and gradients views of two fp32 vectors: one message, one Adam, one norm. Returns
     these two.
 
-    Whoever calls it again gets the same two. Move the model first, and zero gradients in place.
-    Raises ValueError on no parameters, mixed devices or anything but fp32.
+    Frozen parameters (requires_grad=False) are left alone. Whoever calls it again gets the same two. Move
+    the model first, and zero gradients in place. Raises TypeError on what is no tensor; ValueError on
+    sharded parameters, and where those to train are none, on mixed devices or anything but fp32.
     """
-    params = list(dict.fromkeys(params))                                # a tied weight counts once
+    params = [p for p in dict.fromkeys(checked(params)) if p.requires_grad]     # a tied weight counts once
     if len({p.device for p in params}) != 1 or {p.dtype for p in params} != {torch.float32}:
-        raise ValueError("parameters must be float32 (in bf16 small updates round away) and on one device")
+        raise ValueError("give trainable float32 parameters (bf16 rounds small updates away), on one device")
     *starts, size = accumulate((-(-p.numel() // ALIGN) * ALIGN for p in params), initial=0)
 
     def vector(tensors):

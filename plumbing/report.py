@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from tqdm import tqdm
 from model import count_parameters
 from noloco import gamma_bound
 
+warnings.filterwarnings("ignore", "gamma .* is outside")        # NoLoCo's; our first lines say it
 
 @dataclass
 class Meter:
@@ -133,11 +135,11 @@ def banner(t):
         f"{sum(map(len, corpus.train)) / 1e6:.1f}M training"
     size = f", {corpus.bytes_per_token:.3f} bytes per token" if o.tokenizer else ""
     yield f"{amount} and {len(corpus.heldout) / 1e6:.2f}M held-out tokens, corpus {corpus.digest}{size}"
-    groups = [min(len(ranks), o.group_size or 0) for ranks in t.stages if len(ranks) > 1]
-    bound = gamma_bound(o.alpha, min(groups)) if o.method == "noloco" and groups else math.inf
-    if o.method == "noloco" and not 0 < o.gamma < bound:
-        yield (f"warning: gamma {o.gamma} is outside 0 < gamma < {bound:.3f} = 2 (1 - alpha^2) / (1 - alpha "
-               "+ 2 alpha / n): the replicas will drift apart")
+    replicas = [len(ranks) for ranks in t.stages if len(ranks) > 1 and o.method == "noloco"]
+    bounds = [gamma_bound(o.alpha, o.group_size, n) for n in replicas]
+    if bounds and not 0 < o.gamma < min(bounds):
+        yield (f"warning: gamma {o.gamma} is outside 0 < gamma < {min(bounds):.3f} (noloco.gamma_bound): the "
+               "replicas will drift apart")
     if t.outer and o.steps < o.inner_steps:
         yield (f"warning: {o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never "
                "synchronise")

@@ -7,13 +7,16 @@ import re
 import shutil
 import socket
 import subprocess
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from noloco import NoLoCo, gloo_interface
-from tests.harness import HERE, processes
+from noloco import DiLoCo, NoLoCo, gamma_bound, gloo_interface, random_groups
+from test_minimal import quadratic_run
+from tests.harness import HERE, gloo, processes
 
 
 def test_noloco_notices_moved_parameters():
@@ -22,6 +25,136 @@ def test_noloco_notices_moved_parameters():
     model.weight.data = model.weight.data.clone()  # what .to() does
     with pytest.raises(RuntimeError, match="moved"):
         outer.step()
+
+
+def test_what_are_no_parameters_gets_a_sentence():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    groups = torch.optim.SGD(model.parameters()).param_groups
+    for wrong in (model, model[0], model.named_parameters(), groups, [None]):
+        with pytest.raises(TypeError, match="give model.parameters()"):
+            NoLoCo(wrong)
+
+
+def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    outer = NoLoCo(model.parameters(), inner_steps=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        outer.step()
+    assert model[0].weight.grad is None and torch.equal(model[0].weight, before)
+    assert outer.theta.numel() == 16 + 16 and model[1].weight.data_ptr() == outer.theta.data_ptr()
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="unfrozen"):
+        outer.step()
+    with pytest.raises(ValueError, match="trainable"):
+        NoLoCo(p.detach() for p in model.parameters())
+
+
+@gloo
+def _weights_that_differ(rank, world, method, seeds):
+    """What three outer steps warn of."""
+    torch.manual_seed(seeds[rank])
+    model = torch.nn.Linear(3, 3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        outer = method(model.parameters(), inner_steps=2)
+        for _ in range(6):
+            outer.step()
+    return [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("method", [NoLoCo, DiLoCo])
+def test_initial_weights_that_differ_are_said_once(method):
+    """Also where those who meet first have the same."""
+    assert (0, 1) in random_groups(range(4), 2, 0, 0)
+    assert processes(4, _weights_that_differ, method, [1, 1, 1, 1]) == [[]] * 4
+    first, *others = processes(4, _weights_that_differ, method, [1, 1, 2, 2])
+    assert others == [[]] * 3
+    assert first == ["ranks [2, 3] began with other weights than rank 0: seed all alike"]
+
+
+# ---------------- the bound on gamma
+
+
+@pytest.mark.parametrize("replicas, n", [(2, 2), (3, 2), (4, 4)])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5])
+def test_gamma_bound_of_few_replicas_separates_decay_from_growth(replicas, n, alpha):
+    for factor, grows in ((0.9, False), (0.97, False), (1.03, True)):
+        gamma = factor * gamma_bound(alpha, n, replicas)
+        # no noise, and next to nothing of Delta's own pull
+        _, history = quadratic_run(replicas, 32, 1, 1e-9, alpha, 1e-9, gamma, steps=200, n=n, noise=0)
+        assert (history[-1][1] > 2 * history[20][1]) if grows else (history[-1][1] < 0.5 * history[20][1])
+
+
+@pytest.mark.parametrize("gamma, bad", [(1.6, False), (2.9, False), (3.1, True), (0.0, True), (None, False)])
+def test_gamma_beyond_the_bound_is_a_warning_of_the_class(gamma, bad):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        NoLoCo([torch.nn.Parameter(torch.ones(2))], [0, 1], alpha=0.5, gamma=gamma)
+    assert [str(w.message) for w in told] == bad * [
+        f"gamma {gamma} is outside 0 < gamma < 3.000: replicas drift apart"
+    ]
+
+
+# ---------------- sharded parameters
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+
+
+def loss_of(model, batch):
+    return (model(batch) - 1).square().mean()
+
+
+def batches(replica):
+    """(steps, shards, rows, columns): what each of a replica's two ranks sees."""
+    return torch.randn(9, 2, 5, 8, generator=torch.Generator().manual_seed(replica))
+
+
+@gloo
+def _sharded(rank, world):
+    """The example of docs/hosts.md: (what NoLoCo says of the model's parameters, its weights at the end)."""
+    block = re.findall(r"```python\n(.*?)```", (HERE / "docs/hosts.md").read_text(), re.S)[0]
+    mine = batches(rank // 2)[:, rank % 2]
+    scope = dict(torch=torch, NoLoCo=NoLoCo, model=small(), loss_of=loss_of, batches=mine)
+    exec(block, scope)
+    model, said = scope["model"], ""
+    try:
+        NoLoCo(model.parameters())
+    except ValueError as error:
+        said = str(error)
+    flat = FullyShardedDataParallel(small(), device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="sharded"):
+        NoLoCo(flat.parameters())
+    return said, torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]).tolist()
+
+
+@gloo
+def _whole(rank, world):
+    """The same replicas, each on one rank."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    outer = NoLoCo(model.parameters(), inner_steps=3)
+    for batch in batches(rank):
+        optimizer.zero_grad()
+        loss_of(model, batch.flatten(0, 1)).backward()
+        optimizer.step()
+        outer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def test_sharded_parameters_are_refused_and_a_noloco_per_shard_equals_whole_replicas():
+    sharded, whole = processes(4, _sharded), processes(2, _whole)
+    for rank, (said, weights) in enumerate(sharded):
+        assert said.startswith("sharded parameters: give NoLoCo plain copies of this rank's shards")
+        assert weights == pytest.approx(whole[rank // 2], abs=1e-6)
 
 
 def _readme_optimizer_example(rank, world):
