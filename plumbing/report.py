@@ -160,7 +160,8 @@ def settings(o, origins):
         yield (f"warning: the rate of --model {o.model} is the paper's for {wanted / 1e6:g}M tokens a step, "
                f"all origins together: --microbatches {fitting} gives as many")
     if o.inner_steps:
-        yield f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, gamma {o.gamma}"
+        yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, gamma {o.gamma}, "
+               f"weights travel in {o.wire}")
 
 
 class Log:
