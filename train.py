@@ -27,7 +27,6 @@ from types import SimpleNamespace
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # or each broken connection is a page of C++ stack
 import torch
 import torch.distributed as dist
-from torch.optim.adam import adam as adam_update
 
 from model import Llama
 from noloco import DiLoCo, NoLoCo, flatten
@@ -35,7 +34,7 @@ from planning.routing import PLANNERS, Watch, idle, measure, plan_paths, read_li
 from plumbing import options
 from plumbing.checkpoints import Checkpoints, go_on, state_of, take_folder
 from plumbing.data import load_data
-from plumbing.fast import speed_up
+from plumbing.fast import Adam, speed_up
 from plumbing.huggingface import initial_weights
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import layout, numbers, option, shape
@@ -382,32 +381,6 @@ def schedule(step, o):
         return o.lr * (step + 1) / o.warmup
     done = (step - o.warmup) / max(1, o.steps - o.warmup)
     return o.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
-
-
-class Adam:
-    """On one flat vector, in one pass. (torch.optim.Adam imports all of torch.compile: a second.)"""
-
-    def __init__(self, theta, grad, beta2=0.95):
-        self.theta, self.grad = theta, grad
-        self.beta2 = beta2
-        self.m = torch.zeros_like(theta)
-        self.v = torch.zeros_like(theta)
-        self.steps = torch.zeros((), device=theta.device)
-
-    def step(self, lr):
-        adam_update([self.theta], [self.grad], [self.m], [self.v], [], [self.steps], lr=lr, beta1=0.9,
-                    beta2=self.beta2, eps=1e-8, weight_decay=0.0, fused=True, amsgrad=False, maximize=False)
-
-    def reset(self):
-        for value in self.state_dict().values():
-            value.zero_()
-
-    def state_dict(self):
-        return dict(m=self.m, v=self.v, steps=self.steps)
-
-    def load_state_dict(self, state):
-        for name, value in self.state_dict().items():
-            value.copy_(state[name])
 
 
 def inner_step(pipeline, adam, batches, paths, order, lr, clip, average=None):
