@@ -30,7 +30,7 @@ SMALL = [
 # The server imports everything once, all files with functions that ranks run, and what an optimizer would
 # import by itself (seconds); each test process is a fork of it, ready in milliseconds.
 fork = multiprocessing.get_context("forkserver")
-ROOMS = ["hosts", "bench", "checkpoints", "noloco", "routing", "survive", "tools", "training"]
+ROOMS = ["hosts", "bench", "checkpoints", "ending", "noloco", "routing", "survive", "tools", "training"]
 PRELOAD = ["torch._dynamo", "test_minimal", *(f"tests.test_{room}" for room in ROOMS)]
 fork.set_forkserver_preload(PRELOAD)
 
