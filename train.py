@@ -17,6 +17,7 @@ of survive/ in the place of ours; tools/ and experiments/ do likewise. TRACE=1 p
 import contextlib
 import math
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from types import SimpleNamespace
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)         # no traceback; in training plumbing/ending.py
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # or each broken connection is a page of C++ stack
 import torch
 import torch.distributed as dist
@@ -32,14 +35,14 @@ from model import Llama
 from noloco import DiLoCo, NoLoCo, flatten
 from planning.routing import PLANNERS, Watch, idle, measure, plan_paths, read_links
 from plumbing import options
-from plumbing.checkpoints import Checkpoints, go_on, state_of, take_folder
+from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
 from plumbing.data import load_data
 from plumbing.fast import Adam, speed_up
 from plumbing.huggingface import initial_weights
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import layout, numbers, option, shape
 from plumbing.processes import BadInput, Job, restarts
-from plumbing.report import Log, Meter, banner
+from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
 # ---------------------------------------------------------------- options
@@ -442,7 +445,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     t.model = speed_up(Llama(t.config, t.layers[t.stage], ends, o.seed, job.device))
     if o.init_from and not o.resume:
         job.together(initial_weights, t.model, o)
-    t.folder = job.together(take_folder, o, job)
+    t.folder = take_folder(o, job)
     t.theta, grad = flatten(t.model.parameters())               # all there is to train, in one vector
     t.adam = Adam(t.theta, grad, o.beta2)
     if o.compile:
@@ -452,8 +455,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     t.average = job.averager(replicas) if o.method == "ddp" or o.warm_start else None
     t.pipeline = Pipeline(t.model, job, t.stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     t.checkpoints = Checkpoints(job, t.folder)
-    again = (o.resume or restarts()) and not job.joining
-    plan = go_on(t) if again else None
+    plan = go_on(t) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(t))
     t.routes = Routes(job, o, t.pipeline, t.stages, plan)
     return t
@@ -466,8 +468,7 @@ def origin_data(o, rank, origins):
 
 def train(t):
     o, job, outer = t.o, t.job, t.outer
-    t.checkpoints.forget(t.stale)                           # training passes there again
-    log = Log(t)
+    log = t.log = begin(t)
     t.cursor = t.reader and t.reader.cursor
 
     def save():
@@ -475,6 +476,7 @@ def train(t):
 
     with job.rescue(t, save):
         while t.step < o.steps:
+            job.stop_if_asked(save)
             before = t.step
             warm = before < o.warm_start
             paths, order = t.routes.at(t.step)

@@ -6,13 +6,15 @@
 import contextlib
 import json
 import os
-
+import sys
+from itertools import count
 from pathlib import Path
 
 import torch
 
-from plumbing.processes import BadInput, restarts
-from plumbing.report import Meter, counts, sent
+from plumbing.options import launch
+from plumbing.processes import BadInput, one_line, restarts
+from plumbing.report import Log, Meter, counts, drop, sent
 
 FORM = 2        # of what is saved; other forms are refused
 
@@ -36,14 +38,22 @@ class Checkpoints:
     # ---- writing
 
     def save(self, step, state):
+        """Raises BadInput where there is no room, or no leave, to write."""
         place = self.place(step)
-        place.mkdir(parents=True, exist_ok=True)
         half = place / f"rank{self.rank}.tmp"
-        with open(half, "wb") as file:
-            torch.save(dict(state, form=FORM), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(half, place / f"rank{self.rank}.pt")
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with open(half, "wb") as file:
+                torch.save(dict(state, form=FORM), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(half, place / f"rank{self.rank}.pt")
+        except (OSError, RuntimeError) as error:
+            drop(half)
+            with contextlib.suppress(OSError):
+                place.rmdir()
+            told = error if isinstance(error, OSError) else error.__context__       # torch hides a full disk
+            raise BadInput(f"cannot write the checkpoint {place}: {one_line(told or error)}")
         self.seal()
 
     def seal(self):
@@ -101,30 +111,61 @@ class Checkpoints:
         return held
 
     def newest(self, replicas):
-        """This rank's part of the newest checkpoint of which every rank holds one (None: there is none yet).
-
-        Newer parts, which only some hold, go: training passes there again.
+        """This rank's part of the newest checkpoint of which every rank holds one (None: there is none yet),
+        and its newer ones, which only some hold, or of which one is damaged: training passes there again.
         """
         held = self.parts(self.rank, replicas)
-        told = self.job.share("checkpoints", json.dumps(list(held)))
-        common = set.intersection(*(set(json.loads(text)) for text in told))
-        state = read(held[max(common)]) if common else None
-        if common and self.job.world > 1:
-            self.job.store.set("whole", str(max(common)))
-        return state, [step for step in held if not common or step > max(common)]
+        sound, damaged = dict(held), []
+        while True:
+            told = self.job.share(f"checkpoints/{len(damaged)}", json.dumps(list(sound)))
+            common = set.intersection(*(set(json.loads(text)) for text in told))
+            step = max(common, default=-1)
+            state, problem = try_load(sound.get(step))
+            problems = [p for p in self.job.share(f"damaged/{len(damaged)}", problem) if p]
+            if not problems:
+                break
+            damaged += problems[:1]
+            sound.pop(step)
+        if damaged and not state:
+            raise BadInput(f"{damaged[0]}, and {self.folder} has no other that all ranks hold")
+        if state:
+            of_our_form(sound[step], state)
+        self.job.say(f"warning: {problem}; step {step} is taken instead" for problem in damaged)
+        if state and self.job.world > 1:
+            self.job.store.set("whole", str(step))
+        return state, [other for other in held if other > step]
 
 
-def read(file):
-    """A part, mapped into memory; raises BadInput when it is damaged or of another form."""
+class Damaged(BadInput):
+    pass
+
+
+def load(file):
+    """A part, mapped into memory."""
     try:
-        state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+        return torch.load(file, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
-        raise BadInput(f"{file} is damaged ({str(error)[:100]}); delete {file.parent} to go on from the "
-                       "checkpoint before it")
+        raise Damaged(f"{file} is damaged ({one_line(error)[:100]})")
+
+
+def try_load(file):
+    """(state, problem): of one that is damaged, or of none, the state is None."""
+    try:
+        return file and load(file), ""
+    except Damaged as error:
+        return None, str(error)
+
+
+def of_our_form(file, state):
     if not isinstance(state, dict) or state.get("form") != FORM:
         raise BadInput(f"{file} was written by another version of this program, which alone can go on with "
                        "it")
     return state
+
+
+def read(file):
+    """A part; raises BadInput when it is damaged or of another form."""
+    return of_our_form(file, load(file))
 
 
 # ---- a run (t: the parts of train.build) in a checkpoint, and back
@@ -155,9 +196,22 @@ def go_on(t):
     return state["plan"]
 
 
+def begin(t):
+    """The log of a run that begins or goes on. One that has done all its steps says so, and ends here."""
+    if t.step == t.o.steps and not t.job.joining:
+        t.job.say([f"{t.folder} is finished, all its {t.step} steps are done: give more --steps to go on"])
+        with contextlib.suppress(RuntimeError):
+            t.job.close()
+        sys.exit(0)
+    t.job.together(t.checkpoints.forget, t.stale)           # training passes there again
+    return t.job.together(Log, t)
+
+
 def fits(t, state):
     if not state and not restarts():
         raise BadInput(f"{t.folder} has no checkpoint that all {t.job.world} ranks hold")
+    if state and state["step"] > t.o.steps:
+        raise BadInput(f"--steps {t.o.steps}: {t.folder} has done {state['step']} already; give more")
     if state and t.corpus and state["corpus"] != t.corpus.digest:
         raise BadInput(f"the data differ from those of {t.folder} (corpus {t.corpus.digest}, then "
                        f"{state['corpus']}): give the same --data or start a new run")
@@ -165,11 +219,20 @@ def fits(t, state):
 
 def take_folder(o, job):
     """The run's folder, made by rank 0."""
-    folder = Path(o.resume) if o.resume else Path("runs") / o.name
-    if job.rank == 0:
+    if o.resume:
+        return Path(o.resume)
+    o.name = job.agree_on("name", lambda: new_folder(o))
+    return Path("runs") / o.name
+
+
+def new_folder(o):
+    """Of several runs that start at once without a name each gets one; of those with one name, the first."""
+    name = o.name or f"{o.method}-{'x'.join(map(str, o.stages))}-{launch()}"
+    for folder in (Path("runs", name if n == 1 else f"{name}-{n}") for n in count(1)):
         folder.mkdir(parents=True, exist_ok=True)
-        try:            # "x": of two runs that start at once with one name, one gets it
-            o.resume or restarts() or open(folder / "config.json", "x").close()
+        try:
+            restarts() or open(folder / "config.json", "x").close()
+            return folder.name
         except FileExistsError:
-            raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")
-    return folder
+            if o.name:
+                raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")

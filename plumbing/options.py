@@ -76,7 +76,6 @@ def parse(Options, tables, argv, world, description):
     o.gamma = o.beta if o.gamma is None else o.gamma
     o.routing = o.routing or ("skippipe" if o.skip else "random")
     check(o)
-    o.name = o.name or f"{o.method}-{'x'.join(map(str, o.stages))}-{launch()}"
     return o
 
 

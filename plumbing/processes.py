@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from noloco import gloo_interface
+from plumbing.ending import Ending
 
 DAY = 86400.0       # seconds: as good as for ever
 
@@ -59,7 +60,7 @@ class Job:
         try:
             result = function(*args)
         except (BadInput, OSError) as error:
-            problem = " ".join(str(error).split())
+            problem = one_line(error)
         if problems := [p for p in self.share(f"problem/{name or function.__name__}", problem) if p]:
             self.refuse(problems[0])
         return result
@@ -183,11 +184,37 @@ class Job:
     def rescue(self, t, save):
         """Around training, which needs every process. (survive/ saves here what can be saved.)"""
         try:
-            yield
-        except RuntimeError:        # most often a peer's connection that broke
+            with Ending(self, t) as self.ending:
+                yield
+        except (BadInput, OSError) as error:        # a full disk, most often
+            t.log.close()
+            self.give_up(f"{one_line(error)}; once that is put right go on with --resume {t.folder}")
+        except RuntimeError:                        # most often a peer's connection that broke
+            if self.another_gave_up():
+                sys.exit(2)
             print(f"stopped: rank {self.rank} at step {t.step}; if another process is gone, go on with "
                   f"--resume {t.folder}", file=sys.stderr, flush=True)
+            if self.ending.number:
+                sys.exit(2)
             raise
+
+    def stop_if_asked(self, save):
+        """At the start of a step: after Ctrl-C or SIGTERM all save and leave at the same one."""
+        if self.ending.due():
+            self.ending.stop(save)
+
+    def give_up(self, line):
+        """This rank cannot go on: it says why, and nobody else says anything."""
+        if not self.another_gave_up():
+            print(end="\n" if self.rank else "", file=sys.stderr)       # off rank 0's progress bar
+            complain(line)
+        sys.exit(2)
+
+    def another_gave_up(self):
+        """Whether a rank has come here, or to give_up, before. False where the store is gone."""
+        with contextlib.suppress(RuntimeError):
+            return self.store is not None and self.store.add("gave up", 1) > 1
+        return False
 
     def close(self):
         self.collect("done", 0)             # rank 0 may host the store, so it leaves last
@@ -221,6 +248,10 @@ class Average:
         self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
         self.waits.append(time.perf_counter() - start)
         return float(count)
+
+
+def one_line(error):
+    return " ".join(str(error).split())
 
 
 def complain(line):

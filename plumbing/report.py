@@ -60,8 +60,19 @@ class Meter:
 
 def replace(file, text):
     """Write a small file; it changes as a whole or not at all."""
-    file.with_suffix(".tmp").write_text(text)
-    os.replace(file.with_suffix(".tmp"), file)
+    half = file.with_suffix(".tmp")
+    try:
+        half.write_text(text)
+        os.replace(half, file)
+    except OSError:
+        drop(half)
+        raise
+
+
+def drop(file):
+    """What a full disk has left half written."""
+    with contextlib.suppress(OSError):
+        file.unlink()
 
 
 def perplexity(loss):
@@ -140,6 +151,9 @@ def banner(t):
     if bounds and not 0 < o.gamma < min(bounds):
         yield (f"warning: gamma {o.gamma} is outside 0 < gamma < {min(bounds):.3f} (noloco.gamma_bound): the "
                "replicas will drift apart")
+    if t.step and (before := json.loads((t.folder / "config.json").read_text())["steps"]) != o.steps:
+        yield (f"warning: --steps {o.steps}, until now {before}: from step {t.step} on the cosine of the "
+               "learning rate is stretched to that")
     if t.outer and o.steps < o.inner_steps:
         yield (f"warning: {o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never "
                "synchronise")

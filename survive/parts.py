@@ -91,13 +91,20 @@ class SurvivingJob(Job):
     def rescue(self, t, save):
         """When what training needs is gone: a checkpoint and one line."""
         try:
-            yield
-        except (Gone, dist.DistError) as error:
-            save_what_can_be(save)
-            reason = str(error) if isinstance(error, Gone) else "the store on node 0 is lost"
-            sys.exit(f"stopped: rank {self.rank} at step {t.step}: {reason}; go on with --resume {t.folder}")
+            with super().rescue(t, save):
+                try:
+                    yield
+                except (Gone, dist.DistError) as error:
+                    save_what_can_be(save)
+                    reason = str(error) if isinstance(error, Gone) else "the store on node 0 is lost"
+                    sys.exit(f"stopped: rank {self.rank} at step {t.step}: {reason}; go on with --resume "
+                             f"{t.folder}")
         finally:
             t.pipeline.stop()
+
+    def another_gave_up(self):
+        """The others go on without this one, so each says why it does not."""
+        return False
 
 
 def save_what_can_be(save):

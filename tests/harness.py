@@ -31,8 +31,8 @@ SMALL = [
 # import by itself (seconds); each test process is a fork of it, ready in milliseconds.
 fork = multiprocessing.get_context("forkserver")
 ROOMS = [
-    "hosts", "bench", "experiments", "checkpoints", "noloco", "onebyte", "routing", "survive", "tools",
-    "training",
+    "hosts", "bench", "ending", "experiments", "checkpoints", "noloco", "onebyte", "routing", "survive",
+    "tools", "training",
 ]
 PRELOAD = ["torch._dynamo", "test_minimal", *(f"tests.test_{room}" for room in ROOMS)]
 fork.set_forkserver_preload(PRELOAD)

@@ -1,6 +1,7 @@
 """Checkpoints: resumed runs are the same to the bit; a crash, a damaged file and a missing one."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 import train
-from tests.harness import SMALL, checkpoint, metrics, processes, run, train_main
+from plumbing import checkpoints
+from plumbing.processes import BadInput
+from tests.harness import SMALL, checkpoint, metrics, options, processes, run, train_main
 
 
 def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_path, monkeypatch):
@@ -58,19 +61,53 @@ def test_resume_is_bit_exact(corpus, tmp_path):
         assert torch.equal(a["outer"]["phi"], b["outer"]["phi"])
         assert a["cursor"] == b["cursor"]
         assert torch.equal(a["adam"]["v"], b["adam"]["v"])
-    # the last two are kept; a damaged or foreign one is refused in one line
+    # the last two are kept; instead of a damaged one the one before is taken
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["00000006", "00000012"]
     broken = whole / "checkpoints/00000012/rank2.pt"
     broken.write_bytes(broken.read_bytes()[:1000])
+    out = run(4, "--resume", whole, "--steps", 12, cwd=tmp_path)
+    assert re.search(rf"^warning: {broken} is damaged \(.*\); step 6 is taken instead$", out, re.M)
+    assert f"{whole}, from step 6" in out
+    assert torch.equal(checkpoint(whole, 12, 2)["theta"], checkpoint(again, 12, 2)["theta"])
+    for step in (6, 12):
+        (whole / f"checkpoints/{step:08d}/rank{step // 6}.pt").write_bytes(b"")
     for extra, message in (
-        (["--resume", whole, "--steps", "20"], "damaged"),
+        (["--resume", whole, "--steps", "20"], "and runs/x/checkpoints has no other that all ranks hold"),
         (["--resume", whole, "--stages", "4"], "differs"),
     ):
         results = processes(4, train_main, [str(a) for a in extra], cwd=tmp_path)
         assert [code for code, _ in results] == [2] * 4
         assert len(results[0][1].splitlines()) == 1
-        assert message in results[0][1]
+        assert message in results[0][1].replace(f"{tmp_path}/", "")
         assert not any(text for _, text in results[1:])
+
+
+def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(corpus, tmp_path):
+    run(2, "--steps", 4, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+
+    def state():
+        return {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in tmp_path.rglob("*")}
+
+    before = state()
+    for extra in ([], ["--steps", 4, "--eval-every", 2]):
+        out = run(2, "--resume", "runs/x", *extra, cwd=tmp_path)
+        assert out.endswith("\nruns/x is finished, all its 4 steps are done: give more --steps to go on\n")
+    results = processes(2, train_main, ["--resume", "runs/x", "--steps", "3"], cwd=tmp_path)
+    assert results == [(2, "error: --steps 3: runs/x has done 4 already; give more\n"), (2, "")]
+    assert state() == before
+    out = run(2, "--resume", "runs/x", "--steps", 5, cwd=tmp_path)
+    assert "warning: --steps 5, until now 4: from step 4 on the cosine of the learning rate" in out
+
+
+def test_runs_without_a_name_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoints, "launch", lambda: "now")
+    assert [checkpoints.new_folder(options()) for _ in range(3)] == [
+        "noloco-1-now", "noloco-1-now-2", "noloco-1-now-3"
+    ]
+    assert checkpoints.new_folder(options("--name", "mine")) == "mine"
+    with pytest.raises(BadInput, match="runs/mine exists: go on with --resume"):
+        checkpoints.new_folder(options("--name", "mine"))
 
 
 def _main_in_own_folder(rank, world, argv):

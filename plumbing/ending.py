@@ -1,0 +1,99 @@
+"""Ctrl-C and SIGTERM, which torchrun passes on to its workers: all ranks stop after one same step.
+
+Which one, they cannot ask each other between two steps: others wait for them in the midst of a step, for
+ever, and in there Python runs no signal handler. So a thread, which the signal wakes, tells the store at once
+the first step after which this rank can stop, and all train on to the largest of these.
+"""
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from datetime import timedelta
+
+PATIENCE = timedelta(seconds=5)     # for what the threads of the others tell at once
+GONE = "gone"                       # what a rank tells that ends by itself, saying why
+
+
+class Ending:
+    """Around training. t: the parts of train.build."""
+
+    def __init__(self, job, t):
+        self.job, self.t = job, t
+        self.number = 0                                 # of the signal that came
+        self.last = 0                                   # the step after which all stop
+        self.decided = threading.Event()
+        self.store = job.store and job.store.clone()    # a store serves one thread at a time
+        self.main = threading.current_thread() is threading.main_thread()      # signals reach no other
+
+    def __enter__(self):
+        if self.main:
+            self.handlers = {n: signal.signal(n, self.hear) for n in (signal.SIGINT, signal.SIGTERM)}
+            self.ear, self.mouth = socket.socketpair()
+            self.mouth.setblocking(False)
+            self.before = signal.set_wakeup_fd(self.mouth.fileno())
+            self.listener = threading.Thread(target=self.listen, daemon=True)
+            self.listener.start()
+        return self
+
+    def __exit__(self, error, *_):
+        self.tell(self.job.store, GONE if error else self.t.step)
+        if self.main:
+            signal.set_wakeup_fd(self.before)
+            for number, handler in self.handlers.items():       # torchrun may repeat the signal
+                signal.signal(number, signal.SIG_IGN if self.number and self.store else handler)
+            self.mouth.close()
+            self.listener.join()
+            self.ear.close()
+
+    def hear(self, number, frame):
+        if not self.store:
+            signal.signal(number, signal.SIG_DFL)       # a second Ctrl-C ends it at once
+
+    def tell(self, store, what):
+        with contextlib.suppress(RuntimeError):         # the store may be gone
+            if store:
+                store.set(f"last/{self.job.rank}", str(what))
+
+    def listen(self):
+        heard = self.ear.recv(1)
+        if heard:
+            self.number = heard[0]
+            self.tell(self.store, self.t.step + 1)
+            self.last = self.agree() if self.store else self.t.step
+            self.decided.set()
+
+    def agree(self):
+        """The largest of the ranks' steps. Without all of them this process ends: its part is of no use."""
+        told = []
+        with contextlib.suppress(RuntimeError):
+            keys = [f"last/{r}" for r in range(self.job.world) if r not in self.job.gone()]
+            self.store.wait(keys, PATIENCE)
+            told = [self.store.get(key).decode() for key in keys]
+        if not told:
+            self.say(", without a checkpoint since other processes go on, or are gone")
+        if not told or GONE in told:
+            os._exit(128 + self.number)
+        return max(map(int, told))
+
+    def due(self):
+        """Whether all stop here."""
+        return self.number and self.decided.wait() and self.t.step >= self.last
+
+    def stop(self, save):
+        """Raises SystemExit."""
+        if self.t.outer:
+            self.t.outer.settle()
+        self.t.meter.pause()
+        save()
+        with contextlib.suppress(RuntimeError):
+            self.job.close()
+        self.say()
+        sys.exit(128 + self.number)
+
+    def say(self, more=""):
+        self.t.log.close()
+        if self.job.rank == 0:
+            print(f"stopped at step {self.t.step}{more}; go on with --resume {self.t.folder}",
+                  file=sys.stderr, flush=True)
