@@ -8,8 +8,8 @@ rounding left over (error feedback), and the sum is rounded so once more,
 
     k = round((Delta + e) / s) ,   s = max |Delta + e| / 127 ,   e <- Delta + e - s k                   (Q)
 
-for each tensor; and DDP averages gradients in bf16. For these two the loss is what such messages would give,
-and their bytes are counted, not sent: Gloo has no sum of such numbers.
+for each tensor; and DDP averages gradients in bf16. DiLoCo's loss is what such messages would give, and its
+bytes are counted, not sent: Gloo has no sum of such numbers.
 
     python -m experiments.onebyte --short ...       train.py's options, with these two
 """
@@ -132,7 +132,7 @@ def draw(plt, found):
                          and label.endswith(("one byte", "bf16")) == one]
                 points = [(run.sent, 100 * more) for seeds in shown
                           for run, more in zip(seeds, over(finals(seeds), ddp_of(runs, shape)))]
-                axis.plot(*zip(*sorted(points)), "o" if one else "o:", color=COLOURS[i], ms=5,
+                axis.plot(*zip(*sorted(points)), "o", color=COLOURS[i], ms=5,
                           mfc=None if one else "none", ls="-" if one else ":",
                           label=f"{method}, {'bf16' if method == 'DDP' else 'one byte'}" if one else method)
         axis.set(xscale="log", xlabel="MB sent per rank to synchronise", title=shape,

@@ -234,5 +234,5 @@ def new_folder(o):
             restarts() or open(folder / "config.json", "x").close()
             return folder.name
         except FileExistsError:
-            if o.name:
+            if o.name or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):   # it must find it again
                 raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")

@@ -28,6 +28,8 @@ class Ending:
         self.main = threading.current_thread() is threading.main_thread()      # signals reach no other
 
     def __enter__(self):
+        if self.job.store:
+            self.job.store.delete_key(f"last/{self.job.rank}")      # of a process whose place this one took
         if self.main:
             self.handlers = {n: signal.signal(n, self.hear) for n in (signal.SIGINT, signal.SIGTERM)}
             self.ear, self.mouth = socket.socketpair()
@@ -38,7 +40,7 @@ class Ending:
         return self
 
     def __exit__(self, error, *_):
-        self.tell(self.job.store, GONE if error else self.t.step)
+        self.tell(self.job.store, GONE if error and not self.last else self.t.step)
         if self.main:
             signal.set_wakeup_fd(self.before)
             for number, handler in self.handlers.items():       # torchrun may repeat the signal
@@ -68,7 +70,7 @@ class Ending:
         """The largest of the ranks' steps. Without all of them this process ends: its part is of no use."""
         told = []
         with contextlib.suppress(RuntimeError):
-            keys = [f"last/{r}" for r in range(self.job.world) if r not in self.job.gone()]
+            keys = [f"last/{r}" for r in range(self.job.world) if r not in self.job.gone(self.store)]
             self.store.wait(keys, PATIENCE)
             told = [self.store.get(key).decode() for key in keys]
         if not told:

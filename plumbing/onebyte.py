@@ -9,12 +9,13 @@ block, a tensor of the model or a piece of one:
     q = round(own / s) ,    d = (k - q) mod 256, from -128 to 127
     theta' = s (q + d)                                                                 (M3)
 
-    |theta' - theta| <= s / 2    wherever  |theta - own| <= B / 2 - s                  (M4)
+    |theta' - theta| <= s / 2    wherever  |theta - own| < B / 2 - s                   (M4)
 
 B is the sender's: how far it has come since the last outer step says how far replicas are apart. (phi differs
 between them by about as much: a pair's average halves what each round adds.) Rounding is to the nearest; fp32
 weights stay where they are, so nothing is rounded away. The error of a pair's mean, at most s / 4, is a 64th
-of the sender's largest step. docs/hosts.md says how often (M4) fails, and why that does little harm.
+of the sender's largest step. (s is at least 2^-22 max |theta|: fp32 counts no further. So of a block that has
+not moved at all a partner reads little but its own.) docs/hosts.md says how often (M4) fails.
 """
 import torch
 
@@ -33,7 +34,7 @@ class OneByte:
         super().__init__(*args, **kwargs)
         if self.gamma != self.beta:
             raise ValueError(f"one byte a weight needs gamma = beta, not {self.gamma} and {self.beta}")
-        ends = [(place - self.theta.data_ptr()) // 4 for place in sorted(set(self.places))][1:]
+        ends = [(place - self.theta.data_ptr()) // 4 for place in sorted({p for p in self.places if p})][1:]
         ends.append(len(self.theta))
         self.sizes, start = [], 0
         for end in ends:
@@ -41,9 +42,9 @@ class OneByte:
             start = end
         letter = len(self.theta) + 4 * len(self.sizes)
         self.letter = torch.empty(letter, dtype=torch.uint8, device=self.theta.device)
-        self.room = torch.empty(PIECE, device=self.theta.device)
+        self.room = torch.empty(PIECE, device=self.theta.device)        # to reckon in
         self.whole = torch.empty(PIECE, dtype=torch.int32, device=self.theta.device)
-        self.thetas = {}                # what was read
+        self.thetas = {}                                                # of partners, as they were read
 
     def parts(self, message):
         """A message's bytes by block, and each block's s."""
@@ -51,7 +52,9 @@ class OneByte:
         return codes.split(self.sizes), scales.view(torch.float32)
 
     def write(self, name, vector):
-        """Eqs. M1 and M2."""
+        """Eqs. M1 and M2. (fp32, where a subclass has made fp32 its form of messages.)"""
+        if self.letter is self.theta:
+            return super().write(name, vector)
         codes, scales = self.parts(self.letter)
         for theta, phi, k, s in zip(vector.split(self.sizes), self.phi.split(self.sizes), codes, scales):
             x = self.room[:len(theta)]

@@ -113,7 +113,7 @@ class Job:
         told, self.events = self.events, []
         return told
 
-    def gone(self):
+    def gone(self, store=None):
         """Ranks from which nothing is expected any more."""
         return set()
 

@@ -159,8 +159,8 @@ def banner(t):
                "synchronise")
 
 
-# Tokens of a step, all replicas together, that the rates of the NoLoCo paper's models belong to.
-STEP_TOKENS = dict(small=500_000, medium=1_000_000, large=2_000_000)
+# The rates of the NoLoCo paper's models, and the tokens of a step, all replicas together, that they are for.
+STEP_TOKENS = dict(small=(6e-4, 500_000), medium=(2e-4, 1_000_000), large=(1.2e-4, 2_000_000))
 
 
 def settings(o, origins):
@@ -168,9 +168,9 @@ def settings(o, origins):
     tokens = len(origins) * o.batch * o.seq_len                 # of one microbatch each
     yield (f"{o.steps} steps of {o.microbatches * tokens // len(origins)} tokens per origin, "
            f"{o.microbatches * tokens} in all; peak rate {o.lr:g}, beta2 {o.beta2:g}")
-    wanted = STEP_TOKENS.get(o.model, tokens * o.microbatches)
+    rate, wanted = STEP_TOKENS.get(o.model, (None, 0))
     fitting = max(1, round(wanted / tokens))
-    if fitting != o.microbatches:
+    if o.lr == rate and fitting != o.microbatches:
         yield (f"warning: the rate of --model {o.model} is the paper's for {wanted / 1e6:g}M tokens a step, "
                f"all origins together: --microbatches {fitting} gives as many")
     if o.inner_steps:

@@ -39,10 +39,6 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     def buffer(self, key):
         return super().buffer((key, self.letter.dtype))
 
-    def write(self, name, vector):
-        writer = super() if self.letter is self.short else super(OneByte, self)
-        return writer.write(name, vector)
-
     def accept(self, ranks, thetas, phis):
         """A replica that is itself not finite reads beside its phi."""
         own = self.theta if torch.isfinite(self.theta.sum()) else self.phi

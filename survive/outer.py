@@ -5,9 +5,9 @@ whose numbers are finite. Theta and phi then travel together: nothing is sent ah
 
 Who takes part in an outer step is written down by the first replica to come to it: all who are not missed
 by then. So one that is absent costs an exchange those who are to meet it in outer steps begun before it was
-missed, about log2 N of them, and nobody later; who has lost one leaps over those of them that would have
-it meet the absent one again. While a replica waits for its partner it is known
-to be held up, and whoever waits for it is patient for longer (`meet`): lateness does not spread.
+missed, about log2 N of them, and nobody later. On one stage who has lost one leaps over those of them, with
+their inner steps, in which it would meet the absent one again. While a replica waits for its partner it is
+known to be held up, and whoever waits for it is patient for longer (`meet`): lateness does not spread.
 """
 import contextlib
 import os
@@ -109,6 +109,8 @@ class SurvivingNoLoCo(NoLoCo):
         now = first = self.steps // self.inner_steps
         while self.catch_up and self.begun(now) and not self.expected(now):
             now += 1
+        if now > first:
+            self.tell("leapt", outer_steps=now - first)
         self.steps += (now - first) * self.inner_steps
 
     def hurry(self):

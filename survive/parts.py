@@ -44,8 +44,8 @@ class SurvivingJob(Job):
             sys.exit(2)
         super().refuse(line)
 
-    def gone(self):
-        return self.dead | absent(self.store, range(self.world))
+    def gone(self, store=None):
+        return self.dead | absent(store or self.store, range(self.world))
 
     def collect(self, name, values):
         """Rank 0 gets those who answer in time: less than partners wait in an outer step, or they would go on

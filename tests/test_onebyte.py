@@ -17,7 +17,8 @@ def moved(seed, size=1000):
     """A OneByteNoLoCo whose theta has left phi, in two tensors of different size and step."""
     draw = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(size, generator=draw), 100 * torch.randn(16, generator=draw)]
-    outer = OneByteNoLoCo([torch.nn.Parameter(t) for t in tensors], ranks=[0])
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)         # does not travel
+    outer = OneByteNoLoCo([frozen, *(torch.nn.Parameter(t) for t in tensors)], ranks=[0])
     outer.theta.sub_(1e-3 * torch.randn(outer.theta.shape, generator=draw))
     return outer
 

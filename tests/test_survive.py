@@ -50,8 +50,9 @@ FAULTS = [
     "--save-every", 20, "--name", "x", *SMALL, "--layers", 1,
 ]
 JOBS = {  # ranks, options, the rank that fails
-    "one stage": (4, ["--stages", "4"], 2),
-    "one byte": (4, ["--stages", "4", "--wire", "int8"], 2),
+    # until the loss is flat: one replica fewer, and inner steps that a late one leaps over, cost steps
+    "one stage": (4, ["--stages", "4", "--steps", 300], 2),
+    "one byte": (4, ["--stages", "4", "--steps", 300, "--wire", "int8"], 2),
     "pipeline": (4, ["--stages", "2,2", "--layers", 2], 3),
     "skip": (
         6, ["--stages", "2,2,2", "--layers", 3, "--skip", 0.33, "--microbatches", 4, "--links", "links.json"],
@@ -163,8 +164,7 @@ def sound(corpus, tmp_path_factory):
 
 SMOKE = [
     (Fault.DIE_IN_EXCHANGE, "one stage"), (Fault.SEND_NAN, "one stage"),
-    (Fault.SEND_NAN, "one byte"), (Fault.DIE_IN_BACKWARD, "pipeline"),
-    (Fault.LOSE_STORE, "pipeline"), (Fault.HANG, "skip"),
+    (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.LOSE_STORE, "pipeline"), (Fault.HANG, "skip"),
 ]
 CASES = [
     pytest.param(f, j, id=f"{f.name}-{j}", marks=[] if (f, j) in SMOKE else pytest.mark.faults)
@@ -198,15 +198,18 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
         assert rows[-1]["weight_spread"] < 1
     elif dies and job.startswith("one"):
         # on a loaded machine a survivor that has waited for the victim may itself come too late for its next
-        # partner; in the end all are there
-        assert victim in {r for e in events for r in e["missing"]} and rows[-1]["ranks"] == world - 1
+        # partner; in the end all are there. Whom an evaluation misses no outer step waits for
+        missed = {r for e in events for r in e.get("missing", ())}
+        assert victim in missed or fault in (Fault.CRASH_IN_CHECKPOINT, Fault.DIE_IN_EVALUATION)
+        assert rows[-1]["ranks"] == world - 1
     elif dies:
         assert [e["ranks"] for e in events if e["event"] == "dead"] == [[victim]]
         assert rows[-1]["ranks"] == world - 1
         # what went through it in one iteration, and in those that others, who do not need it, had begun
         # by then: to the next outer step at most
         assert 0 <= rows[-1]["lost_microbatches"] <= 4 * 6
-    assert rows[-1]["step"] == 60 and rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
+    assert rows[-1]["step"] == (300 if job.startswith("one") else 60)
+    assert rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
 
 
 def _helped(rank, slots, helper, world, argv, faults, store):
@@ -268,7 +271,7 @@ def test_a_restarted_replica_joins_and_takes_part(streamed, sound, corpus, tmp_p
     assert bool(far) != streamed and len(set(far)) <= 2
     # partner again from the next outer step on
     assert not [row for row in rows if row["step"] > back["step"] + 5 and 2 in row.get("missing", [])]
-    assert rows[-1]["weight_spread"] < 1e-2 and rows[-1]["heldout_loss"] < sound("one stage")
+    assert rows[-1]["weight_spread"] < 1e-2 and rows[-1]["heldout_loss"] < 1.05 * sound("one stage")
     for rank in range(3):  # the same number of steps, and weights close to the others'
         state = [checkpoint(tmp_path / "runs/x", 300, r) for r in (rank, 3)]
         assert state[0]["step"] == state[1]["step"]
@@ -363,7 +366,8 @@ def test_a_death_in_the_warm_start_leaves_checkpoints_and_one_line(corpus, tmp_p
 def test_survivors_checkpoints_serve_the_dead(corpus, tmp_path):
     world, _, victim = JOBS["one stage"]
     results = failing(
-        "one stage", [(Fault.DIE_BEFORE_EXCHANGE, victim, 22)], tmp_path, "--data", corpus, fallen=[victim]
+        "one stage", [(Fault.DIE_BEFORE_EXCHANGE, victim, 22)], tmp_path, "--data", corpus, "--steps", 60,
+        fallen=[victim],
     )
     assert [result and result[0] for result in results] == [0, 0, None, 0]
     folder = tmp_path / "runs/x/checkpoints"
