@@ -49,10 +49,12 @@ FAULTS = [
     "--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
     "--save-every", 20, "--name", "x", *SMALL, "--layers", 1,
 ]
+LONG = ["--steps", 300, "--eval-every", 100, "--save-every", 100]
+OFTEN = ["--eval-every", 20, "--save-every", 20]
 JOBS = {  # ranks, options, the rank that fails
     # until the loss is flat: one replica fewer, and inner steps that a late one leaps over, cost steps
-    "one stage": (4, ["--stages", "4", "--steps", 300], 2),
-    "one byte": (4, ["--stages", "4", "--steps", 300, "--wire", "int8"], 2),
+    "one stage": (4, ["--stages", "4", *LONG], 2),
+    "one byte": (4, ["--stages", "4", *LONG, "--wire", "int8"], 2),
     "pipeline": (4, ["--stages", "2,2", "--layers", 2], 3),
     "skip": (
         6, ["--stages", "2,2,2", "--layers", 3, "--skip", 0.33, "--microbatches", 4, "--links", "links.json"],
@@ -315,7 +317,7 @@ def test_joining_a_pipeline_is_refused_by_the_joiner_alone(corpus, tmp_path):
 
 def test_a_store_lost_before_an_evaluation_leaves_a_checkpoint_and_one_line(corpus, tmp_path):
     results = failing(
-        "one stage", [(Fault.LOSE_STORE, 2, 22)], tmp_path, "--data", corpus, "--inner-steps", 50
+        "one stage", [(Fault.LOSE_STORE, 2, 22)], tmp_path, "--data", corpus, "--inner-steps", 50, *OFTEN
     )
     assert [code for code, _ in results] == [
         f"stopped: rank {r} at step 40: the store on node 0 is lost; go on with --resume runs/x"
@@ -367,7 +369,7 @@ def test_survivors_checkpoints_serve_the_dead(corpus, tmp_path):
     world, _, victim = JOBS["one stage"]
     results = failing(
         "one stage", [(Fault.DIE_BEFORE_EXCHANGE, victim, 22)], tmp_path, "--data", corpus, "--steps", 60,
-        fallen=[victim],
+        *OFTEN, fallen=[victim],
     )
     assert [result and result[0] for result in results] == [0, 0, None, 0]
     folder = tmp_path / "runs/x/checkpoints"
