@@ -49,7 +49,7 @@ FAULTS = [
     "--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
     "--save-every", 20, "--name", "x", *SMALL, "--layers", 1,
 ]
-LONG = ["--steps", 300, "--eval-every", 100, "--save-every", 100]
+LONG = ["--steps", 200, "--eval-every", 100, "--save-every", 100]
 OFTEN = ["--eval-every", 20, "--save-every", 20]
 JOBS = {  # ranks, options, the rank that fails
     # until the loss is flat: one replica fewer, and inner steps that a late one leaps over, cost steps
@@ -210,7 +210,7 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
         # what went through it in one iteration, and in those that others, who do not need it, had begun
         # by then: to the next outer step at most
         assert 0 <= rows[-1]["lost_microbatches"] <= 4 * 6
-    assert rows[-1]["step"] == (300 if job.startswith("one") else 60)
+    assert rows[-1]["step"] == (200 if job.startswith("one") else 60)
     assert rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
 
 
@@ -261,7 +261,7 @@ def test_a_restarted_replica_joins_and_takes_part(streamed, sound, corpus, tmp_p
     with store_host() as (port, pid):
         *results, joined = processes(
             5, _helped, _return, 4,
-            [str(a) for a in [*FAULTS, "--stages", 4, "--data", data, "--steps", 300, *wire]],
+            [str(a) for a in [*FAULTS, "--stages", 4, "--data", data, "--steps", 240, *wire]],
             [(Fault.DIE_BEFORE_EXCHANGE, 2, 22)], pid, cwd=tmp_path, port=port, fallen=[2],
         )
     assert [result and result[0] for result in results] == [0, 0, None, 0] and joined[0] == 0, joined
@@ -275,7 +275,7 @@ def test_a_restarted_replica_joins_and_takes_part(streamed, sound, corpus, tmp_p
     assert not [row for row in rows if row["step"] > back["step"] + 5 and 2 in row.get("missing", [])]
     assert rows[-1]["weight_spread"] < 1e-2 and rows[-1]["heldout_loss"] < 1.05 * sound("one stage")
     for rank in range(3):  # the same number of steps, and weights close to the others'
-        state = [checkpoint(tmp_path / "runs/x", 300, r) for r in (rank, 3)]
+        state = [checkpoint(tmp_path / "runs/x", 240, r) for r in (rank, 3)]
         assert state[0]["step"] == state[1]["step"]
         assert (state[0]["theta"] - state[1]["theta"]).norm() < 0.1 * state[1]["theta"].norm()
 
@@ -284,7 +284,7 @@ def test_a_replica_joins_a_run_that_goes_on_from_a_checkpoint(corpus, tmp_path):
     run(4, *FAULTS, "--stages", 4, "--data", corpus, "--steps", 20, cwd=tmp_path)
     with store_host() as (port, pid):
         *results, joined = processes(
-            5, _helped, _return, 4, ["--resume", "runs/x", "--steps", "300"],
+            5, _helped, _return, 4, ["--resume", "runs/x", "--steps", "240"],
             [(Fault.DIE_BEFORE_EXCHANGE, 2, 42)], pid, cwd=tmp_path, port=port, fallen=[2],
         )
     assert [result and result[0] for result in results] == [0, 0, None, 0] and joined[0] == 0, joined
