@@ -323,11 +323,11 @@ def crosses(a, b, stages):
 class Routes:
     """The paths of a step's microbatches, and the order of each rank's tasks (None: `tasks`).
 
-    plan: of a run that goes on. scale: seconds of ours per second of the plan. makespan: simulated
-    seconds of the last planned iteration. watch: of the ranks' speed, for --replan.
+    plan: of a run that goes on. scale: seconds of ours per second of the plan. watch: of the ranks' speed,
+    for --replan.
     """
     scale = 1.0
-    makespan = watch = None
+    watch = None
 
     def __init__(self, job, o, pipeline, stages, plan=None):
         self.job, self.o, self.pipeline, self.stages = job, o, pipeline, stages
@@ -357,11 +357,14 @@ class Routes:
 
     def at(self, step):
         if self.plan:
-            self.makespan = self.plan["makespan"]
             return self.plan["paths"], self.plan["order"]
         if self.o.routing == "random":
             return random_paths(self.stages, self.o.microbatches, step, self.o.seed), None
         return full_paths(self.stages, self.o.microbatches), None
+
+    def makespan(self):
+        """Simulated seconds of an iteration (None: no plan)."""
+        return self.plan and self.plan["makespan"]
 
     def living(self):
         """The ranks of each stage: all, unless survive/ goes round the dead."""

@@ -11,6 +11,7 @@ import json
 import statistics
 
 from experiments.runs import ROOT, Run, finals, headline, mean_of_replicas, over, results, spread_of
+from experiments.tuning import options
 
 NOLOCO = "noloco --inner-steps 10 --alpha 0.5 --beta 0.7"
 PAPERS = {
@@ -32,9 +33,8 @@ PLAIN = ("DDP, rate 6e-3", "DiLoCo, rate 6e-3, alpha 0, beta 1.0", "NoLoCo, rate
 
 def runs(steps):
     def run(label, method, rate, first=False):
-        options = (f"--steps {steps or 800} --layers 2 --warmup 50 --microbatches 1 --batch 8 --lr {rate} "
-                   f"--method {method}")
-        return Run(f"{label}, rate {rate}", options, after=mean_of_replicas, first=first)
+        return Run(f"{label}, rate {rate}", options(steps or 800, method, rate), after=mean_of_replicas,
+                   first=first)
 
     for label, (method, best, *others) in PAPERS.items():
         yield run(label, method, best)

@@ -13,6 +13,7 @@ bytes are counted, not sent: Gloo has no sum of such numbers.
 
     python -m experiments.onebyte --short ...       train.py's options, with these two
 """
+import json
 import sys
 
 import torch
@@ -20,31 +21,46 @@ import torch.distributed as dist
 
 import train
 from experiments.pictures import COLOURS
-from experiments.runs import Run, finals, headline, over, results, spread_of
+from experiments.runs import ROOT, Run, finals, headline, over, results, spread_of
 from noloco import DiLoCo
+from plumbing.onebyte import lengths
 from plumbing.processes import Average, Job
 
 EVERY = (10, 5, 2, 1)
+# What experiments/convergence.py has run already: {our label: the label there}.
+THERE = {
+    "8x1 DDP": "8x1 DDP",
+    "8x1 DiLoCo, every 20": "8x1 DiLoCo",
+    "8x1 DiLoCo, every 4": "8x1 DiLoCo, every 4 steps",
+    "8x1 NoLoCo, every 10": "8x1 NoLoCo",
+    "8x1 NoLoCo, every 2": "8x1 NoLoCo, every 2 steps",
+    "4x2 DDP": "4x2 DDP, fixed routing",
+    "4x2 DiLoCo, every 20": "4x2 DiLoCo, fixed routing",
+    "4x2 NoLoCo, every 10": "4x2 NoLoCo, random routing",
+}
 COMMON = "--layers 2 --warmup 50 --lr 6e-3 --batch 8"
 SHAPES = {"8x1": "--microbatches 1", "4x2": "--microbatches 2 --stages 4,4"}
-SHORT = "-m experiments.onebyte --short"
+TRAIN, SHORT = Run.program, "-m experiments.onebyte --short"
 
 
 def runs(steps):
     for shape, more in SHAPES.items():
-        def run(name, method, shape=shape, more=more, **kwargs):
-            whole = 1200 if shape == "8x1" else 600
+        whole = 1200 if shape == "8x1" else 600
+        for name, method, program in methods():
             options = f"--steps {steps or whole} {COMMON} {more} --method {method}"
-            return Run(f"{shape} {name}", options, **kwargs)
+            if f"{shape} {name}" not in THERE:
+                yield Run(f"{shape} {name}", options, program=program)
 
-        yield run("DDP", "ddp --routing fixed")
-        for m in EVERY:
-            yield run(f"NoLoCo, every {m}, one byte", f"noloco --inner-steps {m} --wire int8")
-            yield run(f"NoLoCo, every {m}", f"noloco --inner-steps {m}")
-            yield run(f"DiLoCo, every {2 * m}", f"diloco --inner-steps {2 * m} --routing fixed")
-            yield run(f"DiLoCo, every {2 * m}, one byte", f"diloco --inner-steps {2 * m} --routing fixed",
-                      program=SHORT)
-        yield run("DDP, bf16", "ddp --routing fixed", program=SHORT)
+
+def methods():
+    """(name, options, program)"""
+    for m in EVERY:
+        noloco, diloco = f"noloco --inner-steps {m}", f"diloco --inner-steps {2 * m} --routing fixed"
+        yield f"NoLoCo, every {m}, one byte", f"{noloco} --wire int8", TRAIN
+        yield f"NoLoCo, every {m}", noloco, TRAIN
+        yield f"DiLoCo, every {2 * m}", diloco, TRAIN
+        yield f"DiLoCo, every {2 * m}, one byte", diloco, SHORT
+    yield "DDP, bf16", "ddp --routing fixed", SHORT
 
 
 # ---------------------------------------------------------------- the baselines in fewer bytes
@@ -55,7 +71,7 @@ class ShortDiLoCo(DiLoCo):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.sizes = [p.numel() for p in self.params]
+        self.lengths = lengths(self)
         self.left = {"Delta": torch.zeros_like(self.theta), "sum": torch.zeros_like(self.theta)}
 
     def exchange(self):
@@ -71,9 +87,7 @@ class ShortDiLoCo(DiLoCo):
     def round(self, name):
         left = self.left[name]
         left.add_(self.theta)
-        for p in self.params:
-            start = (p.data_ptr() - self.theta.data_ptr()) // 4
-            x, k = (v[start:start + p.numel()] for v in (left, self.theta))
+        for x, k in zip(left.split(self.lengths), self.theta.split(self.lengths)):
             s = x.abs().max().clamp_(min=1e-30) / 127
             torch.div(x, s, out=k).round_().mul_(s)
         left.sub_(self.theta)
@@ -108,22 +122,29 @@ def short(argv):
 # ---------------------------------------------------------------- the table
 
 
-def ddp_of(runs, label):
-    return finals(runs[f"{label[:3]} DDP"])
+def everything(found):
+    """{label: [a Result per seed]}, with those of experiments/convergence.py; fewest bytes first."""
+    there = results(json.loads((ROOT / "results" / "headline_convergence.json").read_text()))
+    runs = {label: there[name] for label, name in THERE.items()} | results(found)
+    return dict(sorted(runs.items(), key=lambda item: (item[0][:3], item[1][0].sent)))
+
+
+def ddp_of(runs, shape):
+    return finals(runs[f"{shape} DDP"])
 
 
 def table(found):
-    runs = results(found)
+    runs = everything(found)
     print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
           "| MB sent per rank to synchronise |\n" + 5 * "|---" + "|")
     for label, seeds in runs.items():
-        more = over(finals(seeds), ddp_of(runs, label))
+        more = over(finals(seeds), ddp_of(runs, label[:3]))
         print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {spread_of(more, '+.1%')} "
               f"| {seeds[0].sent:.1f} |")
 
 
 def draw(plt, found):
-    runs = results(found)
+    runs = everything(found)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for axis, shape in zip(axes, SHAPES):
         for i, method in enumerate(("DDP", "DiLoCo", "NoLoCo")):

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 
 import skippipe
 import train
-from experiments.sync import quartiles
 from experiments.runs import torchrun
+from experiments.sync import quartiles
 from model import Config, Llama, count_parameters
 from noloco import NoLoCo, flatten
 from planning.routing import measure
-from plumbing.fast import speed_up
+from plumbing.fast import Adam, speed_up
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from survive.outer import SurvivingNoLoCo
@@ -96,7 +96,7 @@ class Rig:
         depth = config.num_hidden_layers // len(stages)
         layers = range(self.stage * depth, self.stage * depth + depth)
         self.model = speed_up(Llama(config, layers, ends=self.stage == 0))
-        self.adam = train.Adam(*flatten(self.model.parameters()))
+        self.adam = Adam(*flatten(self.model.parameters()))
         self.pipeline = Pipeline(self.model, job, stages, (*shape, config.hidden_size))
         self.data = torch.randint(config.vocab_size, (shape[0], shape[1] + 1))
 
@@ -159,7 +159,7 @@ def model(o, job):
 
 def our_step(config, tokens, compiled=False):
     model = speed_up(Llama(config))
-    adam = train.Adam(*flatten(model.parameters()))
+    adam = Adam(*flatten(model.parameters()))
     x, y = tokens[:, :-1], tokens[:, 1:]
     if compiled:
         for layer in model.model.layers.values():
@@ -230,7 +230,7 @@ def torch_1f1b(job, config, shape, microbatches):
     else:
         del model.model.norm, model.lm_head
         model.forward = lambda tokens: model.blocks(model.embed(tokens))
-    adam = train.Adam(*flatten(model.parameters()))
+    adam = Adam(*flatten(model.parameters()))
     data = torch.randint(config.vocab_size, (microbatches * shape[0], shape[1] + 1))
     inputs = () if stage else (data[:, :-1],)
     target = data[:, 1:] if stage else None

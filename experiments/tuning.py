@@ -24,24 +24,24 @@ LARGE = {"DDP": "ddp", "DiLoCo": "diloco", "NoLoCo": "noloco",
          "NoLoCo, warm start of a third": "noloco --warm-start {third}"}
 
 
+def options(steps, method, rate="6e-3", batch=8):
+    method = method.format(third=steps // 3)
+    return (f"--steps {steps} --layers 2 --warmup 50 --microbatches 1 --batch {batch} --lr {rate} "
+            f"--method {method}")
+
+
 def runs(steps):
     steps = steps or 800
-
-    def options(method, rate="6e-3", steps=steps, batch=8):
-        method = method.format(third=steps // 3)
-        return (f"--steps {steps} --layers 2 --warmup 50 --microbatches 1 --batch {batch} --lr {rate} "
-                f"--method {method}")
-
     for rate in RATES:
-        yield Run(f"DDP, rate {rate}", options("ddp", rate))
+        yield Run(f"DDP, rate {rate}", options(steps, "ddp", rate))
     for name, method, inner in (("DiLoCo", "diloco", 20), ("NoLoCo", "noloco", 10)):
         for rate, alpha, beta in GRID:
             yield Run(f"{name}, rate {rate}, alpha {alpha}, beta {beta}",
-                      options(f"{method} --inner-steps {inner} --alpha {alpha} --beta {beta}", rate))
+                      options(steps, f"{method} --inner-steps {inner} --alpha {alpha} --beta {beta}", rate))
     for label, method in MORE.items():
-        yield Run(label, options(method))
+        yield Run(label, options(steps, method))
     for name, method in LARGE.items():
-        yield Run(f"{name}, 4 times the batch, half the steps", options(method, steps=steps // 2, batch=32))
+        yield Run(f"{name}, 4 times the batch, half the steps", options(steps // 2, method, batch=32))
 
 
 def table(found):

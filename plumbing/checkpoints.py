@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from plumbing.options import launch
-from plumbing.processes import BadInput, one_line, restarts
+from plumbing.processes import BadInput, may_restart, one_line, restarts
 from plumbing.report import Log, Meter, counts, drop, sent
 
 FORM = 2        # of what is saved; other forms are refused
@@ -136,23 +136,19 @@ class Checkpoints:
         return state, [other for other in held if other > step]
 
 
-class Damaged(BadInput):
-    pass
-
-
 def load(file):
     """A part, mapped into memory."""
     try:
         return torch.load(file, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
-        raise Damaged(f"{file} is damaged ({one_line(error)[:100]})")
+        raise BadInput(f"{file} is damaged ({one_line(error)[:100]})")
 
 
 def try_load(file):
     """(state, problem): of one that is damaged, or of none, the state is None."""
     try:
         return file and load(file), ""
-    except Damaged as error:
+    except BadInput as error:
         return None, str(error)
 
 
@@ -234,5 +230,5 @@ def new_folder(o):
             restarts() or open(folder / "config.json", "x").close()
             return folder.name
         except FileExistsError:
-            if o.name or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):   # it must find it again
+            if o.name or may_restart():          # it must find it again
                 raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")

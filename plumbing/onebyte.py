@@ -17,11 +17,19 @@ weights stay where they are, so nothing is rounded away. The error of a pair's m
 of the sender's largest step. (s is at least 2^-22 max |theta|: fp32 counts no further. So of a block that has
 not moved at all a partner reads little but its own.) docs/hosts.md says how often (M4) fails.
 """
+from itertools import pairwise
+
 import torch
 
 from noloco import PIECE, NoLoCo
 
 MARGIN = 16
+
+
+def lengths(outer):
+    """Of each tensor in theta, in order, with the gap that follows it."""
+    starts = sorted({(place - outer.theta.data_ptr()) // 4 for place in outer.places if place})
+    return [after - start for start, after in pairwise([*starts, len(outer.theta)])]
 
 
 class OneByte:
@@ -34,12 +42,8 @@ class OneByte:
         super().__init__(*args, **kwargs)
         if self.gamma != self.beta:
             raise ValueError(f"one byte a weight needs gamma = beta, not {self.gamma} and {self.beta}")
-        ends = [(place - self.theta.data_ptr()) // 4 for place in sorted({p for p in self.places if p})][1:]
-        ends.append(len(self.theta))
-        self.sizes, start = [], 0
-        for end in ends:
-            self.sizes += [len(piece) for piece in torch.empty(end - start, device="meta").split(PIECE)]
-            start = end
+        tensors = self.theta.split(lengths(self))
+        self.sizes = [len(piece) for tensor in tensors for piece in tensor.split(PIECE)]
         letter = len(self.theta) + 4 * len(self.sizes)
         self.letter = torch.empty(letter, dtype=torch.uint8, device=self.theta.device)
         self.room = torch.empty(PIECE, device=self.theta.device)        # to reckon in

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from model import Config
 from plumbing.huggingface import read_config
-from plumbing.processes import BadInput
+from plumbing.processes import BadInput, may_restart
 
 
 def option(default, help, **kwargs):
@@ -100,8 +100,8 @@ def check(o):
     if o.join:
         raise BadInput("--join is for a process that comes back to a running job; rank 0 cannot: without "
                        "node 0 there is no job")
-    again = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if not (o.name or o.resume) and again and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+    nameless = not (o.name or o.resume) and os.environ.get("TORCHELASTIC_RUN_ID") == "none"
+    if nameless and may_restart():
         raise BadInput("--max-restarts needs --name NAME here: else processes that start again could not "
                        "find their folder")
     if o.name and Path(o.name).name != o.name:
@@ -110,8 +110,7 @@ def check(o):
 
 def launch():
     """A name for this launch; the same for processes that torchrun starts again."""
-    again = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    return os.environ.get("TORCHELASTIC_RUN_ID") if again else time.strftime("%Y%m%d-%H%M%S")
+    return os.environ.get("TORCHELASTIC_RUN_ID") if may_restart() else time.strftime("%Y%m%d-%H%M%S")
 
 
 # ---- the command line

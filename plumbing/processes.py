@@ -26,6 +26,11 @@ def restarts():
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
+def may_restart():
+    """Whether torchrun would start them again."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
 class Job:
     """This process among those of the run: rank, world, device, and whether messages go through NCCL."""
 

@@ -17,6 +17,7 @@ from noloco import gamma_bound
 
 warnings.filterwarnings("ignore", "gamma .* is outside")        # NoLoCo's; our first lines say it
 
+
 @dataclass
 class Meter:
     """What one rank has counted so far. The bytes that others count are taken over at each report."""
@@ -217,7 +218,8 @@ class Log:
                    syncs=len(waits), waited=sum(waits), longest=max(waits, default=0.0),
                    skipped=meter.skipped, norm=meter.norm, sync=meter.sync + sent(t),
                    pipeline=meter.pipeline + t.pipeline.bytes_sent, bad=t.reader.bad_lines if t.reader else 0,
-                   iteration=sorted(meter.iterations)[len(meter.iterations) // 2], **counts(t))
+                   iteration=sorted(meter.iterations)[len(meter.iterations) // 2],
+                   simulated=t.routes.makespan(), **counts(t))
         meter.loss, meter.tokens, meter.iterations = 0.0, 0, []
         return row
 
@@ -256,7 +258,7 @@ class Log:
             ranks=len(rows), sync_seconds=total("waited") / max(1, total("syncs")),
             sync_seconds_longest=max(row["longest"] for row in self.latest.values()),
             sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
-            iteration_seconds=iteration / t.routes.scale, simulated_seconds=t.routes.makespan)
+            iteration_seconds=iteration / t.routes.scale, simulated_seconds=rows[0]["simulated"])
 
     def write(self, line, news):
         for event in news:

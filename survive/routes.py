@@ -21,9 +21,11 @@ class SurvivingRoutes(Routes):
         if self.pipeline.begin(step, idle):
             self.go_round(step)
         if self.now:
-            self.makespan = self.now["makespan"]
             return self.now["paths"], self.now["order"]
         return super().at(step)
+
+    def makespan(self):
+        return self.now and self.now["makespan"]
 
     def go_round(self, step):
         """Raises Gone when nothing leads round the dead."""

@@ -81,7 +81,10 @@ def test_processes_equal_a_float64_simulation_with_the_same_rounding(world, n):
     models = [quadratic(r) for r in range(world)]
     replicas = [model.double() for model, *_ in models]
     optimizers = [torch.optim.SGD(r.parameters(), lr=0.05) for r in replicas]
-    read = lambda r: [p.detach().clone() for p in replicas[r].parameters()]
+
+    def read(r):
+        return [p.detach().clone() for p in replicas[r].parameters()]
+
     phis, deltas = [read(r) for r in range(world)], [[0 * p for p in read(r)] for r in range(world)]
     for step in range(steps):
         for r in range(world):
