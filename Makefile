@@ -6,7 +6,7 @@ export OMP_NUM_THREADS = 1
 export MALLOC_MMAP_THRESHOLD_ = 33554432
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: train test faults soak figures emulate headline speed clean
+.PHONY: train test faults soak figures emulate headline hosts speed clean
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
 
@@ -45,6 +45,10 @@ figures: .venv/ready
 headline: .venv/ready
 	for part in tuning momentum convergence onebyte skip failure together stability; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
+
+# loss against real time between 8 hosts of this machine, three seeds: about three hours on 2 idle cores, as root
+hosts: .venv/ready
+	$(BIN)/python -m experiments.hosts --out . $(if $(QUICK),--steps 2 --seeds 0 --out runs/quick)
 
 # the trainer beside others, and the table of it: about 15 minutes on 2 idle cores, 22 GB of memory
 speed: .venv/ready

@@ -38,7 +38,8 @@ ROOT = Path(__file__).parent.parent
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000"
 # Of metrics.jsonl.
-KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds")
+KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds", "seconds",
+        "sync_seconds")
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Run:
     after: Callable = None      # folder -> dict
     first: bool = False         # with the first seed only: a search
     program: str = "-m train"   # or a module that puts parts of its own into train.build
+    hosts: str = ""             # options of tools/hosts.py: each process on a host of its own
 
 
 class Result:
@@ -127,10 +129,14 @@ def run_all(name, runs, o):
 # ---------------------------------------------------------------- one run
 
 
-def torchrun(processes, *words, **kwargs):
-    """words: `-m MODULE` of this repository, or a script, and its options."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    line = [*launch, "--nproc-per-node", str(processes), *words]
+def torchrun(processes, *words, hosts=(), **kwargs):
+    """words: `-m MODULE` of this repository, or a script, and its options. hosts: those of tools/hosts.py."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    if hosts:
+        launcher = Path(sys.executable).with_name("torchrun")
+        line = [sys.executable, "-m", "tools.hosts", str(processes), *hosts, "--"]
+        line += [str(launcher), "--nproc-per-node", "1"]
+    line += words
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
     return subprocess.run(line, check=True, env=env, **kwargs)
@@ -141,14 +147,16 @@ def train_once(run, name, seed):
     name = "headline-" + re.sub(r"[^\w.]+", "-", name)
     folder = Path("runs", name)
     row = dict(command=f"{run.program} --name {name} {SMALL} {run.options} --seed {seed}")
+    if run.hosts:
+        row["hosts"] = run.hosts
     done = folder / "headline.json"
-    if done.exists() and (found := json.loads(done.read_text()))["command"] == row["command"]:
+    if done.exists() and (found := json.loads(done.read_text())).items() >= row.items():
         return found
     shutil.rmtree(folder, ignore_errors=True)
     start = cpu_seconds()
     with tempfile.TemporaryFile("w+") as log:
         try:
-            torchrun(run.processes, *row["command"].split(), stdout=log, stderr=log)
+            torchrun(run.processes, *row["command"].split(), hosts=run.hosts.split(), stdout=log, stderr=log)
         except subprocess.CalledProcessError:
             log.seek(0)
             raise BadInput(f"{row['command']} failed: {log.read()[-2000:]}")

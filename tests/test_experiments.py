@@ -10,9 +10,10 @@ import types
 import pytest
 import torch
 
-from experiments import clock, failure, runs, skip, stability
+from experiments import clock, failure, hosts, runs, skip, stability
+from model import Config, count_parameters
 from noloco import gamma_bound, outer_update
-from tests.harness import HERE, SMALL, metrics, run
+from tests.harness import HERE, SMALL, checkpoint, metrics, run
 
 
 @pytest.mark.parametrize("replicas, n", [(4, 2), (5, 2), (6, 3), (4, 4)])
@@ -83,6 +84,38 @@ def test_hours_to_a_loss_on_straight_lines():
     assert clock.reaches(0.9, run.losses, hours) is None
     ddp = a_run("--method ddp")     # synchronises at every step
     assert clock.hours(ddp, 36.0, 36.0) == pytest.approx([0.2, 0.4, 0.6])
+
+
+def between_hosts(options, steps):
+    curves = dict(step=steps, heldout_loss=[1.0] * len(steps), sync_bytes=[0] * len(steps))
+    return runs.Result(dict(command=f"-m train --name x --seed 3 {options}", ranks=8, curves=curves))
+
+
+def test_seconds_that_the_links_rates_give():
+    """Steps of 0.5 s, on 8 hosts of 10 MB/s, one of them at 1: by hand."""
+    size = count_parameters(Config())[0]         # the tiny model
+    fast, slow, seconds = size / 10e6, size / 1e6, 0.5
+    ddp = hosts.predicted(between_hosts("--method ddp", [2, 4]), seconds, 80, {})
+    assert ddp == pytest.approx([2 * (seconds + 4 * fast * 14 / 8), 4 * (seconds + 4 * fast * 14 / 8)])
+    diloco = hosts.predicted(between_hosts("--method diloco --inner-steps 2", [4]), seconds, 80, {5: 8})
+    assert diloco == pytest.approx([4 * seconds + 2 * 4 * slow * 14 / 8])
+    pair = hosts.predicted(between_hosts("--inner-steps 2 --wire int8", [2]), seconds, 80, {5: 8})
+    assert pair == pytest.approx([2 * seconds + slow])
+    # two rounds: whoever meets host 5 waits for it, and whoever then meets that one waits along
+    twice = hosts.predicted(between_hosts("--inner-steps 2", [4]), seconds, 80, {5: 8})
+    assert twice == pytest.approx([4 * seconds + 8 * slow])
+    whole = hosts.predicted(between_hosts("--inner-steps 2", [2, 4]), seconds, 80, {})
+    assert whole == pytest.approx([2 * seconds + 4 * fast, 4 * seconds + 8 * fast])
+
+
+def test_a_clocked_run_takes_as_many_steps_as_fit(corpus, tmp_path):
+    """At its own pace, with evaluations just after outer steps, of which the last ends it."""
+    argv = ["--data", corpus, "--name", "x", *SMALL, "--inner-steps", 3]
+    run(2, *argv, cwd=tmp_path, main=functools.partial(hosts.clocked, 2.0))
+    rows = metrics(tmp_path / "runs/x")
+    steps = [row["step"] for row in rows]
+    assert steps[0] == 20 and len(steps) > 2 and not any(step % 3 for step in steps[1:])
+    assert checkpoint(tmp_path / "runs/x", steps[-1], 1)["step"] == steps[-1]
 
 
 def rows_of(capsys):

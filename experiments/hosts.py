@@ -1,0 +1,212 @@
+"""Loss against real time on real links: 8 hosts, one clock, real messages.
+
+    python -m experiments.hosts [--seeds 0] [--steps N] [--out DIR] [--plot]
+
+Eight network namespaces of this machine with a link each (tools/hosts.py; root and iproute2), one replica of
+the tiny model on each, and for every method the same measured time. DDP, and DiLoCo and NoLoCo, in fp32 and
+in one byte, each with a few numbers of inner steps. A step is one sequence a replica: two cores compute for
+eight hosts, and the links are to be measured. `no limit` shows what computing takes.
+
+Beside each run stands what links of these rates would take by themselves, computing as long as measured
+there:
+
+    seconds = 2 (n - 1)/n  bytes / rate of the slowest link of the n,  once all n have come      (H)
+
+for a ring's all-reduce (DDP, DiLoCo: n = 8) and for a pair that swaps its weights (NoLoCo: n = 2).
+
+    python -m experiments.hosts --train SECONDS ...     train.py's options: as many steps as fit
+"""
+import statistics
+import sys
+
+import torch.distributed as dist
+
+import train
+from experiments.clock import every, reaches
+from experiments.pictures import COLOURS
+from experiments.runs import Run, finals, headline, results, spread_of
+from model import count_parameters
+from noloco import random_groups
+from plumbing.options import shape
+from plumbing.processes import Job
+from plumbing.report import Meter
+
+SECONDS, EVALUATIONS, FIRST = 120, 8, 20
+LINKS = {           # name: (Mbit/s of all links, {host: Mbit/s of its link})
+    "200 Mbit/s": (200, {}),
+    "50 Mbit/s": (50, {}),
+    "200 Mbit/s, one host 20": (200, {5: 20}),
+}
+METHODS = {"DDP": "ddp"}
+METHODS |= {f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (5, 20)}
+METHODS |= {f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (5, 20)}
+METHODS |= {f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5)}
+FREE = "no limit"
+# the tiny model as it is; rate and batch that fit some hundreds of steps
+COMMON = "--hidden 128 --mlp 512 --heads 4 --microbatches 1 --batch 1 --warmup 20 --eval-sequences 16"
+
+
+def runs(steps):
+    """A try (steps): one of each on the first links, on two hosts, by train.py itself."""
+    program, length, count = f"-m experiments.hosts --train {SECONDS}", "", 8
+    links, methods = list(LINKS), list(METHODS)
+    if steps:
+        program, length, count = Run.program, f" --steps {steps}", 2
+        links, methods = links[:1], ["DDP", *(name for name in methods if "every 5" in name)]
+    for name in links:
+        for method in methods:
+            options = f"{COMMON}{length} --method {METHODS[method]}"
+            yield Run(f"{name}: {method}", options, count, program=program, hosts=wires(*LINKS[name]))
+    for method in ("ddp", "local"):
+        options = f"{COMMON} --steps {steps or 100} --method {method}"
+        yield Run(f"{FREE}: {method}", options, count, hosts=wires(0, {}), first=True)
+
+
+def wires(mbit, slow):
+    """Of tools/hosts.py."""
+    return " ".join([f"--mbit {mbit}", *(f"--slow {host}={rate}" for host, rate in slow.items())])
+
+
+# ---------------------------------------------------------------- one clock for all
+
+
+class Clock(Meter):
+    """Stands still while all evaluate: from when the last replica has come until all go on. Gives the run as
+    many steps as fit, at the pace so far."""
+
+    def pause(self):
+        dist.barrier()
+        super().pause()
+
+    def go_on(self):
+        if self.t.step:
+            o = self.t.o
+            o.steps, o.eval_every = self.t.job.agree_on(f"steps/{self.t.step}", self.fitting)
+        dist.barrier()
+        super().go_on()
+
+    def fitting(self):
+        """Steps in all, and between evaluations, which come just after an outer step."""
+        t, m = self.t, self.t.o.inner_steps or 1
+        left, gap = self.whole - self.seconds, self.whole / EVALUATIONS
+        if t.step > FIRST and left < 1.5 * gap:             # the last part ends as it was planned
+            return t.o.steps, t.o.eval_every
+        rounds = t.step / self.seconds / m                  # of m steps, in a second
+        return t.step + max(1, round(left * rounds)) * m, max(1, round(gap * rounds)) * m
+
+
+def clocked(seconds, argv):
+    """train.main, for so long. The first steps, of the warm-up, are the first measure of the pace."""
+    job = Job()
+    argv = [*argv, "--eval-every", str(FIRST), "--steps", "1000000"]
+    o = train.Options(**job.agree(train.parse, argv))
+    job.connect(o)
+    t = train.build(job, o)
+    t.meter = Clock()
+    t.meter.t, t.meter.whole = t, seconds
+    train.train(t)
+
+
+# ---------------------------------------------------------------- what the rates alone would give
+
+
+def predicted(run, compute, mbit, slow):
+    """Seconds at each evaluation, by (H). compute: seconds of an inner step."""
+    o, m = run.o, every(run.o)
+    rate = [slow.get(host, mbit) * 1e6 / 8 for host in range(run.ranks)]        # bytes a second
+    size = count_parameters(shape(o))[0] * (1 if o.wire == "int8" else 4)
+    ready, found = [0.0] * run.ranks, []
+    for step in range(1, int(run.steps[-1]) + 1):
+        ready = [moment + compute for moment in ready]
+        for group in meeting(run, step // m - 1) if step % m == 0 else []:
+            n, slowest = len(group), min(rate[host] for host in group)
+            done = max(ready[host] for host in group) + 2 * (n - 1) / n * size / slowest
+            for host in group:
+                ready[host] = done
+        if step in run.steps:
+            ready = [max(ready)] * run.ranks                            # all wait for the evaluation
+            found.append(ready[0])
+    return found
+
+
+def meeting(run, number):
+    """Who meets whom in this outer step."""
+    hosts, o = list(range(run.ranks)), run.o
+    return random_groups(hosts, o.group_size, number, o.seed) if o.method == "noloco" else [hosts]
+
+
+# ---------------------------------------------------------------- the table
+
+
+def by_links(found):
+    """{links: {method: [a Result per seed]}} and {method: seconds of a step} without a limit."""
+    runs, free = {}, {}
+    for label, seeds in results(found).items():
+        links, name = label.split(": ")
+        if links == FREE:
+            free[name] = seeds[0].curves["seconds"][-1] / seeds[0].steps[-1]
+        else:
+            runs.setdefault(links, {})[name] = seeds
+    return runs, free
+
+
+def best(runs, method):
+    """The name of the one with the least loss at the end: one number of inner steps."""
+    one_byte = method.endswith("byte")
+    names = [name for name in runs if name.startswith(method[:6]) and name.endswith("byte") == one_byte]
+    return min(names, key=lambda name: statistics.mean(finals(runs[name])), default=None)
+
+
+def seconds_to(goal, seeds):
+    """Until a loss is reached."""
+    found = [reaches(goal, run.losses, run.curves["seconds"]) for run in seeds]
+    return "not" if None in found else spread_of(found, ".0f")
+
+
+def held(run):
+    """The share of the time that a replica was held by synchronisation."""
+    syncs = run.steps[-1] // every(run.o)
+    return run.curves["sync_seconds"][-1] * syncs / run.curves["seconds"][-1]
+
+
+def table(found):
+    runs, free = by_links(found)
+    print("| links | method | seeds | steps | held-out nats per byte | seconds | to DDP's last loss "
+          "| to the best DiLoCo's | held | MB sent by all | predicted seconds over measured |")
+    print(11 * "|---" + "|")
+    for links, methods in runs.items():
+        goals = [statistics.mean(finals(methods[best(methods, name)])) for name in ("DDP", "DiLoCo")]
+        for name, seeds in methods.items():
+            ends = [run.curves["seconds"][-1] for run in seeds]
+            over = [predicted(run, free["local"], *LINKS[links])[-1] / end for run, end in zip(seeds, ends)]
+            sent = statistics.mean(run.curves["sync_bytes"][-1] for run in seeds) / 1e6
+            columns = [links, name, str(len(seeds)), spread_of([run.steps[-1] for run in seeds], ".0f"),
+                       spread_of(finals(seeds)), spread_of(ends, ".0f"),
+                       *(seconds_to(goal, seeds) for goal in goals),
+                       spread_of([held(run) for run in seeds], ".0%"), f"{sent:.0f}", spread_of(over, ".2f")]
+            print("|", " | ".join(columns), "|")
+    print("seconds of a step without a limit:", ", ".join(f"{name} {s:.3f}" for name, s in free.items()))
+
+
+def draw(plt, found):
+    runs, free = by_links(found)
+    figure, axes = plt.subplots(1, len(runs), figsize=(4.4 * len(runs), 4), layout="constrained",
+                                sharey=True, squeeze=False)
+    for axis, (links, methods) in zip(axes[0], runs.items()):
+        for colour, method in zip(COLOURS, ("DDP", "DiLoCo", "NoLoCo", "NoLoCo, one byte")):
+            name = best(methods, method)
+            for i, run in enumerate(methods[name]):
+                axis.plot(run.curves["seconds"], run.losses, color=colour, label=None if i else name)
+                expected = predicted(run, free["local"], *LINKS[links])
+                axis.plot(expected, run.losses, ":", color=colour, lw=1)
+        axis.set(xlabel="seconds, measured (dotted: what the rates alone give)", title=links)
+        axis.legend()
+    axes[0, 0].set_ylabel("held-out nats per byte")
+    return figure
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--train"]:
+        clocked(float(sys.argv[2]), sys.argv[3:])
+    else:
+        headline("hosts", __doc__, runs, table, draw)
