@@ -43,7 +43,8 @@ METHODS |= {f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (5, 20)}
 METHODS |= {f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5)}
 FREE = "no limit"
 # the tiny model as it is; rate and batch that fit some hundreds of steps
-COMMON = "--hidden 128 --mlp 512 --heads 4 --microbatches 1 --batch 1 --warmup 20 --eval-sequences 16"
+COMMON = ("--hidden 128 --mlp 512 --heads 4 --microbatches 1 --batch 1 --eval-sequences 16 "
+          f"--warmup {FIRST}")
 
 
 def runs(steps):

@@ -10,9 +10,11 @@ import types
 import pytest
 import torch
 
+import train
 from experiments import clock, failure, hosts, runs, skip, stability
 from model import Config, count_parameters
 from noloco import gamma_bound, outer_update
+from plumbing.options import layout
 from tests.harness import HERE, SMALL, checkpoint, metrics, run
 
 
@@ -116,6 +118,17 @@ def test_a_clocked_run_takes_as_many_steps_as_fit(corpus, tmp_path):
     steps = [row["step"] for row in rows]
     assert steps[0] == 20 and len(steps) > 2 and not any(step % 3 for step in steps[1:])
     assert checkpoint(tmp_path / "runs/x", steps[-1], 1)["step"] == steps[-1]
+
+
+@pytest.mark.parametrize("name", [
+    "tuning", "momentum", "convergence", "onebyte", "skip", "failure", "together", "hosts", "geography"])
+@pytest.mark.parametrize("steps", [None, 4])
+def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps):
+    kinds = list(importlib.import_module(f"experiments.{name}").runs(steps))
+    assert len({kind.label for kind in kinds}) == len(kinds) > 1
+    for kind in kinds:
+        argv = f"--name x {runs.SMALL} {kind.options} --seed 1".split()
+        layout(train.parse(argv, kind.processes), kind.processes)
 
 
 def rows_of(capsys):

@@ -1,0 +1,63 @@
+"""SkipPipe between real hosts: iterations measured beside what the plan's simulation says, loss against time.
+
+    python -m experiments.geography [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+
+4 stages of 2 hosts (tools/hosts.py), whose links have three rates: in stages 1, 2 and 3 one of the two hosts
+is slow. Links are measured at the start, as train.py does. The time model lets them carry any number of
+messages at once; a host's real link shares its rate among them. A message is 256 kB: 84 ms at 25 Mbit/s,
+10 ms at 200, beside some 10 ms of computing for a task.
+"""
+import statistics
+
+from experiments.hosts import FIRST, SECONDS, seconds_to, wires
+from experiments.pictures import COLOURS
+from experiments.runs import Run, finals, headline, results, spread_of
+
+RATES = 200, {3: 50, 4: 50, 7: 25}
+PLANS = {           # name: options
+    "full, in the order of ranks": "--routing dtfm",
+    "full, planned": "--routing no-swaps",
+    "25% skipped, random paths": "--routing dtfm-skip --skip 0.25",
+    "25% skipped, SkipPipe": "--routing skippipe --skip 0.25",
+}
+COMMON = (f"--hidden 128 --mlp 512 --heads 4 --stages 2,2,2,2 --microbatches 3 --batch 4 --warmup {FIRST} "
+          "--eval-sequences 16 --method noloco --inner-steps 10")
+
+
+def runs(steps):
+    program, length = f"-m experiments.hosts --train {SECONDS}", ""
+    if steps:
+        program, length = Run.program, f" --steps {steps}"
+    for name, options in PLANS.items():
+        yield Run(name, f"{COMMON}{length} {options}", program=program, hosts=wires(*RATES))
+
+
+def table(found):
+    runs = results(found)
+    goal = statistics.mean(finals(runs["full, planned"]))
+    print("| paths | seeds | steps | seconds of an iteration, measured | the plan's, simulated "
+          "| measured over simulated | held-out nats per byte | seconds to the full one's last loss |")
+    print(8 * "|---" + "|")
+    for name, seeds in runs.items():
+        took = [statistics.median(run.curves["iteration_seconds"]) for run in seeds]
+        planned = [run.curves["simulated_seconds"][-1] for run in seeds]
+        over = [a / b for a, b in zip(took, planned)]
+        columns = [name, str(len(seeds)), spread_of([run.steps[-1] for run in seeds], ".0f"),
+                   spread_of(took), spread_of(planned), spread_of(over, ".2f"), spread_of(finals(seeds)),
+                   seconds_to(goal, seeds)]
+        print("|", " | ".join(columns), "|")
+
+
+def draw(plt, found):
+    figure, axis = plt.subplots(figsize=(5.5, 4), layout="constrained")
+    for colour, (name, seeds) in zip(COLOURS, results(found).items()):
+        for i, run in enumerate(seeds):
+            axis.plot(run.curves["seconds"], run.losses, color=colour, label=None if i else name)
+    axis.set(xlabel="seconds, measured", ylabel="held-out nats per byte",
+             title="4 stages of 2 hosts, links of 200, 50 and 25 Mbit/s")
+    axis.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    headline("geography", __doc__, runs, table, draw)
