@@ -18,6 +18,8 @@ for a ring's all-reduce (DDP, DiLoCo: n = 8) and for a pair that swaps its weigh
 """
 import statistics
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -71,9 +73,12 @@ def wires(mbit, slow):
 # ---------------------------------------------------------------- one clock for all
 
 
+@dataclass
 class Clock(Meter):
     """Stands still while all evaluate: from when the last replica has come until all go on. Gives the run as
     many steps as fit, at the pace so far."""
+    t: SimpleNamespace = None       # the parts of train.build
+    whole: float = 0.0              # seconds
 
     def pause(self):
         dist.barrier()
@@ -103,8 +108,7 @@ def clocked(seconds, argv):
     o = train.Options(**job.agree(train.parse, argv))
     job.connect(o)
     t = train.build(job, o)
-    t.meter = Clock()
-    t.meter.t, t.meter.whole = t, seconds
+    t.meter = Clock(t=t, whole=seconds)
     train.train(t)
 
 
