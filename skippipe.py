@@ -19,6 +19,14 @@ its chain being due on node j:
 (`origin_overhead` after an origin's first forward of a microbatch.) A node runs one task at a time and
 holds at most `memory` microbatches: a forward takes a slot, the same microbatch's backward frees it.
 
+In training, a stage that a share rho of the iteration's microbatches visits adds the more to these (ours):
+
+    y = x + (blocks(x) - x) / rho         x, y: the residual stream before and after              (6)
+
+So a stage adds on average what it adds in the whole model, whose evaluation needs no scale. (Stochastic
+depth, 1603.09382, scales by rho there instead; LayerDrop, 1909.11556, nowhere.) Unscaled, the whole model
+would add more than any path in training did.
+
 From top to bottom: simple paths, the network, the simulator, the constraints (CC1, CC2, CC3, TC1, TC2)
 and the search. What goes beyond the paper's search is in planning/, and so is the command line:
 
@@ -69,6 +77,13 @@ def random_paths(stages, microbatches, step, seed):
     """
     draws = [random.Random(f"routes {seed} {step} {boundary}") for boundary in range(len(stages) - 1)]
     return deal(stages, microbatches, lambda boundary, ranks: draws[boundary].sample(ranks, len(ranks)))
+
+
+def share_of_visits(paths, ranks):
+    """rho of Eq. 6: the share of the paths that visit one of these ranks, all replicas of a stage. 1 for
+    stage 0 and wherever no path skips."""
+    ranks = set(ranks)
+    return sum(not ranks.isdisjoint(path) for path in paths) / max(1, len(paths))
 
 
 def deal(stages, microbatches, shuffle):

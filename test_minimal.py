@@ -367,9 +367,12 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
         for u, path in enumerate(paths):
             if rank in path:
                 x = whole.embed(tokens[u][:, :-1])
-                for visited in path:
-                    for i in layers[next(s for s, ranks in enumerate(stages) if visited in ranks)]:
+                for s in [s for r in path for s, ranks in enumerate(stages) if r in ranks]:
+                    before = x
+                    for i in layers[s]:
                         x = whole.model.layers[str(i)](x, *angles)
+                    rho = sum(not set(stages[s]).isdisjoint(p) for p in paths) / len(paths)
+                    x = before + (x - before) / rho         # Eq. 6
                 one = whole.loss(x, tokens[u][:, 1:])
                 one.backward()
                 want_loss += one.item() * (path[0] == rank)

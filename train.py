@@ -43,7 +43,7 @@ from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import layout, numbers, option, shape
 from plumbing.processes import BadInput, Job, restarts
 from plumbing.report import Meter, banner
-from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
+from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths, share_of_visits
 
 # ---------------------------------------------------------------- options
 
@@ -88,6 +88,8 @@ class Options:
     routing: str = option(None, "paths: random at every boundary, always the same, or planned (default: "
                                 "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
+    unscaled: bool = option(False, "with --skip, a visited stage adds its blocks' output as it is, not times "
+                                   "1/rho (Eq. 6 of skippipe.py)")
     links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
     replan: float = option(0.0, "plan anew when ranks got slower or faster and the iteration is this share "
                                 "longer than it need be, e.g. 0.2 (0: never)")
@@ -184,13 +186,15 @@ class Pipeline:
     """Runs paths: forward along them, loss at home, backward the same way back, gradients summed into the
     parameters.
 
-    shape: (B, T, C) of a message. bytes_sent counts. Others override take, task, give, send, receive, wait
-    and run.
+    shape: (B, T, C) of a message. bytes_sent counts. scaled: whether Eq. 6 of skippipe.py holds. Others
+    override take, task, give, send, receive, wait and run.
     """
+    scaled = True
 
     def __init__(self, model, job, stages, shape, dtype=torch.float32):
         self.model, self.job, self.shape, self.dtype = model, job, shape, dtype
         self.rank, self.device = job.rank, job.device
+        self.replicas = next(ranks for ranks in stages if job.rank in ranks)    # of its stage, itself too
         self.bytes_sent = 0
         self.seconds = 0.0                                                  # that the last run took
         self.trace = bool(os.environ.get("TRACE"))
@@ -209,6 +213,7 @@ class Pipeline:
         """
         start = time.perf_counter()
         self.paths, self.batches, self.train = paths, batches, train
+        self.rho = share_of_visits(paths, self.replicas) if train and self.scaled else 1.0
         ends = [None if train else len(path) + 1 for path in paths]         # evaluation ends with the loss
         self.chains = [chain(path)[:end] for path, end in zip(paths, ends)]
         mine = order[self.rank] if order else tasks(self.chains, self.rank)
@@ -251,7 +256,7 @@ class Pipeline:
                 loss = self.model.loss(x.requires_grad_(self.train).float(), self.batches[u][:, 1:])
             else:
                 x = x.requires_grad_(self.train) if hop else self.model.embed(self.batches[u][:, :-1])
-                y = self.model.blocks(x.float()).to(self.dtype)     # the residual stream is fp32 everywhere
+                y = self.blocks(x.float()).to(self.dtype)       # the residual stream is fp32 everywhere
         if what == FORWARD:
             if self.train:
                 self.saved[u, hop] = x, y
@@ -261,6 +266,10 @@ class Pipeline:
         if self.train:
             loss.backward()
         return x.grad
+
+    def blocks(self, x):
+        y = self.model.blocks(x)
+        return y if self.rho == 1 else torch.lerp(x, y, 1 / self.rho)       # x + (y - x) / rho, Eq. 6
 
     def give(self, u, hop, out):
         """To the next hop of the chain, if there is one."""
@@ -457,6 +466,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     t.outer = make_outer(job, o, t.model.parameters(), replicas, t.adam)
     t.average = job.averager(replicas) if o.method == "ddp" or o.warm_start else None
     t.pipeline = Pipeline(t.model, job, t.stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
+    t.pipeline.scaled = not o.unscaled
     t.checkpoints = Checkpoints(job, t.folder)
     plan = go_on(t) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(t))

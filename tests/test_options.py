@@ -11,7 +11,8 @@ import torch
 
 import train
 from plumbing import report
-from tests.harness import SMALL, processes, run, train_main
+from plumbing.processes import BadInput, Job
+from tests.harness import SMALL, options, processes, run, train_main
 
 
 LLAMA = dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -163,3 +164,20 @@ def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_
         "clip": "1.0",
     }.items():
         assert help_of[option].endswith(f"(default: {defaults})"), help_of[option]
+
+
+def test_a_run_goes_on_with_the_scale_that_it_began_with(corpus, tmp_path, monkeypatch, capsys):
+    """One from before there was a scale: without."""
+    monkeypatch.chdir(tmp_path)
+    for more in ([], ["--unscaled"]):
+        name = "-".join(["x", *more])
+        t = train.build(Job(), options("--data", corpus, "--name", name, *more, *SMALL))
+        assert t.pipeline.scaled == (not more)
+        config = vars(t.o)
+        Path("runs", name, "config.json").write_text(json.dumps(config))
+        assert options("--resume", f"runs/{name}").unscaled == bool(more)
+    with pytest.raises(BadInput, match="--unscaled True differs from the False of runs/x"):
+        options("--resume", "runs/x", "--unscaled")
+    config.pop("unscaled")
+    Path("runs/x/config.json").write_text(json.dumps(config))
+    assert options("--resume", "runs/x").unscaled
