@@ -43,7 +43,7 @@ figures: .venv/ready
 # the papers' headline results, each with three seeds: about eight hours on 2 cores.
 # Runs that are in runs/ already are not run again
 headline: .venv/ready
-	for part in tuning momentum convergence onebyte skip failure together stability; do \
+	for part in tuning momentum convergence onebyte skip scale failure together stability; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
 
 # loss against real time between 8 hosts of this machine, three seeds: about three hours on 2 idle cores, as root

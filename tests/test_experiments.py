@@ -121,7 +121,8 @@ def test_a_clocked_run_takes_as_many_steps_as_fit(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("name", [
-    "tuning", "momentum", "convergence", "onebyte", "skip", "failure", "together", "hosts", "geography"])
+    "tuning", "momentum", "convergence", "onebyte", "skip", "scale", "failure", "together", "hosts",
+    "geography"])
 @pytest.mark.parametrize("steps", [None, 4])
 def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps):
     kinds = list(importlib.import_module(f"experiments.{name}").runs(steps))
