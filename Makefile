@@ -46,9 +46,11 @@ headline: .venv/ready
 	for part in tuning momentum convergence onebyte skip scale failure together stability; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
 
-# loss against real time between 8 hosts of this machine, three seeds: about three hours on 2 idle cores, as root
+# loss against real time between 8 hosts of this machine, three seeds: about three hours on 2 idle cores, as root.
+# QUICK=1: a try between two, into runs/quick
 hosts: .venv/ready
-	$(BIN)/python -m experiments.hosts --out . $(if $(QUICK),--steps 2 --seeds 0 --out runs/quick)
+	$(BIN)/python -m experiments.hosts --out $(OUT) $(if $(QUICK),--steps 2 --seeds 0)
+	$(if $(QUICK),,$(BIN)/python -m experiments.geography --out .)
 
 # the trainer beside others, and the table of it: about 15 minutes on 2 idle cores, 22 GB of memory
 speed: .venv/ready
