@@ -33,7 +33,7 @@ from plumbing.options import shape
 from plumbing.processes import Job
 from plumbing.report import Meter
 
-SECONDS, EVALUATIONS, FIRST = 120, 8, 20
+SECONDS, EVALUATIONS, FIRST = 100, 8, 20
 LINKS = {           # name: (Mbit/s of all links, {host: Mbit/s of its link})
     "200 Mbit/s": (200, {}),
     "50 Mbit/s": (50, {}),
