@@ -137,7 +137,8 @@ def rows_of(capsys):
     return [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
 
 
-@pytest.mark.parametrize("name", ["tuning", "convergence", "skip", "failure", "together", "speed"])
+@pytest.mark.parametrize("name", [
+    "tuning", "momentum", "convergence", "skip", "failure", "together", "speed"])
 def test_the_docs_tables_are_what_the_results_print(name, capsys):
     pytest.importorskip("transformers" if name == "speed" else "torch")
     file = HERE / "results" / ("speed.json" if name == "speed" else f"headline_{name}.json")
