@@ -35,9 +35,9 @@ from plumbing.report import Meter
 
 SECONDS, EVALUATIONS, FIRST = 100, 8, 20
 LINKS = {           # name: (Mbit/s of all links, {host: Mbit/s of its link})
-    "200 Mbit/s": (200, {}),
     "50 Mbit/s": (50, {}),
     "200 Mbit/s, one host 20": (200, {5: 20}),
+    "200 Mbit/s": (200, {}),
 }
 METHODS = {"DDP": "ddp"}
 METHODS |= {f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (5, 20)}
