@@ -18,6 +18,7 @@ for a ring's all-reduce (DDP, DiLoCo: n = 8) and for a pair that swaps its weigh
 """
 import statistics
 import sys
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -86,25 +87,36 @@ class Clock(Meter):
 
     def go_on(self):
         if self.t.step:
-            o = self.t.o
-            o.steps, o.eval_every = self.t.job.agree_on(f"steps/{self.t.step}", self.fitting)
+            self.fit(self.seconds, self.t.step)
         dist.barrier()
         super().go_on()
 
-    def fitting(self):
-        """Steps in all, and between evaluations, which come just after an outer step."""
-        t, m = self.t, self.t.o.inner_steps or 1
-        left, gap = self.whole - self.seconds, self.whole / EVALUATIONS
-        if t.step > FIRST and left < 1.5 * gap:             # the last part ends as it was planned
-            return t.o.steps, t.o.eval_every
-        rounds = t.step / self.seconds / m                  # of m steps, in a second
-        return t.step + max(1, round(left * rounds)) * m, max(1, round(gap * rounds)) * m
+    def add(self, *numbers):
+        super().add(*numbers)
+        if self.t.step == FIRST:                            # outer steps of these are done
+            self.fit(time.perf_counter() - self.clock, FIRST + 1)
+
+    def fit(self, seconds, steps):
+        """Steps in all; and between evaluations, which come just after an outer step. (These once: the log
+        numbers evaluations by it.)"""
+        o, m = self.t.o, self.t.o.inner_steps or 1
+        first, gap = steps == FIRST + 1, self.whole / EVALUATIONS
+
+        def rounds():                                       # of m steps, in a second; by rank 0's clock
+            ends = not first and self.whole - seconds < 1.5 * gap       # the last part stays as it was planned
+            return 0.0 if ends else steps / seconds / m
+
+        pace = self.t.job.agree_on(f"pace/{steps}", rounds)
+        if pace:
+            o.steps = max(steps // m + 1, round(self.whole * pace)) * m
+        if first:
+            o.eval_every = max(1, round(gap * pace)) * m
 
 
 def clocked(seconds, argv):
     """train.main, for so long. The first steps, of the warm-up, are the first measure of the pace."""
     job = Job()
-    argv = [*argv, "--eval-every", str(FIRST), "--steps", "1000000"]
+    argv = [*argv, "--eval-every", "1000000", "--steps", "1000000"]
     o = train.Options(**job.agree(train.parse, argv))
     job.connect(o)
     t = train.build(job, o)

@@ -116,7 +116,8 @@ def test_a_clocked_run_takes_as_many_steps_as_fit(corpus, tmp_path):
     run(2, *argv, cwd=tmp_path, main=functools.partial(hosts.clocked, 2.0))
     rows = metrics(tmp_path / "runs/x")
     steps = [row["step"] for row in rows]
-    assert steps[0] == 20 and len(steps) > 2 and not any(step % 3 for step in steps[1:])
+    assert steps[0] > 20 and len(steps) > 2 and not any(step % 3 for step in steps)
+    assert len({step - before for before, step in zip(steps, steps[1:-1])}) <= 1
     assert checkpoint(tmp_path / "runs/x", steps[-1], 1)["step"] == steps[-1]
 
 
