@@ -103,7 +103,7 @@ class Clock(Meter):
         first, gap = steps == FIRST + 1, self.whole / EVALUATIONS
 
         def rounds():                                       # of m steps, in a second; by rank 0's clock
-            ends = not first and self.whole - seconds < 1.5 * gap       # the last part stays as it was planned
+            ends = not first and self.whole - seconds < 1.5 * gap       # the last part stays as planned
             return 0.0 if ends else steps / seconds / m
 
         pace = self.t.job.agree_on(f"pace/{steps}", rounds)
