@@ -40,17 +40,17 @@ figures: .venv/ready
 	for n in 2 8; do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --out $(OUT) \
 		$(if $(QUICK),--params 1e6 --trials 3) || exit; done
 
-# the papers' headline results, each with three seeds: about eight hours on 2 cores.
+# the papers' headline results, each with three seeds: about eleven hours on 2 cores.
 # Runs that are in runs/ already are not run again
 headline: .venv/ready
 	for part in tuning momentum convergence onebyte skip scale failure together stability; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
 
-# loss against real time between 8 hosts of this machine, three seeds: about three hours on 2 idle cores, as root.
-# QUICK=1: a try between two, into runs/quick
+# loss against real time between 8 hosts of this machine, three seeds: about four hours on 2 idle cores, as
+# root. QUICK=1: a try between two, into runs/quick
 hosts: .venv/ready
-	$(BIN)/python -m experiments.hosts --out $(OUT) $(if $(QUICK),--steps 2 --seeds 0)
-	$(if $(QUICK),,$(BIN)/python -m experiments.geography --out .)
+	$(BIN)/python -m experiments.hosts --out $(OUT) $(if $(QUICK),--steps 5 --seeds 0)
+	$(if $(QUICK),,$(BIN)/python -m experiments.geography --out $(OUT))
 
 # the trainer beside others, and the table of it: about 15 minutes on 2 idle cores, 22 GB of memory
 speed: .venv/ready

@@ -3,9 +3,9 @@
     python -m experiments.hosts [--seeds 0] [--steps N] [--out DIR] [--plot]
 
 Eight network namespaces of this machine with a link each (tools/hosts.py; root and iproute2), one replica of
-the tiny model on each, and for every method the same measured time. DDP, and DiLoCo and NoLoCo, in fp32 and
-in one byte, each with a few numbers of inner steps. A step is one sequence a replica: two cores compute for
-eight hosts, and the links are to be measured. `no limit` shows what computing takes.
+the tiny model on each, and for every method the same measured time. DDP and DiLoCo in fp32, NoLoCo in fp32
+and in one byte, each with a few settings. A step is one sequence a replica: two cores compute for eight
+hosts, and the links are to be measured. `no limit` shows what computing takes.
 
 Beside each run stands what links of these rates would take by themselves, computing as long as measured
 there:
@@ -16,6 +16,7 @@ for a ring's all-reduce (DDP, DiLoCo: n = 8) and for a pair that swaps its weigh
 
     python -m experiments.hosts --train SECONDS ...     train.py's options: as many steps as fit
 """
+import json
 import statistics
 import sys
 import time
@@ -31,8 +32,8 @@ from experiments.runs import Run, finals, headline, results, spread_of
 from model import count_parameters
 from noloco import random_groups
 from plumbing.options import shape
-from plumbing.processes import Job
-from plumbing.report import Meter
+from plumbing.processes import BadInput, Job
+from plumbing.report import Meter, replace
 
 SECONDS, EVALUATIONS, FIRST = 100, 8, 20
 LINKS = {           # name: (Mbit/s of all links, {host: Mbit/s of its link})
@@ -40,7 +41,9 @@ LINKS = {           # name: (Mbit/s of all links, {host: Mbit/s of its link})
     "200 Mbit/s, one host 20": (200, {5: 20}),
     "200 Mbit/s": (200, {}),
 }
+# few of DDP's steps fit, so it is tried with less warm-up and a larger rate
 METHODS = {"DDP": "ddp"}
+METHODS |= {"DDP, warm-up 5": "ddp --warmup 5", "DDP, warm-up 5, 6e-3": "ddp --warmup 5 --lr 6e-3"}
 METHODS |= {f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (5, 20)}
 METHODS |= {f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (5, 20)}
 METHODS |= {f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5)}
@@ -87,41 +90,48 @@ class Clock(Meter):
 
     def go_on(self):
         if self.t.step:
-            self.fit(self.seconds, self.t.step)
+            self.fit(f"pace/{self.t.step}", self.seconds, self.t.step)
         dist.barrier()
         super().go_on()
 
     def add(self, *numbers):
         super().add(*numbers)
         if self.t.step == FIRST:                            # outer steps of these are done
-            self.fit(time.perf_counter() - self.clock, FIRST + 1)
+            self.t.o.eval_every = 0                         # not known yet
+            self.fit("first pace", time.perf_counter() - self.clock, FIRST + 1)
 
-    def fit(self, seconds, steps):
+    def fit(self, key, seconds, steps):
         """Steps in all; and between evaluations, which come just after an outer step. (These once: the log
         numbers evaluations by it.)"""
-        o, m = self.t.o, self.t.o.inner_steps or 1
-        first, gap = steps == FIRST + 1, self.whole / EVALUATIONS
+        o, m, gap = self.t.o, self.t.o.inner_steps or 1, self.whole / EVALUATIONS
 
         def rounds():                                       # of m steps, in a second; by rank 0's clock
-            ends = not first and self.whole - seconds < 1.5 * gap       # the last part stays as planned
+            ends = o.eval_every and self.whole - seconds < 1.5 * gap    # the last part stays as planned
             return 0.0 if ends else steps / seconds / m
 
-        pace = self.t.job.agree_on(f"pace/{steps}", rounds)
+        pace = self.t.job.agree_on(key, rounds)
         if pace:
             o.steps = max(steps // m + 1, round(self.whole * pace)) * m
-        if first:
-            o.eval_every = max(1, round(gap * pace)) * m
+        o.eval_every = o.eval_every or max(1, round(gap * pace)) * m
 
 
 def clocked(seconds, argv):
     """train.main, for so long. The first steps, of the warm-up, are the first measure of the pace."""
     job = Job()
+    job.together(enough, job)
     argv = [*argv, "--eval-every", "1000000", "--steps", "1000000"]
     o = train.Options(**job.agree(train.parse, argv))
     job.connect(o)
     t = train.build(job, o)
     t.meter = Clock(t=t, whole=seconds)
     train.train(t)
+    if job.rank == 0:
+        replace(t.folder / "config.json", json.dumps(vars(o), indent=1))        # with the steps that fitted
+
+
+def enough(job):
+    if job.world == 1:
+        raise BadInput("--train is for several processes: start torchrun with --nproc-per-node 2 or more")
 
 
 # ---------------------------------------------------------------- what the rates alone would give
@@ -168,9 +178,9 @@ def by_links(found):
 
 
 def best(runs, method):
-    """The name of the one with the least loss at the end: one number of inner steps."""
-    one_byte = method.endswith("byte")
-    names = [name for name in runs if name.startswith(method[:6]) and name.endswith("byte") == one_byte]
+    """The name of its try with the least loss at the end."""
+    first, one_byte = method.split(",")[0], method.endswith("byte")
+    names = [name for name in runs if name.split(",")[0] == first and name.endswith("byte") == one_byte]
     return min(names, key=lambda name: statistics.mean(finals(runs[name])), default=None)
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import train
 from experiments.pictures import COLOURS
-from experiments.runs import ROOT, Run, finals, headline, over, results, spread_of
+from experiments.runs import ROOT, Run, finals, headline, over, results, same_seeds, spread_of
 from noloco import DiLoCo
 from plumbing.onebyte import lengths
 from plumbing.processes import Average, Job
@@ -129,8 +129,8 @@ def everything(found):
     return dict(sorted(runs.items(), key=lambda item: (item[0][:3], item[1][0].sent)))
 
 
-def ddp_of(runs, shape):
-    return finals(runs[f"{shape} DDP"])
+def over_ddp(runs, shape, seeds):
+    return over(finals(seeds), finals(same_seeds(seeds, runs[f"{shape} DDP"])))
 
 
 def table(found):
@@ -138,7 +138,7 @@ def table(found):
     print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
           "| MB sent per rank to synchronise |\n" + 5 * "|---" + "|")
     for label, seeds in runs.items():
-        more = over(finals(seeds), ddp_of(runs, label[:3]))
+        more = over_ddp(runs, label[:3], seeds)
         print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {spread_of(more, '+.1%')} "
               f"| {seeds[0].sent:.1f} |")
 
@@ -152,7 +152,7 @@ def draw(plt, found):
                 shown = [seeds for label, seeds in runs.items() if label.startswith(f"{shape} {method}")
                          and label.endswith(("one byte", "bf16")) == one]
                 points = [(run.sent, 100 * more) for seeds in shown
-                          for run, more in zip(seeds, over(finals(seeds), ddp_of(runs, shape)))]
+                          for run, more in zip(seeds, over_ddp(runs, shape, seeds))]
                 axis.plot(*zip(*sorted(points)), "o", color=COLOURS[i], ms=5,
                           mfc=None if one else "none", ls="-" if one else ":",
                           label=f"{method}, {'bf16' if method == 'DDP' else 'one byte'}" if one else method)

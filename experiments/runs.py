@@ -213,6 +213,12 @@ def spread_of(values, form=".3f"):
     return text if len(values) == 1 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
 
 
+def same_seeds(runs, others):
+    """Of the others those of the runs' seeds, in their order."""
+    by_seed = {run.o.seed: run for run in others}
+    return [by_seed[run.o.seed] for run in runs]
+
+
 def over(losses, base):
     """Perplexity over the base's, seed by seed, less 1."""
     return [math.exp(a - b) - 1 for a, b in zip(losses, base)]

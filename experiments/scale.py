@@ -9,7 +9,7 @@ import json
 from dataclasses import replace
 
 from experiments import skip
-from experiments.runs import ROOT, finals, headline, over, results, spread_of
+from experiments.runs import ROOT, finals, headline, over, results, same_seeds, spread_of
 
 SKIPPED = {"25% skipped, in order": False, "50% skipped": True}         # with the first seed only
 
@@ -27,12 +27,14 @@ def table(found):
           "| perplexity over the unscaled | over the planned full pipeline's, equal time "
           "| 75% of the stages, over the unscaled's | half |\n" + 8 * "|---" + "|")
     for label, seeds in results(found).items():
-        plain = unscaled[label][:len(seeds)]
-        full = unscaled[f"{label.split(',')[0]}, 0% skipped, in order, equal time"]
+        plain = same_seeds(seeds, unscaled[label])
+        full = same_seeds(seeds, unscaled[f"{label.split(',')[0]}, 0% skipped, in order, equal time"])
         missing = [over(left(seeds, share), left(plain, share)) for share in ("0.75", "0.5")]
-        cells = [over(finals(seeds), finals(plain)), over(finals(seeds), finals(full)), *missing]
-        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {spread_of(finals(plain))}",
-              *(spread_of(cell, "+.1%") for cell in cells), "", sep=" | ")
+        to_plain, to_full, *left_out = [
+            spread_of(cell, "+.1%") for cell in (over(finals(seeds), finals(plain)),
+                                                 over(finals(seeds), finals(full)), *missing)]
+        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {spread_of(finals(plain))}", to_plain,
+              to_full if label.endswith("equal time") else "", *left_out, "", sep=" | ")
 
 
 def left(seeds, share):

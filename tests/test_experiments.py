@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import math
+import time
 import types
 
 import pytest
@@ -110,15 +111,35 @@ def test_seconds_that_the_links_rates_give():
     assert whole == pytest.approx([2 * seconds + 4 * fast, 4 * seconds + 8 * fast])
 
 
-def test_a_clocked_run_takes_as_many_steps_as_fit(corpus, tmp_path):
-    """At its own pace, with evaluations just after outer steps, of which the last ends it."""
+def test_a_clock_gives_the_steps_that_fit():
+    """40 steps of 2.5 s in 100 s; at a slower pace then fewer. Every rank does what rank 0's clock says."""
+    asked = []
+
+    def agree_on(key, function):
+        assert key not in asked
+        asked.append(key)
+        return function()
+
+    o = types.SimpleNamespace(inner_steps=3, steps=10**6, eval_every=10**6)
+    t = types.SimpleNamespace(o=o, job=types.SimpleNamespace(agree_on=agree_on), step=hosts.FIRST)
+    meter = hosts.Clock(t=t, whole=100.0)
+    meter.clock = time.perf_counter() - 2.5 * 21
+    meter.add(0.0, 0, None, 2.5)
+    assert (o.steps, o.eval_every) == (39, 6)               # 13 rounds; of 12.5 s a part: 5 steps, so 6
+    t.step = 21
+    meter.fit("pace/21", 60.0, 21)
+    assert (o.steps, o.eval_every) == (36, 6)               # 35 steps fit
+    meter.fit("pace/30", 90.0, 30)
+    assert (o.steps, o.eval_every) == (36, 6)               # too late to change
+
+
+def test_a_clocked_run_evaluates_just_after_outer_steps(corpus, tmp_path):
     argv = ["--data", corpus, "--name", "x", *SMALL, "--inner-steps", 3]
     run(2, *argv, cwd=tmp_path, main=functools.partial(hosts.clocked, 1.0))
-    rows = metrics(tmp_path / "runs/x")
-    steps = [row["step"] for row in rows]
-    assert steps[0] > 20 and len(steps) > 2 and not any(step % 3 for step in steps)
-    assert len({step - before for before, step in zip(steps, steps[1:-1])}) <= 1
+    steps = [row["step"] for row in metrics(tmp_path / "runs/x")]
+    assert steps[0] > hosts.FIRST and not any(step % 3 for step in steps)
     assert checkpoint(tmp_path / "runs/x", steps[-1], 1)["step"] == steps[-1]
+    assert json.loads((tmp_path / "runs/x/config.json").read_text())["steps"] == steps[-1]
 
 
 @pytest.mark.parametrize("name", [
