@@ -19,7 +19,7 @@ its chain being due on node j:
 (`origin_overhead` after an origin's first forward of a microbatch.) A node runs one task at a time and
 holds at most `memory` microbatches: a forward takes a slot, the same microbatch's backward frees it.
 
-In training, a stage that a share rho of the iteration's microbatches visits adds the more to these (ours):
+With --scaled (ours), a stage that a share rho of the iteration's microbatches visits adds more in training:
 
     y = x + (blocks(x) - x) / rho         x, y: the residual stream before and after              (6)
 

@@ -350,10 +350,10 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
     stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
     model, whole = Llama(config, layers[stage], ends=stage == 0), Llama(config).double()
     theta, grad = flatten(model.parameters())
-    head_dim = config.hidden_size // config.num_attention_heads
-    angles = rotary(shape[1], head_dim, config.rope_theta, torch.device("cpu"))
+    angles = rotary(shape[1], shape[2] // 2, config.rope_theta, torch.device("cpu"))
     job = connected_job()
     pipeline = train.Pipeline(model, job, stages, shape, dtype)
+    pipeline.scaled = True
     worst = 0.0
     for t, paths in enumerate(all_paths):
         generator = torch.Generator().manual_seed(t)

@@ -88,8 +88,7 @@ class Options:
     routing: str = option(None, "paths: random at every boundary, always the same, or planned (default: "
                                 "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
-    unscaled: bool = option(False, "with --skip, a visited stage adds its blocks' output as it is, not times "
-                                   "1/rho (Eq. 6 of skippipe.py)")
+    scaled: bool = option(False, "with --skip, what a visited stage adds is times 1/rho in training (Eq. 6)")
     links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
     replan: float = option(0.0, "plan anew when ranks got slower or faster and the iteration is this share "
                                 "longer than it need be, e.g. 0.2 (0: never)")
@@ -189,7 +188,7 @@ class Pipeline:
     shape: (B, T, C) of a message. bytes_sent counts. scaled: whether Eq. 6 of skippipe.py holds. Others
     override take, task, give, send, receive, wait and run.
     """
-    scaled = True
+    scaled = False
 
     def __init__(self, model, job, stages, shape, dtype=torch.float32):
         self.model, self.job, self.shape, self.dtype = model, job, shape, dtype
@@ -466,7 +465,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     t.outer = make_outer(job, o, t.model.parameters(), replicas, t.adam)
     t.average = job.averager(replicas) if o.method == "ddp" or o.warm_start else None
     t.pipeline = Pipeline(t.model, job, t.stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
-    t.pipeline.scaled = not o.unscaled
+    t.pipeline.scaled = o.scaled
     t.checkpoints = Checkpoints(job, t.folder)
     plan = go_on(t) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(t))

@@ -2,7 +2,7 @@
 
     python -m experiments.scale [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-The same plans, network and steps, without --unscaled; what they are set beside is read from
+The same plans, network and steps, with --scaled; what they are set beside is read from
 results/headline_skip.json, not run again. 25% skipped in order has every seed, 50% the first.
 """
 import json
@@ -18,7 +18,7 @@ def runs(steps):
     for run in skip.runs(steps):
         for name, first in SKIPPED.items():
             if run.label.removesuffix(", equal time").endswith(f" {name}"):
-                yield replace(run, options=run.options.replace(" --unscaled", ""), first=first)
+                yield replace(run, options=f"{run.options} --scaled", first=first)
 
 
 def table(found):

@@ -6,7 +6,6 @@ missing at inference.
 8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance;
 gradients are averaged at every step, so that what differs is the paths. 0% skipped is DT-FM's pipeline;
 "in order" means no swapped neighbours; "equal time": as many steps as fit into the full pipeline's time.
-All without the scale of what a visited stage adds (Eq. 6 of skippipe.py), as the published table.
 """
 import itertools
 import random
@@ -72,8 +71,7 @@ def runs(steps):
         for skip, routing in kinds:
             label = f"{stages} stages, {name(skip, routing)}"
             options = (f"--method ddp --layers 8 --lr 4e-3 --microbatches 6 --batch 2 --links {links} "
-                       f"--stages {','.join(['2'] * stages)} --routing {routing} "
-                       f"--skip {skip:g} --unscaled")
+                       f"--stages {','.join(['2'] * stages)} --routing {routing} --skip {skip:g}")
             if skip or (skip, routing) == FULL:     # a plan that skips nothing: what it gains is time
                 yield Run(label, f"{options} --steps {steps}", 2 * stages, missing_stages)
             if (skip, routing) != FULL:

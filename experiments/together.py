@@ -36,8 +36,8 @@ def runs(steps):
                    f"--steps {steps} {options}", 20)
 
     def skipping(label, steps, routing="skippipe", inner=INNER, more=""):
-        return run(label, steps, f"--method noloco --inner-steps {inner} --skip 0.33 --unscaled "
-                   f"--links {links} --routing {routing}{more}")
+        return run(label, steps, f"--method noloco --inner-steps {inner} --skip 0.33 --links {links} "
+                   f"--routing {routing}{more}")
 
     yield run("DDP, full pipeline", steps, "--method ddp --routing fixed")
     yield run("DiLoCo, full pipeline", steps, f"--method diloco --inner-steps {INNER} --routing fixed")

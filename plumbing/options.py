@@ -47,7 +47,7 @@ FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "ski
 # A checkpoint fits only the same. SHAPE is in the order of Config's fields.
 SHAPE = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
 LAYOUT = (*SHAPE, "stages", "layers_per_stage", "method", "warm_start", "model", "init_from", "seq_len",
-          "seed", "data", "tokenizer", "routing", "skip", "unscaled", "microbatches", "batch")
+          "seed", "data", "tokenizer", "routing", "skip", "scaled", "microbatches", "batch")
 LEAST = dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1,
              inner_steps=1, group_size=2, lr=0.0, warm_start=0, clip=1e-6, survive=0.0, replan=0.0)
 
@@ -148,8 +148,7 @@ def default_text(f, tables):
 
 def resumed(Options, folder):
     try:
-        old = json.loads((Path(folder) / "config.json").read_text())
-        return asdict(Options(**{"unscaled": True, **old}))     # runs from before the scale go on without
+        return asdict(Options(**json.loads((Path(folder) / "config.json").read_text())))
     except (OSError, ValueError, TypeError) as error:
         raise BadInput(f"--resume {folder}: no readable config.json there ({error})")
 

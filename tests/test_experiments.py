@@ -162,7 +162,7 @@ def rows_of(capsys):
 
 
 @pytest.mark.parametrize("name", [
-    "tuning", "momentum", "convergence", "skip", "failure", "together", "hosts", "speed"])
+    "tuning", "momentum", "convergence", "skip", "scale", "failure", "together", "hosts", "speed"])
 def test_the_docs_tables_are_what_the_results_print(name, capsys):
     pytest.importorskip("transformers" if name == "speed" else "torch")
     file = HERE / "results" / ("speed.json" if name == "speed" else f"headline_{name}.json")

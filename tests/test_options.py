@@ -167,17 +167,16 @@ def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_
 
 
 def test_a_run_goes_on_with_the_scale_that_it_began_with(corpus, tmp_path, monkeypatch, capsys):
-    """One from before there was a scale: without."""
     monkeypatch.chdir(tmp_path)
-    for more in ([], ["--unscaled"]):
+    for more in ([], ["--scaled"]):
         name = "-".join(["x", *more])
         t = train.build(Job(), options("--data", corpus, "--name", name, *more, *SMALL))
-        assert t.pipeline.scaled == (not more)
+        assert t.pipeline.scaled == bool(more)
         config = vars(t.o)
         Path("runs", name, "config.json").write_text(json.dumps(config))
-        assert options("--resume", f"runs/{name}").unscaled == bool(more)
-    with pytest.raises(BadInput, match="--unscaled True differs from the False of runs/x"):
-        options("--resume", "runs/x", "--unscaled")
-    config.pop("unscaled")
+        assert options("--resume", f"runs/{name}").scaled == bool(more)
+    with pytest.raises(BadInput, match="--scaled True differs from the False of runs/x"):
+        options("--resume", "runs/x", "--scaled")
+    config.pop("scaled")                        # from before there was a scale
     Path("runs/x/config.json").write_text(json.dumps(config))
-    assert options("--resume", "runs/x").unscaled
+    assert not options("--resume", "runs/x").scaled
