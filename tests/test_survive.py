@@ -280,6 +280,7 @@ def test_a_restarted_replica_joins_and_takes_part(streamed, sound, corpus, tmp_p
         assert (state[0]["theta"] - state[1]["theta"]).norm() < 0.1 * state[1]["theta"].norm()
 
 
+@pytest.mark.faults
 def test_a_replica_joins_a_run_that_goes_on_from_a_checkpoint(corpus, tmp_path):
     run(4, *FAULTS, "--stages", 4, "--data", corpus, "--steps", 20, cwd=tmp_path)
     with store_host() as (port, pid):
