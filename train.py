@@ -364,15 +364,21 @@ class Routes:
             raise BadInput(f"--routing {o.routing}: {error}")
 
     def at(self, step):
-        if self.plan:
-            return self.plan["paths"], self.plan["order"]
+        plan = self.in_force()
+        if plan:
+            return plan["paths"], plan["order"]
         if self.o.routing == "random":
             return random_paths(self.stages, self.o.microbatches, step, self.o.seed), None
         return full_paths(self.stages, self.o.microbatches), None
 
+    def in_force(self):
+        """The plan that paths are taken from."""
+        return self.plan
+
     def makespan(self):
         """Simulated seconds of an iteration (None: no plan)."""
-        return self.plan and self.plan["makespan"]
+        plan = self.in_force()
+        return plan and plan["makespan"]
 
     def living(self):
         """The ranks of each stage: all, unless survive/ goes round the dead."""

@@ -10,7 +10,7 @@ import sys
 
 import train
 from experiments.pictures import COLOURS
-from experiments.runs import Run, band, finals, headline, losses, over, results, spread_of, tokens
+from experiments.runs import Run, band, built, finals, headline, losses, over, results, spread_of, tokens
 from plumbing.processes import Job
 
 
@@ -38,10 +38,7 @@ class Losing(train.Pipeline):
 
 def lose(share, argv):
     """train.py with such a pipeline."""
-    job = Job()
-    o = train.Options(**job.agree(train.parse, argv))
-    job.connect(o)
-    t = train.build(job, o, Pipeline=functools.partial(Losing, share))
+    _, t = built(Job(), argv, Pipeline=functools.partial(Losing, share))
     t.counts = lambda: dict(lost=t.pipeline.lost)
     train.train(t)
 

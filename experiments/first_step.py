@@ -16,7 +16,7 @@ class Telling(train.Pipeline):
 
 
 def main():
-    job = Job()
+    job = Job()                         # (without experiments.runs: what starting takes is timed here)
     o = train.Options(**job.agree(train.parse, None))
     job.connect(o)
     train.train(train.build(job, o, Pipeline=Telling))

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import train
 from experiments.clock import every, reaches
 from experiments.pictures import COLOURS
-from experiments.runs import Run, finals, headline, results, spread_of
+from experiments.runs import Run, built, finals, headline, results, spread_of
 from model import count_parameters
 from noloco import random_groups
 from plumbing.options import shape
@@ -120,9 +120,7 @@ def clocked(seconds, argv):
     job = Job()
     job.together(enough, job)
     argv = [*argv, "--eval-every", "1000000", "--steps", "1000000"]
-    o = train.Options(**job.agree(train.parse, argv))
-    job.connect(o)
-    t = train.build(job, o)
+    o, t = built(job, argv)
     t.meter = Clock(t=t, whole=seconds)
     train.train(t)
     if job.rank == 0:
@@ -181,7 +179,7 @@ def best(runs, method):
     """The name of its try with the least loss at the end."""
     first, one_byte = method.split(",")[0], method.endswith("byte")
     names = [name for name in runs if name.split(",")[0] == first and name.endswith("byte") == one_byte]
-    return min(names, key=lambda name: statistics.mean(finals(runs[name])), default=None)
+    return min(names, key=lambda name: statistics.mean(finals(runs[name])))
 
 
 def seconds_to(goal, seeds):

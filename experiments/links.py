@@ -16,6 +16,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from experiments.runs import command_line
+
 HOSTS = 8
 LINKS = {"all at 200 Mbit/s": [], "host 5 at 20 Mbit/s": ["--slow", "5=20"]}
 METHODS = {"ddp": [], "diloco": ["--inner-steps", "5"], "noloco": ["--inner-steps", "5"]}
@@ -26,10 +28,8 @@ KEPT = ("seconds", "sync_seconds", "sync_seconds_longest", "sync_bytes", "steps_
 
 
 def command(links, method, name):
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "1", "train.py"]
-    hosts = [sys.executable, "-m", "tools.hosts", str(HOSTS), "--mbit", "200", *LINKS[links]]
-    return [*hosts, "--", *torchrun, "--stages", str(HOSTS), "--method", method, *METHODS[method], *TRAIN,
-            "--name", name]
+    words = ["--stages", str(HOSTS), "--method", method, *METHODS[method], *TRAIN, "--name", name]
+    return command_line(HOSTS, "train.py", *words, hosts=["--mbit", "200", *LINKS[links]])
 
 
 def measured(links, method):

@@ -7,10 +7,9 @@ run again. Of the rates the first is the best one and gets every seed, the other
 ablation strikes a term of Eq. 2 and changes nothing else: alpha = 0 is without momentum, gamma = 0 without
 the pull between slow weights.
 """
-import json
 import statistics
 
-from experiments.runs import ROOT, Run, finals, headline, mean_of_replicas, over, results, spread_of
+from experiments.runs import Run, finals, headline, mean_of_replicas, over, published, results, spread_of
 from experiments.tuning import options
 
 NOLOCO = "noloco --inner-steps 10 --alpha 0.5 --beta 0.7"
@@ -46,7 +45,7 @@ def runs(steps):
 
 def plain():
     """{label: [a Result per seed]} of the tuning."""
-    found = results(json.loads((ROOT / "results" / "headline_tuning.json").read_text()))
+    found = published("tuning")
     return {label: found[label] for label in PLAIN}
 
 

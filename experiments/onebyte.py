@@ -13,7 +13,6 @@ bytes are counted, not sent: Gloo has no sum of such numbers.
 
     python -m experiments.onebyte --short ...       train.py's options, with these two
 """
-import json
 import sys
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 import train
 from experiments.pictures import COLOURS
-from experiments.runs import ROOT, Run, finals, headline, over, results, same_seeds, spread_of
+from experiments.runs import Run, built, finals, headline, over_runs, published, results, spread_of
 from noloco import DiLoCo
 from plumbing.onebyte import lengths
 from plumbing.processes import Average, Job
@@ -105,15 +104,11 @@ class ShortAverage(Average):
 
 def short(argv):
     """train.main with them."""
-    job = Job()
-    o = train.Options(**job.agree(train.parse, argv))
-    job.connect(o)
-
     def make_outer(job, o, params, replicas, adam):
         return ShortDiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta) \
             if o.method == "diloco" else None
 
-    t = train.build(job, o, make_outer=make_outer)
+    _, t = built(Job(), argv, make_outer=make_outer)
     if t.average:
         t.average = ShortAverage(t.average.all_reduce, t.average.replicas)
     train.train(t)
@@ -124,13 +119,9 @@ def short(argv):
 
 def everything(found):
     """{label: [a Result per seed]}, with those of experiments/convergence.py; fewest bytes first."""
-    there = results(json.loads((ROOT / "results" / "headline_convergence.json").read_text()))
+    there = published("convergence")
     runs = {label: there[name] for label, name in THERE.items()} | results(found)
     return dict(sorted(runs.items(), key=lambda item: (item[0][:3], item[1][0].sent)))
-
-
-def over_ddp(runs, shape, seeds):
-    return over(finals(seeds), finals(same_seeds(seeds, runs[f"{shape} DDP"])))
 
 
 def table(found):
@@ -138,7 +129,7 @@ def table(found):
     print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
           "| MB sent per rank to synchronise |\n" + 5 * "|---" + "|")
     for label, seeds in runs.items():
-        more = over_ddp(runs, label[:3], seeds)
+        more = over_runs(seeds, runs[f"{label[:3]} DDP"])
         print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {spread_of(more, '+.1%')} "
               f"| {seeds[0].sent:.1f} |")
 
@@ -152,7 +143,7 @@ def draw(plt, found):
                 shown = [seeds for label, seeds in runs.items() if label.startswith(f"{shape} {method}")
                          and label.endswith(("one byte", "bf16")) == one]
                 points = [(run.sent, 100 * more) for seeds in shown
-                          for run, more in zip(seeds, over_ddp(runs, shape, seeds))]
+                          for run, more in zip(seeds, over_runs(seeds, runs[f"{shape} DDP"]))]
                 axis.plot(*zip(*sorted(points)), "o", color=COLOURS[i], ms=5,
                           mfc=None if one else "none", ls="-" if one else ":",
                           label=f"{method}, {'bf16' if method == 'DDP' else 'one byte'}" if one else method)

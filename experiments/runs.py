@@ -73,6 +73,11 @@ def results(found):
     return {label: [Result(row) for row in rows] for label, rows in found["runs"].items()}
 
 
+def published(name):
+    """The same of a headline that lies in results/."""
+    return results(json.loads((ROOT / "results" / f"headline_{name}.json").read_text()))
+
+
 # ---------------------------------------------------------------- the command line
 
 
@@ -129,14 +134,19 @@ def run_all(name, runs, o):
 # ---------------------------------------------------------------- one run
 
 
-def torchrun(processes, *words, hosts=(), **kwargs):
+def command_line(processes, *words, hosts=()):
     """words: `-m MODULE` of this repository, or a script, and its options. hosts: those of tools/hosts.py."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     if hosts:
         launcher = Path(sys.executable).with_name("torchrun")
         line = [sys.executable, "-m", "tools.hosts", str(processes), *hosts, "--"]
-        line += [str(launcher), "--nproc-per-node", "1"]
-    line += words
+        return [*line, str(launcher), "--nproc-per-node", "1", *words]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*line, "--nproc-per-node", str(processes), *words]
+
+
+def torchrun(processes, *words, hosts=(), **kwargs):
+    """That command, run to its end."""
+    line = command_line(processes, *words, hosts=hosts)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
     return subprocess.run(line, check=True, env=env, **kwargs)
@@ -177,6 +187,13 @@ def cpu_seconds():
     """Of this process and of those that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
     return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+def built(job, argv, **parts):
+    """train.main, up to where it trains: (its options, the parts of train.build), with parts of our own."""
+    o = train.Options(**job.agree(train.parse, argv))
+    job.connect(o)
+    return o, train.build(job, o, **parts)
 
 
 # ---------------------------------------------------------------- the model that a run leaves
@@ -226,6 +243,11 @@ def over(losses, base):
 
 def finals(runs):
     return [run.final for run in runs]
+
+
+def over_runs(runs, others):
+    """Perplexity at the end over the others', seed by seed, less 1. They may have more seeds."""
+    return over(finals(runs), finals(same_seeds(runs, others)))
 
 
 # ---------------------------------------------------------------- pictures

@@ -5,11 +5,10 @@
 The same plans, network and steps, with --scaled; what they are set beside is read from
 results/headline_skip.json, not run again. 25% skipped in order has every seed, 50% the first.
 """
-import json
 from dataclasses import replace
 
 from experiments import skip
-from experiments.runs import ROOT, finals, headline, over, results, same_seeds, spread_of
+from experiments.runs import finals, headline, over, over_runs, published, results, same_seeds, spread_of
 
 SKIPPED = {"25% skipped, in order": False, "50% skipped": True}         # with the first seed only
 
@@ -22,24 +21,18 @@ def runs(steps):
 
 
 def table(found):
-    unscaled = results(json.loads((ROOT / "results" / "headline_skip.json").read_text()))
+    unscaled = published("skip")
     print("| stages, share skipped | seeds | held-out nats per byte, scaled | unscaled "
           "| perplexity over the unscaled | over the planned full pipeline's, equal time "
           "| 75% of the stages, over the unscaled's | half |\n" + 8 * "|---" + "|")
     for label, seeds in results(found).items():
         plain = same_seeds(seeds, unscaled[label])
-        full = same_seeds(seeds, unscaled[f"{label.split(',')[0]}, 0% skipped, in order, equal time"])
-        missing = [over(left(seeds, share), left(plain, share)) for share in ("0.75", "0.5")]
-        to_plain, to_full, *left_out = [
-            spread_of(cell, "+.1%") for cell in (over(finals(seeds), finals(plain)),
-                                                 over(finals(seeds), finals(full)), *missing)]
+        full = unscaled[f"{label.split(',')[0]}, 0% skipped, in order, equal time"]
+        missing = [over(skip.left(seeds, share), skip.left(plain, share)) for share in ("0.75", "0.5")]
+        cells = [over_runs(seeds, plain), over_runs(seeds, full), *missing]
+        to_plain, to_full, *left_out = [spread_of(cell, "+.1%") for cell in cells]
         print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {spread_of(finals(plain))}", to_plain,
               to_full if label.endswith("equal time") else "", *left_out, "", sep=" | ")
-
-
-def left(seeds, share):
-    """Each seed's held-out loss with this share of the stages, over all choices of them."""
-    return [sum(run.shares[share]) / len(run.shares[share]) for run in seeds]
 
 
 if __name__ == "__main__":

@@ -122,13 +122,15 @@ def full_beside(runs, seeds):
     return next(rows for rows in runs.values() if kind(rows[0].o) == FULL and rows[0].o.stages == stages)
 
 
-def missing_over(runs, whole, key):
-    """Perplexity with stages missing (key: a share of them that runs, or "dead") over that of the other
-    run's whole model, seed by seed, less 1."""
-    def missing(run):
-        return statistics.mean(run.dead if key == "dead" else run.shares[key])
+def left(runs, key):
+    """Each seed's held-out loss with stages missing, over all choices of them. key: a share of them that
+    runs, or "dead"."""
+    return [statistics.mean(run.dead if key == "dead" else run.shares[key]) for run in runs]
 
-    return over([missing(run) for run in runs], [run.shares["1.0"][0] for run in whole])
+
+def missing_over(runs, whole, key):
+    """That perplexity over that of the other run's whole model, seed by seed, less 1."""
+    return over(left(runs, key), [run.shares["1.0"][0] for run in whole])
 
 
 def timing(found, run):

@@ -20,12 +20,10 @@ class SurvivingRoutes(Routes):
         idle = self.now and not self.now["order"][self.job.rank]
         if self.pipeline.begin(step, idle):
             self.go_round(step)
-        if self.now:
-            return self.now["paths"], self.now["order"]
         return super().at(step)
 
-    def makespan(self):
-        return self.now and self.now["makespan"]
+    def in_force(self):
+        return self.now
 
     def go_round(self, step):
         """Raises Gone when nothing leads round the dead."""
