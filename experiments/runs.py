@@ -5,7 +5,8 @@
 
 A run that is there already is not run again; remove its folder when train.py has changed. Results go to
 OUT/results/headline_NAME.json, pictures to OUT/figures (default OUT: runs; what the README shows lies in
-`.`).
+`.`). With --add those stay that are in OUT/results, and only what they lack is run: further seeds, on
+another machine too.
 """
 import argparse
 import json
@@ -87,6 +88,7 @@ def arguments(description):
     p.add_argument("--steps", type=int, help="training steps, in place of each run's own")
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
     p.add_argument("--plot", action="store_true", help="no runs: table and picture of what OUT/results has")
+    p.add_argument("--add", action="store_true", help="run what OUT/results lacks, and add it there")
     o = p.parse_args()
     if o.steps is not None and o.steps < 1:
         raise BadInput(f"--steps must be at least 1, got {o.steps}")
@@ -107,7 +109,8 @@ def run_or_show(name, description, runs, table, draw, seconds):
     if o.plot and not file.exists():
         raise BadInput(f"no {file}: run this without --plot first")
     if not o.plot:
-        found = run_all(name, list(runs(o.steps)), o)
+        found = json.loads(file.read_text()) if o.add and file.exists() else dict(cpu_hours=0.0, runs={})
+        run_all(name, list(runs(o.steps)), o, found)
         if seconds:
             found["seconds"] = seconds()
         save(o.out, f"headline_{name}", found, indent=None)
@@ -117,18 +120,21 @@ def run_or_show(name, description, runs, table, draw, seconds):
         picture(o.out, f"headline_{name}", draw, found)
 
 
-def run_all(name, runs, o):
-    found = dict(cpu_hours=0.0, runs={})
+def run_all(name, runs, o, found):
+    """Adds to `found` what it lacks."""
     todo = [(seed, run) for seed in o.seeds for run in runs if seed == o.seeds[0] or not run.first]
     with tqdm(total=len(todo), unit="run") as progress:
         for seed, run in todo:
             progress.set_postfix_str(run.label)
             own = f"-of-{o.steps}-steps" if o.steps else ""     # a try spares the whole runs
-            row = train_once(run, f"{name}-{run.label}-{seed}{own}", seed)
-            found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
-            found["runs"].setdefault(run.label, []).append(row)
+            rows = found["runs"].setdefault(run.label, [])
+            which = identity(run, f"{name}-{run.label}-{seed}{own}", seed)
+            if not any(row.items() >= which.items() for row in rows):
+                row = train_once(run, which)
+                found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
+                rows.append(row)
+                rows.sort(key=lambda row: int(row["command"].split()[-1]))          # by seed
             progress.update()
-    return found
 
 
 # ---------------------------------------------------------------- one run
@@ -152,13 +158,17 @@ def torchrun(processes, *words, hosts=(), **kwargs):
     return subprocess.run(line, check=True, env=env, **kwargs)
 
 
-def train_once(run, name, seed):
-    """The run's row of results: its command, curves, CPU hours, and what `after` finds in its folder."""
+def identity(run, name, seed):
+    """What a row of results begins with."""
     name = "headline-" + re.sub(r"[^\w.]+", "-", name)
-    folder = Path("runs", name)
     row = dict(command=f"{run.program} --name {name} {SMALL} {run.options} --seed {seed}")
-    if run.hosts:
-        row["hosts"] = run.hosts
+    return {**row, "hosts": run.hosts} if run.hosts else row
+
+
+def train_once(run, row):
+    """The run's row of results: its identity, curves, CPU hours, and what `after` finds in its folder."""
+    words = row["command"].split()
+    folder = Path("runs", words[words.index("--name") + 1])
     done = folder / "headline.json"
     if done.exists() and (found := json.loads(done.read_text())).items() >= row.items():
         return found
@@ -166,12 +176,12 @@ def train_once(run, name, seed):
     start = cpu_seconds()
     with tempfile.TemporaryFile("w+") as log:
         try:
-            torchrun(run.processes, *row["command"].split(), hosts=run.hosts.split(), stdout=log, stderr=log)
+            torchrun(run.processes, *words, hosts=run.hosts.split(), stdout=log, stderr=log)
         except subprocess.CalledProcessError:
             log.seek(0)
             raise BadInput(f"{row['command']} failed: {log.read()[-2000:]}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    row["curves"] = curves([line for line in lines if "heldout_loss" in line])
+    row = dict(row, curves=curves([line for line in lines if "heldout_loss" in line]))
     row.update(run.after(folder) if run.after else {})
     row.update(ranks=run.processes, cpu_hours=(cpu_seconds() - start) / 3600)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)

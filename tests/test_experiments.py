@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import math
+import shutil
 import time
 import types
 
@@ -205,13 +206,23 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp
     o = types.SimpleNamespace(seeds=[0, 5], steps=4)
     kinds = [runs.Run("a b", "--steps 4"), runs.Run("c", "--steps 4", after=lambda folder: dict(mean=2.0)),
              runs.Run("d", "--steps 4", first=True)]
-    found = runs.run_all("x", kinds, o)
-    assert len(started) == 5 and runs.run_all("x", kinds, o)["runs"] == found["runs"] and len(started) == 5
+    found, again = (dict(cpu_hours=0.0, runs={}) for _ in range(2))
+    runs.run_all("x", kinds, o, found)
+    assert len(started) == 5
+    runs.run_all("x", kinds, o, again)
+    assert again["runs"] == found["runs"] and len(started) == 5
     names = [f"headline-x-{run}-of-4-steps" for run in ("a-b-0", "a-b-5", "c-0", "c-5", "d-0")]
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
     assert [runs.Result(row).o.seed for row in found["runs"]["a b"]] == [0, 5]
     assert found["runs"]["a b"][0]["curves"]["step"] == [4]
+    # results without their folders, and a seed more
+    shutil.rmtree("runs")
+    o.seeds = [0, 3, 5]
+    runs.run_all("x", kinds, o, found)
+    assert len(started) == 7
+    assert [[runs.Result(row).o.seed for row in rows] for rows in found["runs"].values()] == [
+        [0, 3, 5], [0, 3, 5], [0]]
 
 
 losing_always = functools.partial(failure.lose, 1.0)
