@@ -9,11 +9,11 @@ messages at once; a host's real link shares its rate among them. A message is 25
 """
 import statistics
 
-from experiments.hosts import FIRST, SECONDS, seconds_to, wires
+from experiments.hosts import FIRST, SECONDS, Links, seconds_to
 from experiments.pictures import COLOURS
 from experiments.runs import Run, finals, headline, results, spread_of
 
-RATES = 200, {3: 50, 4: 50, 7: 25}
+LINKS = Links(200, {3: 50, 4: 50, 7: 25})
 PLANS = {           # name: options
     "full, in the order of ranks": "--routing dtfm",
     "full, planned": "--routing no-swaps",
@@ -29,7 +29,7 @@ def runs(steps):
     if steps:
         program, length = Run.program, f" --steps {steps}"
     for name, options in PLANS.items():
-        yield Run(name, f"{COMMON}{length} {options}", program=program, hosts=wires(*RATES))
+        yield Run(name, f"{COMMON}{length} {options}", program=program, hosts=LINKS.options())
 
 
 def table(found):

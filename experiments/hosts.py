@@ -12,7 +12,8 @@ there:
 
     seconds = 2 (n - 1)/n  bytes / rate of the slowest link of the n,  once all n have come      (H)
 
-for a ring's all-reduce (DDP, DiLoCo: n = 8) and for a pair that swaps its weights (NoLoCo: n = 2).
+(the rate at that moment, where it changes) for a ring's all-reduce (DDP, DiLoCo: n = 8) and for a pair that
+swaps its weights (NoLoCo: n = 2).
 
     python -m experiments.hosts --train SECONDS ...     train.py's options: as many steps as fit
 """
@@ -20,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch.distributed as dist
@@ -36,10 +37,38 @@ from plumbing.processes import BadInput, Job
 from plumbing.report import Meter, replace
 
 SECONDS, EVALUATIONS, FIRST = 100, 8, 20
-LINKS = {           # name: (Mbit/s of all links, {host: Mbit/s of its link})
-    "50 Mbit/s": (50, {}),
-    "200 Mbit/s, one host 20": (200, {5: 20}),
-    "200 Mbit/s": (200, {}),
+TURN, END = 20, 300         # seconds: links change so often, and for longer than a run takes
+START, PAUSE = 17, 4        # seconds, about: before the first step, and of an evaluation
+
+
+@dataclass
+class Links:
+    """mbit: of all links. slow: {host: Mbit/s of its link}. changing: hosts whose links have mbit and `low`
+    by turns. best: of the first seed's tries those that get the other seeds, too (default: all)."""
+    mbit: float
+    slow: dict = field(default_factory=dict)
+    changing: tuple = ()
+    best: tuple = ()
+    low: float = 20
+
+    def options(self):
+        """Of tools/hosts.py."""
+        slow = [f"--slow {host}={rate}" for host, rate in self.slow.items()]
+        turns = [f"--rate {host}@{TURN * i}={self.low if i % 2 else self.mbit}"
+                 for i in range(1, END // TURN) for host in self.changing]
+        return " ".join([f"--mbit {self.mbit}", *slow, *turns])
+
+    def rate(self, host, second):
+        """Bytes a second of a host's link, so long after the launch."""
+        low = host in self.changing and second // TURN % 2
+        return (self.low if low else self.slow.get(host, self.mbit)) * 1e6 / 8
+
+
+LINKS = {
+    "50 Mbit/s": Links(50, best=("DDP", "DiLoCo, every 20", "NoLoCo, every 20", "NoLoCo, every 2, one byte")),
+    "200 Mbit/s, one host 20": Links(200, {5: 20}),
+    "200 Mbit/s, two hosts 20 by turns": Links(200, changing=(2, 5)),
+    "200 Mbit/s": Links(200),
 }
 # few of DDP's steps fit, so it is tried with less warm-up and a larger rate
 METHODS = {"DDP": "ddp"}
@@ -63,15 +92,12 @@ def runs(steps):
     for name in links:
         for method in methods:
             options = f"{COMMON}{length} --method {METHODS[method]}"
-            yield Run(f"{name}: {method}", options, count, program=program, hosts=wires(*LINKS[name]))
+            first = bool(LINKS[name].best) and method not in LINKS[name].best
+            yield Run(f"{name}: {method}", options, count, program=program, first=first,
+                      hosts=LINKS[name].options())
     for method in ("ddp", "local"):
         options = f"{COMMON} --steps {steps or 100} --method {method}"
-        yield Run(f"{FREE}: {method}", options, count, hosts=wires(0, {}), first=True)
-
-
-def wires(mbit, slow):
-    """Of tools/hosts.py."""
-    return " ".join([f"--mbit {mbit}", *(f"--slow {host}={rate}" for host, rate in slow.items())])
+        yield Run(f"{FREE}: {method}", options, count, hosts=Links(0).options(), first=True)
 
 
 # ---------------------------------------------------------------- one clock for all
@@ -135,17 +161,17 @@ def enough(job):
 # ---------------------------------------------------------------- what the rates alone would give
 
 
-def predicted(run, compute, mbit, slow):
+def predicted(run, compute, links):
     """Seconds at each evaluation, by (H). compute: seconds of an inner step."""
     o, m = run.o, every(run.o)
-    rate = [slow.get(host, mbit) * 1e6 / 8 for host in range(run.ranks)]        # bytes a second
     size = count_parameters(shape(o))[0] * (1 if o.wire == "int8" else 4)
     ready, found = [0.0] * run.ranks, []
     for step in range(1, int(run.steps[-1]) + 1):
         ready = [moment + compute for moment in ready]
         for group in meeting(run, step // m - 1) if step % m == 0 else []:
-            n, slowest = len(group), min(rate[host] for host in group)
-            done = max(ready[host] for host in group) + 2 * (n - 1) / n * size / slowest
+            n, begin = len(group), max(ready[host] for host in group)
+            slowest = min(links.rate(host, START + begin + PAUSE * len(found)) for host in group)
+            done = begin + 2 * (n - 1) / n * size / slowest
             for host in group:
                 ready[host] = done
         if step in run.steps:
@@ -203,7 +229,7 @@ def table(found):
         goals = [statistics.mean(finals(methods[best(methods, name)])) for name in ("DDP", "DiLoCo")]
         for name, seeds in methods.items():
             ends = [run.curves["seconds"][-1] for run in seeds]
-            over = [predicted(run, free["local"], *LINKS[links])[-1] / end for run, end in zip(seeds, ends)]
+            over = [predicted(run, free["local"], LINKS[links])[-1] / end for run, end in zip(seeds, ends)]
             sent = statistics.mean(run.curves["sync_bytes"][-1] for run in seeds) / 1e6
             columns = [links, name, str(len(seeds)), spread_of([run.steps[-1] for run in seeds], ".0f"),
                        spread_of(finals(seeds)), spread_of(ends, ".0f"),
@@ -222,7 +248,7 @@ def draw(plt, found):
             name = best(methods, method)
             for i, run in enumerate(methods[name]):
                 axis.plot(run.curves["seconds"], run.losses, color=colour, label=None if i else name)
-                expected = predicted(run, free["local"], *LINKS[links])
+                expected = predicted(run, free["local"], LINKS[links])
                 axis.plot(expected, run.losses, ":", color=colour, lw=1)
         axis.set(xlabel="seconds, measured (dotted: what the rates alone give)", title=links)
         axis.legend()

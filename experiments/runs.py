@@ -40,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000"
 # Of metrics.jsonl.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds", "seconds",
-        "sync_seconds", "iteration_seconds")
+        "sync_seconds", "iteration_seconds", "steps_alone")
 
 
 @dataclass

@@ -99,16 +99,21 @@ def test_seconds_that_the_links_rates_give():
     """Steps of 0.5 s, on 8 hosts of 10 MB/s, one of them at 1: by hand."""
     size = count_parameters(Config())[0]         # the tiny model
     fast, slow, seconds = size / 10e6, size / 1e6, 0.5
-    ddp = hosts.predicted(between_hosts("--method ddp", [2, 4]), seconds, 80, {})
+    same, one_slow = hosts.Links(80), hosts.Links(80, {5: 8})
+    ddp = hosts.predicted(between_hosts("--method ddp", [2, 4]), seconds, same)
     assert ddp == pytest.approx([2 * (seconds + 4 * fast * 14 / 8), 4 * (seconds + 4 * fast * 14 / 8)])
-    diloco = hosts.predicted(between_hosts("--method diloco --inner-steps 2", [4]), seconds, 80, {5: 8})
+    diloco = hosts.predicted(between_hosts("--method diloco --inner-steps 2", [4]), seconds, one_slow)
     assert diloco == pytest.approx([4 * seconds + 2 * 4 * slow * 14 / 8])
-    pair = hosts.predicted(between_hosts("--inner-steps 2 --wire int8", [2]), seconds, 80, {5: 8})
+    pair = hosts.predicted(between_hosts("--inner-steps 2 --wire int8", [2]), seconds, one_slow)
     assert pair == pytest.approx([2 * seconds + slow])
     # two rounds: whoever meets host 5 waits for it, and whoever then meets that one waits along
-    twice = hosts.predicted(between_hosts("--inner-steps 2", [4]), seconds, 80, {5: 8})
+    twice = hosts.predicted(between_hosts("--inner-steps 2", [4]), seconds, one_slow)
     assert twice == pytest.approx([4 * seconds + 8 * slow])
-    whole = hosts.predicted(between_hosts("--inner-steps 2", [2, 4]), seconds, 80, {})
+    # host 5 is slow from 3 s after the first step on, for 20 s; so two rounds are fast, then three are slow
+    by_turns = hosts.Links(80, changing=(5,), low=8)
+    turns = hosts.predicted(between_hosts("--method ddp", [10]), seconds, by_turns)
+    assert turns == pytest.approx([10 * seconds + (3 * slow + 7 * fast) * 4 * 14 / 8])
+    whole = hosts.predicted(between_hosts("--inner-steps 2", [2, 4]), seconds, same)
     assert whole == pytest.approx([2 * seconds + 4 * fast, 4 * seconds + 8 * fast])
 
 
@@ -144,7 +149,7 @@ def test_a_clocked_run_evaluates_just_after_outer_steps(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("name", [
-    "tuning", "momentum", "convergence", "onebyte", "skip", "scale", "failure", "together", "hosts",
+    "tuning", "momentum", "convergence", "onebyte", "skip", "scale", "failure", "together", "hosts", "cuts",
     "geography"])
 @pytest.mark.parametrize("steps", [None, 4])
 def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps, monkeypatch):
