@@ -46,10 +46,11 @@ headline: .venv/ready
 	for part in tuning momentum convergence onebyte skip scale failure together stability; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
 
-# loss against real time between 8 hosts of this machine, three seeds: about four hours on 2 idle cores, as
+# loss against real time between 8 hosts of this machine, three seeds: about six hours on 2 idle cores, as
 # root. QUICK=1: a try between two, into runs/quick
 hosts: .venv/ready
 	$(BIN)/python -m experiments.hosts --out $(OUT) $(if $(QUICK),--steps 5 --seeds 0)
+	$(if $(QUICK),,$(BIN)/python -m experiments.cuts --out $(OUT))
 	$(if $(QUICK),,$(BIN)/python -m experiments.geography --out $(OUT))
 
 # the trainer beside others, and the table of it: about 15 minutes on 2 idle cores, 22 GB of memory

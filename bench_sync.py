@@ -115,21 +115,12 @@ def pair_average(t):
     return t.amax(1).sum(0)
 
 
-def ring_all_reduce(steps):
-    """Each of the 2 (n - 1) steps is (n, trials): rank i passes a piece on to i + 1 once it has the step
-    before's."""
-    clock = 0
-    for t in steps:
-        clock = torch.maximum(clock + torch.zeros_like(t), (clock + t).roll(1, 0))
-    return clock.amax(0)
-
-
-def butterfly_all_reduce(rounds):
-    """Each round is (distance, times (n, trials)): rank i exchanges with rank i xor distance."""
-    clock = 0
-    for distance, t in rounds:
-        sent = clock + t
-        clock = torch.maximum(clock + torch.zeros_like(t), sent[torch.arange(len(t)) ^ distance])
+def all_reduce(rounds):
+    """Each round is (whom each rank hears, times of what each sends (n, trials)). A rank sends once it has
+    the round before's: in a ring to the next, or by halves (a butterfly) to the one at a distance."""
+    clock = torch.zeros(())
+    for source, t in rounds:
+        clock = torch.maximum(clock, (clock + t)[source])
     return clock.amax(0)
 
 
@@ -138,21 +129,23 @@ def reductions(n, spread, latency, seconds, generator):
     `seconds` on a link."""
     many = max(4, (1 << 20) // n)
     few = max(4, (1 << 15) // n)
-    halves = [(n >> r, 0.5**r) for r in range(1, n.bit_length())]
+    ranks = torch.arange(n)
+    halves = [(ranks ^ (n >> r), 0.5**r) for r in range(1, n.bit_length())]
 
     def draw(*shape, part=1.0, trials=many):
         return messages((*shape, trials), spread, generator).mul_(latency).add_(part * seconds)
 
     def ring():
-        return ring_all_reduce(draw(n, part=1 / n, trials=few) for _ in range(2 * (n - 1)))
+        steps = 2 * (n - 1)
+        return all_reduce((ranks.roll(1), draw(n, part=1 / n, trials=few)) for _ in range(steps))
 
     def halving():
-        return butterfly_all_reduce((d, draw(n, part=part)) for d, part in halves + halves[::-1])
+        return all_reduce((other, draw(n, part=part)) for other, part in halves + halves[::-1])
 
     return {
         "tree": lambda: tree_all_reduce(draw(2 * n), draw(2 * n)),
         "ring": ring,
-        "butterfly": lambda: butterfly_all_reduce((d, draw(n)) for d, _ in halves),
+        "butterfly": lambda: all_reduce((other, draw(n)) for other, _ in halves),
         "halving and doubling": halving,
         "pair, two exchanges (paper)": lambda: pair_average(draw(2, 2)),
         "NoLoCo here, one exchange": lambda: pair_average(draw(1, 2)),

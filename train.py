@@ -41,7 +41,7 @@ from plumbing.fast import Adam, speed_up
 from plumbing.huggingface import initial_weights
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import layout, numbers, option, shape
-from plumbing.processes import BadInput, Job, restarts
+from plumbing.processes import Job, restarts
 from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths, share_of_visits
 
@@ -352,16 +352,13 @@ class Routes:
     def links(self):
         """What --links says, or the measured network (on rank 0)."""
         if self.o.links:
-            return linked(self.o, self.stages)
+            return read_links(self.o.links, self.stages)
         found = measure(self.pipeline, self.stages, self.job)
         return Network(*found, self.stages) if self.job.rank == 0 else None
 
     def new_plan(self, dead=()):
         o = self.o
-        try:
-            return plan_paths(self.network, o.routing, o.skip, o.microbatches, o.seed, dead)
-        except ValueError as error:
-            raise BadInput(f"--routing {o.routing}: {error}")
+        return plan_paths(self.network, o.routing, o.skip, o.microbatches, o.seed, dead)
 
     def at(self, step):
         plan = self.in_force()
@@ -383,13 +380,6 @@ class Routes:
     def living(self):
         """The ranks of each stage: all, unless survive/ goes round the dead."""
         return self.stages
-
-
-def linked(o, stages):
-    try:
-        return read_links(o.links, stages)
-    except ValueError as error:
-        raise BadInput(str(error))
 
 
 # ---------------------------------------------------------------- one step
@@ -457,7 +447,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     replicas, ends = t.stages[t.stage], t.stage == 0
     t.config = job.together(shape, o)
     if o.links and not o.resume:
-        job.together(linked, o, t.stages)                       # refused before any work
+        job.together(read_links, o.links, t.stages)                     # refused before any work
     t.corpus, t.reader = job.together(origin_data, o, job.rank, t.stages[0])
     t.model = speed_up(Llama(t.config, t.layers[t.stage], ends, o.seed, job.device))
     if o.init_from and not o.resume:
@@ -534,7 +524,8 @@ def train(t):
         t.checkpoints.seal()
 
 
-def main(argv=None):
+def main(argv=None, **parts):
+    """parts: of one's own, for `build`."""
     job = Job()
     if job.leaves_help(argv):
         return
@@ -544,7 +535,7 @@ def main(argv=None):
         from survive import parts
         return train(parts.build(job, o, argv))
     job.connect(o)
-    train(build(job, o))
+    train(build(job, o, **parts))
 
 
 if __name__ == "__main__":

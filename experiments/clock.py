@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import train
-from planning.instance import city_delays
+from planning.instance import city_delays, city_links
 from planning.routing import plan_paths
 
 MODEL_BYTES = 4 * 500e6         # the 500M model whose messages the published instance has, fp32
@@ -39,15 +39,15 @@ def all_reduce_seconds(ranks, whole, part):
     return min(two_rounds, one_round, 2 * (len(ranks) - 1) * min(slowest_links))
 
 
-def stage_delays(network, names, links, share=1):
-    """delay[a][b] of this share of a stage's bytes."""
-    return city_delays(names, links, MODEL_BYTES / len(network.stages) / share)
+def stage_delays(network, names, share=1):
+    """delay[a][b] of this share of a stage's bytes, on the published links."""
+    return city_delays(names, city_links(), MODEL_BYTES / len(network.stages) / share)
 
 
-def slowest_all_reduce(network, names, links):
+def slowest_all_reduce(network, names):
     """Seconds in which the slowest stage is averaged over its nodes."""
-    whole = stage_delays(network, names, links)
-    return max(all_reduce_seconds(ranks, whole, stage_delays(network, names, links, len(ranks)))
+    whole = stage_delays(network, names)
+    return max(all_reduce_seconds(ranks, whole, stage_delays(network, names, len(ranks)))
                for ranks in network.stages)
 
 

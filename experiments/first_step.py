@@ -6,7 +6,6 @@ is over.
 import time
 
 import train
-from plumbing.processes import Job
 
 
 class Telling(train.Pipeline):
@@ -15,12 +14,5 @@ class Telling(train.Pipeline):
         return super().run(*args, **kwargs)
 
 
-def main():
-    job = Job()                         # (without experiments.runs: what starting takes is timed here)
-    o = train.Options(**job.agree(train.parse, None))
-    job.connect(o)
-    train.train(train.build(job, o, Pipeline=Telling))
-
-
 if __name__ == "__main__":
-    main()
+    train.main(Pipeline=Telling)

@@ -33,7 +33,7 @@ from experiments.runs import Run, built, finals, headline, results, spread_of
 from model import count_parameters
 from noloco import random_groups
 from plumbing.options import shape
-from plumbing.processes import BadInput, Job
+from plumbing.processes import Job
 from plumbing.report import Meter, replace
 
 SECONDS, EVALUATIONS, FIRST = 100, 8, 20
@@ -144,18 +144,14 @@ class Clock(Meter):
 def clocked(seconds, argv):
     """train.main, for so long. The first steps, of the warm-up, are the first measure of the pace."""
     job = Job()
-    job.together(enough, job)
+    if job.world == 1:
+        job.refuse("--train is for several processes: start torchrun with --nproc-per-node 2 or more")
     argv = [*argv, "--eval-every", "1000000", "--steps", "1000000"]
     o, t = built(job, argv)
     t.meter = Clock(t=t, whole=seconds)
     train.train(t)
     if job.rank == 0:
         replace(t.folder / "config.json", json.dumps(vars(o), indent=1))        # with the steps that fitted
-
-
-def enough(job):
-    if job.world == 1:
-        raise BadInput("--train is for several processes: start torchrun with --nproc-per-node 2 or more")
 
 
 # ---------------------------------------------------------------- what the rates alone would give

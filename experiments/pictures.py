@@ -17,6 +17,14 @@ def save(out, name, result, indent=1):
     print(path)
 
 
+def kept(out, name):
+    """What `save` has left there. Raises BadInput where it is missing."""
+    file = Path(out, "results", f"{name}.json")
+    if not file.exists():
+        raise BadInput(f"no {file}: run this without --plot, --add or --table first")
+    return json.loads(file.read_text())
+
+
 def picture(out, name, draw, found):
     """draw(plt, found) -> figure, written to OUT/figures/NAME.png. Raises BadInput without matplotlib."""
     try:

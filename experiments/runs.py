@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
 import shutil
 import statistics
@@ -27,7 +26,7 @@ from typing import Callable
 from tqdm import tqdm
 
 import train
-from experiments.pictures import picture, save
+from experiments.pictures import kept, picture, save
 from model import Llama
 from plumbing.data import load_data
 from plumbing.options import Parser
@@ -40,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000"
 # Of metrics.jsonl.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds", "seconds",
-        "sync_seconds", "iteration_seconds", "steps_alone")
+        "sync_seconds", "sync_seconds_longest", "iteration_seconds", "steps_alone")
 
 
 @dataclass
@@ -76,7 +75,7 @@ def results(found):
 
 def published(name):
     """The same of a headline that lies in results/."""
-    return results(json.loads((ROOT / "results" / f"headline_{name}.json").read_text()))
+    return results(kept(ROOT, f"headline_{name}"))
 
 
 # ---------------------------------------------------------------- the command line
@@ -105,16 +104,13 @@ def headline(name, description, runs, table, draw=None, seconds=None):
 
 def run_or_show(name, description, runs, table, draw, seconds):
     o = arguments(description)
-    file = Path(o.out, "results", f"headline_{name}.json")
-    if o.plot and not file.exists():
-        raise BadInput(f"no {file}: run this without --plot first")
     if not o.plot:
-        found = json.loads(file.read_text()) if o.add and file.exists() else dict(cpu_hours=0.0, runs={})
+        found = kept(o.out, f"headline_{name}") if o.add else dict(cpu_hours=0.0, runs={})
         run_all(name, list(runs(o.steps)), o, found)
         if seconds:
             found["seconds"] = seconds()
         save(o.out, f"headline_{name}", found, indent=None)
-    found = json.loads(file.read_text())
+    found = kept(o.out, f"headline_{name}")
     table(found)
     if draw:
         picture(o.out, f"headline_{name}", draw, found)
@@ -195,8 +191,7 @@ def curves(lines):
 
 def cpu_seconds():
     """Of this process and of those that it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
-    return sum(u.ru_utime + u.ru_stime for u in used)
+    return sum(os.times()[:4])
 
 
 def built(job, argv, **parts):

@@ -57,15 +57,11 @@ def network_of(stages):
     return Network(city_delays(cities, city_links()), compute, STAGES[stages], 3, 0.13, 0.09), cities
 
 
-def averaging(network, cities):
-    return slowest_all_reduce(network, cities, city_links())
-
-
 def runs(steps):
     steps = steps or 300
     for stages, kinds in KINDS.items():
         network, cities = network_of(stages)
-        sync = averaging(network, cities)
+        sync = slowest_all_reduce(network, cities)
         links = keep_links(network, f"headline-links-{stages}.json")
         full = makespan(network, "dtfm", 0.0) + sync
         for skip, routing in kinds:
@@ -81,7 +77,7 @@ def runs(steps):
 
 def seconds():
     """{stages: (None: each seed's plan says, seconds of an all-reduce)}"""
-    return {f"{stages} stages": (None, averaging(*network_of(stages))) for stages in KINDS}
+    return {f"{stages} stages": (None, slowest_all_reduce(*network_of(stages))) for stages in KINDS}
 
 
 def missing_stages(folder):

@@ -5,7 +5,6 @@
     python -m experiments.speed --table --out .   the table of what OUT/results/speed.json has
 """
 import argparse
-import copy
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 
 import skippipe
 import train
+from experiments.pictures import kept
 from experiments.runs import torchrun
 from experiments.sync import quartiles
 from model import Config, Llama, count_parameters
@@ -34,16 +34,6 @@ from plumbing.processes import BadInput, Job
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob
 from survive.pipeline import SurvivingPipeline
-
-PARTS = {}          # name: function(o, job) -> what rank 0 keeps, with .processes
-
-
-def part(processes):
-    def register(function):
-        function.processes = processes
-        PARTS[function.__name__] = function
-        return function
-    return register
 
 
 # ---------------------------------------------------------------- timing
@@ -113,10 +103,10 @@ class SurvivingRig(Rig):
     """As with --survive 60."""
 
     def __init__(self, job, *args):
-        super().__init__(SurvivingJob(copy.copy(job), 60.0, False), *args, Pipeline=SurvivingPipeline)
+        super().__init__(SurvivingJob(job, 60.0, False), *args, Pipeline=SurvivingPipeline)
 
     def step(self, k):
-        self.pipeline.begin(k)
+        self.pipeline.begin(self.pipeline.step + 1)         # numbered once and for all
         super().step(k)
 
 
@@ -136,7 +126,6 @@ def hugging_face(config, **kwargs):
     return other
 
 
-@part(processes=1)
 def model(o, job):
     """Forward and backward of 2 microbatches (train.py's default), then Adam, in one process, one
     thread: ours, Hugging Face's with the same fused Adam, both compiled too."""
@@ -188,7 +177,6 @@ def their_step(config, tokens, compiled=False):
     return step
 
 
-@part(processes=4)
 def pipeline(o, job):
     """Two pipelines of 2 stages, beside 2 processes with the whole model and beside torch's 1F1B; 16
     sequences of 128 tokens a step."""
@@ -204,8 +192,6 @@ def pipeline(o, job):
     def some_steps(step):
         return lambda: [step(k) for k in range(steps)]
 
-    survived = itertools.count()            # its iterations are numbered once and for all
-    kinds["2 x 2, survives"] = lambda k: survives.step(next(survived))
     times = medians({name: some_steps(step) for name, step in kinds.items()}, o.trials, job)
     survives.pipeline.stop()
     tokens = steps * 2 * microbatches * shape[0] * shape[1]
@@ -250,7 +236,6 @@ def torch_1f1b(job, config, shape, microbatches):
 # ---------------------------------------------------------------- beside the simulator
 
 
-@part(processes=2)
 def idle(o, job):
     """One pipeline of 2 stages, a core for each rank: the share of an iteration that a rank does not
     compute, beside what `simulate` says.
@@ -320,23 +305,19 @@ def as_measured(delay, rows, stages, microbatches):
 # ---------------------------------------------------------------- the outer step, the start, memory
 
 
-@part(processes=4)
 def sync(o, job):
     """4 replicas of the tiny model: 50 inner steps with and without the outer step; how long phi blocks
     when sent early or late."""
     rig = Rig(job, [[0, 1, 2, 3]], Config(), (4, 128), 2)
     outer = NoLoCo(rig.model.parameters())
 
-    def local():
+    def fifty(after):
         for k in range(50):
             rig.step(k)
+            after()
 
-    def noloco():
-        for k in range(50):
-            rig.step(k)
-            outer.step()
-
-    times = medians({"noloco": noloco, "local": local}, max(1, o.trials // 2), job)
+    times = {"noloco": lambda: fifty(outer.step), "local": lambda: fifty(lambda: None)}
+    times = medians(times, max(1, o.trials // 2), job)
     store = dist.PrefixStore("one", job.store)
     alone = {"survives": SurvivingNoLoCo(rig.model.parameters(), inner_steps=1, store=store).step,
              "fragile": NoLoCo(rig.model.parameters(), inner_steps=1).step}
@@ -368,18 +349,16 @@ def seconds_blocked(rig, early):
     return time.perf_counter() - start
 
 
-@part(processes=1)
 def start(o, job):
     """From launch until the last of 8 processes has done its first step, beside bare torchrun, import
     torch and a process group."""
-    seconds = {"floor": [], "begins": [], "done": []}
+    seconds = {"floor": [], "done": []}
     with tempfile.TemporaryDirectory() as folder:
         for trial in range(max(1, o.trials // 2)):
             floor = told(folder, "experiments.floor")
             first = told(folder, "experiments.first_step", "--stages", "4,4", "--steps", "2",
                          "--eval-sequences", "4", "--name", f"start-{trial}")
             seconds["floor"].append(max(times[0] for times in floor))
-            seconds["begins"].append(max(times[0] for times in first))
             seconds["done"].append(max(times[1] for times in first))
     beyond = statistics.median(b - a for a, b in zip(seconds["floor"], seconds["done"]))
     return dict({name: statistics.median(t) for name, t in seconds.items()}, beyond=beyond)
@@ -414,7 +393,6 @@ def memory_bytes(config, tokens, microbatches, vectors=7, layers=None):
     return 4 * (vectors * count_parameters(config)[0] + activations + C * config.vocab_size)
 
 
-@part(processes=2)
 def memory(o, job):
     """Peak resident memory beyond what the process had before its model, 2 replicas, beside
     `memory_bytes`."""
@@ -478,6 +456,11 @@ def table(r):
               f"| {row['measured'] / 1e6:.0f} MB ({row['formula'] / 1e6:.0f} MB) | |")
 
 
+# name: (function(o, job) -> what rank 0 keeps, processes)
+PARTS = {"model": (model, 1), "pipeline": (pipeline, 4), "idle": (idle, 2), "sync": (sync, 4),
+         "start": (start, 1), "memory": (memory, 2)}
+
+
 def parse(argv):
     p = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)} (default: all, then the table)")
@@ -489,9 +472,8 @@ def parse(argv):
         raise BadInput(f"there is no part {sorted(wrong)[0]}, only {', '.join(PARTS)}")
     if o.trials < 1:
         raise BadInput(f"--trials must be at least 1, got {o.trials}")
-    file = Path(o.out, "results", "speed.json")
-    if o.table and not file.exists():
-        raise BadInput(f"no {file}: run this without --table first")
+    if o.table:
+        kept(o.out, "speed")
     o.all = not o.parts
     o.parts = [] if o.table else o.parts or list(PARTS)
     if "model" in o.parts:
@@ -506,7 +488,8 @@ def run(name, o, job):
     """Into OUT/results/speed.json, which keeps the parts that are not run again."""
     file = Path(o.out, "results", "speed.json")
     load = os.getloadavg()[0]
-    result = PARTS[name](o, job)
+    function, _ = PARTS[name]
+    result = function(o, job)
     if job.rank == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         found = json.loads(file.read_text()) if file.exists() else {}
@@ -521,13 +504,14 @@ def main(argv=None):
     o = job.together(parse, argv)
     job.connect(SimpleNamespace(device="cpu", backend="gloo"))
     for name in o.parts:
-        if PARTS[name].processes == job.world:
+        _, processes = PARTS[name]
+        if processes == job.world:
             run(name, o, job)
         elif job.world == 1:
             options = ["--trials", str(o.trials), "--out", o.out]
-            torchrun(PARTS[name].processes, "-m", "experiments.speed", name, *options)
+            torchrun(processes, "-m", "experiments.speed", name, *options)
     if o.all:
-        found = json.loads(Path(o.out, "results", "speed.json").read_text())
+        found = kept(o.out, "speed")
         table({name: row["result"] for name, row in found.items()})
     job.close()
 

@@ -10,7 +10,7 @@ from experiments.clock import every, hours, keep_links, makespan, reaches, slowe
 from experiments.pictures import COLOURS
 from experiments.runs import Run, band, finals, headline, losses, results, spread_of
 from noloco import random_groups
-from planning.instance import city_links, published_network
+from planning.instance import published_network
 from skippipe import full_paths, random_paths, simulate
 
 INNER = 50
@@ -57,11 +57,11 @@ def runs(steps):
 
 def seconds():
     """{method: (seconds of an iteration, None: as each seed's plan has it; of a synchronisation)}"""
-    (network, names), links = published_network(), city_links()
-    everyone = slowest_all_reduce(network, names, links)
+    network, names = published_network()
+    everyone = slowest_all_reduce(network, names)
     full = simulate(network, full_paths(network.stages, 6)).makespan
     routed = [simulate(network, random_paths(network.stages, 6, step, 0)).makespan for step in range(100)]
-    some = slowest_groups(network, stage_delays(network, names, links))
+    some = slowest_groups(network, stage_delays(network, names))
     return {"DDP, full pipeline": (full, everyone),
             "DDP, planned": (makespan(network, "no-swaps", 0.0), everyone),
             "DiLoCo, full pipeline": (full, everyone),

@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 from planning.search import Search, plan
+from plumbing.processes import BadInput
 from skippipe import Deadlock, Network, full_paths, kind, random_valid_paths, simulate
 
 
@@ -58,7 +59,7 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=()):
     routing: a key of PLANNERS. skip: the share of the stages that a path leaves out. microbatches: per
     origin; it sends as many at once as nodes hold, the rest in further rounds where that divides. dead:
     ranks that are not there; the living may have less room, so then paths become shorter where they
-    must. Raises ValueError where there is no plan.
+    must. Raises BadInput where there is no plan.
     """
     held = min(network.memory)
     fitting = (r for r in range(1, microbatches) if microbatches % r == 0 and microbatches // r <= held)
@@ -72,7 +73,7 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=()):
             return dict(paths=paths * rounds, order=order, makespan=makespan, network=asdict(network))
         except (ValueError, Deadlock) as error:
             if not dead or kept == 1:
-                raise ValueError(str(error))
+                raise BadInput(f"--routing {routing}: {error}")
             kept -= 1
 
 
@@ -85,7 +86,7 @@ def idle(plan, world):
 
 def read_links(file, stages):
     """The Network in a JSON file with delay, compute (seconds) and maybe stages, memory, overhead and
-    origin_overhead, its nodes in the order of this run's ranks. Raises ValueError with one line."""
+    origin_overhead, its nodes in the order of this run's ranks. Raises BadInput."""
     try:
         links = json.loads(Path(file).read_text())
         theirs = links.get("stages", stages)
@@ -93,11 +94,11 @@ def read_links(file, stages):
         if lists and [len(stage) for stage in theirs] == [len(stage) for stage in stages]:
             return by_rank(links, [node for stage in theirs for node in stage], stages)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"--links {file}: {type(error).__name__} {error}")
+        raise BadInput(f"--links {file}: {type(error).__name__} {error}")
     if not lists:
-        raise ValueError(f"{file}: stages must be lists of nodes, e.g. [[0, 1], [2, 3]]")
-    raise ValueError(f"{file} has stages of {[len(stage) for stage in theirs]} nodes, this run of "
-                     f"{[len(stage) for stage in stages]}: give --stages as there")
+        raise BadInput(f"{file}: stages must be lists of nodes, e.g. [[0, 1], [2, 3]]")
+    raise BadInput(f"{file} has stages of {[len(stage) for stage in theirs]} nodes, this run of "
+                   f"{[len(stage) for stage in stages]}: give --stages as there")
 
 
 def by_rank(links, nodes, stages):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from plumbing.processes import Average, BadInput, Job, gloo_group
+from plumbing.processes import Average, Job, gloo_group
 from survive.meeting import Gone, absent, come_back, meet, notice_silence
 from survive.onebyte import SurvivingOneByte
 from survive.outer import SurvivingNoLoCo
@@ -128,7 +128,7 @@ def build(job, o, argv):
         job.refuse("--join is for a run with --survive SECONDS: another one needs every process")
     job.connect(o, group=False)
     if job.nccl:
-        job.together(no_nccl)
+        job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
     if o.join and (o.method != "noloco" or len(o.stages) > 1):
         job.refuse("--join is for --method noloco on one stage; others go on from a checkpoint: --resume")
     t = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
@@ -137,10 +137,6 @@ def build(job, o, argv):
     if o.join:
         join(t)
     return t
-
-
-def no_nccl():
-    raise BadInput("--survive needs --backend gloo: with NCCL no process outlives another")
 
 
 def make_outer(job, o, params, replicas, adam):

@@ -150,7 +150,7 @@ def test_a_clocked_run_evaluates_just_after_outer_steps(corpus, tmp_path):
 
 @pytest.mark.parametrize("name", [
     "tuning", "momentum", "convergence", "onebyte", "skip", "scale", "failure", "together", "hosts", "cuts",
-    "geography", "margin"])
+    "geography", "links", "margin"])
 @pytest.mark.parametrize("steps", [None, 4])
 def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps, monkeypatch):
     for module in (skip, together):
@@ -168,7 +168,8 @@ def rows_of(capsys):
 
 
 @pytest.mark.parametrize("name", [
-    "tuning", "momentum", "convergence", "skip", "scale", "failure", "together", "hosts", "speed"])
+    "tuning", "momentum", "convergence", "skip", "scale", "failure", "together", "hosts", "links",
+    "speed"])
 def test_the_docs_tables_are_what_the_results_print(name, capsys):
     pytest.importorskip("transformers" if name == "speed" else "torch")
     file = HERE / "results" / ("speed.json" if name == "speed" else f"headline_{name}.json")

@@ -13,6 +13,7 @@ from model import Config, Llama, count_parameters, rotary
 from plumbing.data import load_corpus
 from plumbing.fast import CrossEntropy, speed_up
 from plumbing.huggingface import load_weights, read_config, save_pretrained
+from plumbing.processes import BadInput
 from tests.harness import metrics, options, run
 from tests.oracles import reference_logits
 from tools import export
@@ -228,7 +229,7 @@ def test_init_from_refuses_what_this_llama_has_not(change, error, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({k: v for k, v in {**config, **change}.items() if v is not None})
     )
-    with pytest.raises(train.BadInput, match=f"--init-from {tmp_path}: .*{error}"):
+    with pytest.raises(BadInput, match=f"--init-from {tmp_path}: .*{error}"):
         options("--init-from", tmp_path)
 
 

@@ -20,7 +20,7 @@ from noloco import flatten
 from planning.instance import published_network
 from planning.routing import PLANNERS, Watch, measure, plan_paths, read_links
 from plumbing.data import load_data
-from plumbing.processes import Job
+from plumbing.processes import BadInput, Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
 from tests.harness import SMALL, checkpoint, connected_job, metrics, options, processes, run, train_main
 from tools import emulate
@@ -200,7 +200,7 @@ def test_links_are_read_in_the_order_of_this_runs_ranks(tmp_path):
         ('{"delay": [[0]], "compute": 1}', "--links .* IndexError"),
     ):
         file.write_text(text)
-        with pytest.raises(ValueError, match=error) as caught:
+        with pytest.raises(BadInput, match=error) as caught:
             read_links(file, [[0], [1, 2]])
         assert "\n" not in str(caught.value)
 
@@ -214,7 +214,7 @@ def test_the_living_get_shorter_paths_where_they_must():
     assert result.makespan <= whole["makespan"]         # here all at once, there in two rounds
     for routing in PLANNERS:
         assert {len(path) for path in plan_paths(network, routing, 0.0, 2, 0, dead=[1])["paths"]} == {2}
-    with pytest.raises(ValueError, match="CC1 cannot be met"):
+    with pytest.raises(BadInput, match="CC1 cannot be met"):
         plan_paths(network, "skippipe", 0.34, 2, 0, dead=[0])
 
 

@@ -12,10 +12,11 @@ import time
 
 import torch
 
+from planning.routing import read_links
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from skippipe import WORK, kind
-from train import Options, Pipeline, build, linked, parse, tag, train
+from train import Options, Pipeline, build, parse, tag, train
 
 NOTE = 2048     # added to a message's tag: a path has fewer hops
 
@@ -31,7 +32,8 @@ def main(argv=None):
 
     t = build(job, o, EmulatedPipeline)
     t.routes.scale = scale
-    t.pipeline.follow(linked(o, t.stages), scale)       # as the file says, whatever the plan is for by now
+    network = read_links(o.links, t.stages)         # as the file says, whatever the plan is for by now
+    t.pipeline.follow(network, scale)
     train(t)
 
 
@@ -57,14 +59,12 @@ def sleep_until(moment):
 
 class EmulatedPipeline(Pipeline):
     """A note goes ahead of each message: when it is to arrive, on the clock that all processes share."""
-    network = None      # nothing is emulated before `follow`
-
     def follow(self, network, scale):
         self.network, self.scale = network, scale
         self.usable, self.notes, self.runs = 0.0, [], 0
 
     def run(self, paths, batches, train=True, order=None):
-        self.emulates = train and self.network is not None
+        self.emulates = train
         if self.emulates:
             self.runs += 1
             self.job.share(f"run/{self.runs}", "")          # all begin together: the time is this run's own

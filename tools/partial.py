@@ -14,7 +14,7 @@ from itertools import combinations
 from plumbing.options import Parser, numbers
 from plumbing.processes import BadInput, Job
 from plumbing.report import perplexity, replace
-from train import Options, Routes, build, evaluate, parse
+from train import Options, build, evaluate, parse
 
 
 def main(argv=None):
@@ -27,11 +27,15 @@ def main(argv=None):
     parser.add_argument("--shares", type=numbers(float), default=shares, help="of the stages that run")
     parser.add_argument("--dead", type=numbers(int), default=[], help="ranks that no path visits")
     a, o = job.agree_on("arguments", lambda: arguments(parser, argv, job.world))
-    t = start(job, Options(**o))
-    job.together(possible, a["dead"], t.stages)
+    o, dead = Options(**o), set(a["dead"])
+    job.connect(o)
+    t = build(job, o, make_outer=lambda *_: None)
+    if not dead < set(range(job.world)) or set(t.stages[0]) <= dead:
+        job.refuse(f"--dead {','.join(map(str, a['dead']))}: takes ranks of this run, and must leave one of "
+                   f"the origins {t.stages[0]}")
     rows = []
     for kept in dict.fromkeys(max(1, round(share * len(t.stages))) for share in a["shares"]):
-        rows += some_stages(t, kept, a["dead"])
+        rows += some_stages(t, kept, dead)
     if job.rank == 0:
         replace(t.folder / "partial.json", json.dumps(rows, indent=1))
     job.close()
@@ -42,29 +46,6 @@ def arguments(parser, argv, world):
     if not all(0 < share <= 1 for share in a.shares):
         raise BadInput("--shares takes shares above 0, at most 1")
     return vars(a), vars(parse(["--resume", a.run], world))
-
-
-class NoRoutes(Routes):
-    """Nothing is planned: there is no training."""
-
-    def __init__(self, job, o, pipeline, stages, plan=None):
-        self.stages, self.plan = stages, None
-
-
-def start(job, o):
-    job.connect(o)
-    return build(job, o, Routes=NoRoutes, make_outer=no_outer)
-
-
-def no_outer(*_):
-    return None
-
-
-def possible(dead, stages):
-    ranks = {r for stage in stages for r in stage}
-    if not set(dead) < ranks or set(stages[0]) <= set(dead):
-        raise BadInput(f"--dead {','.join(map(str, dead))}: takes ranks of this run, and must leave one of "
-                       f"the origins {stages[0]}")
 
 
 def some_choices(stages, count, draw):
