@@ -29,7 +29,8 @@ import torch.distributed as dist
 import train
 from experiments.clock import every, reaches
 from experiments.pictures import COLOURS
-from experiments.runs import Run, built, finals, headline, results, spread_of
+from experiments.runs import (Run, built, finals, headline, results, same_seeds, spread_of,
+                              spread_of_reached)
 from model import count_parameters
 from noloco import random_groups
 from plumbing.options import shape
@@ -37,6 +38,12 @@ from plumbing.processes import Job
 from plumbing.report import Meter, replace
 
 SECONDS, EVALUATIONS, FIRST = 100, 8, 20
+# few of DDP's steps fit, so it is tried with less warm-up and a larger rate
+METHODS = {"DDP": "ddp"}
+METHODS |= {"DDP, warm-up 5": "ddp --warmup 5", "DDP, warm-up 5, 6e-3": "ddp --warmup 5 --lr 6e-3"}
+METHODS |= {f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (5, 20)}
+METHODS |= {f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (5, 20)}
+METHODS |= {f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5)}
 TURN, END = 20, 300         # seconds: links change so often, and for longer than a run takes
 START, PAUSE = 17, 4        # seconds, about: before the first step, and of an evaluation
 
@@ -44,11 +51,13 @@ START, PAUSE = 17, 4        # seconds, about: before the first step, and of an e
 @dataclass
 class Links:
     """mbit: of all links. slow: {host: Mbit/s of its link}. changing: hosts whose links have mbit and `low`
-    by turns. best: of the first seed's tries those that get the other seeds, too (default: all)."""
+    by turns. best: of METHODS those that did best with the first seed, so all seeds take them. tried: whether
+    the first seed takes the others too."""
     mbit: float
     slow: dict = field(default_factory=dict)
     changing: tuple = ()
     best: tuple = ()
+    tried: bool = True
     low: float = 20
 
     def options(self):
@@ -64,18 +73,13 @@ class Links:
         return (self.low if low else self.slow.get(host, self.mbit)) * 1e6 / 8
 
 
+BEST = "DDP, warm-up 5, 6e-3", "DiLoCo, every 20", "NoLoCo, every 20", "NoLoCo, every 5, one byte"
 LINKS = {
     "50 Mbit/s": Links(50, best=("DDP", "DiLoCo, every 20", "NoLoCo, every 20", "NoLoCo, every 2, one byte")),
-    "200 Mbit/s, one host 20": Links(200, {5: 20}),
-    "200 Mbit/s, two hosts 20 by turns": Links(200, changing=(2, 5)),
-    "200 Mbit/s": Links(200),
+    "200 Mbit/s, one host 20": Links(200, {5: 20}, best=BEST),
+    "200 Mbit/s, two hosts 20 by turns": Links(200, changing=(2, 5), best=BEST, tried=False),
+    "200 Mbit/s": Links(200, best=tuple(METHODS)),
 }
-# few of DDP's steps fit, so it is tried with less warm-up and a larger rate
-METHODS = {"DDP": "ddp"}
-METHODS |= {"DDP, warm-up 5": "ddp --warmup 5", "DDP, warm-up 5, 6e-3": "ddp --warmup 5 --lr 6e-3"}
-METHODS |= {f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (5, 20)}
-METHODS |= {f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (5, 20)}
-METHODS |= {f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5)}
 FREE = "no limit"
 # the tiny model as it is; rate and batch that fit some hundreds of steps
 COMMON = ("--hidden 128 --mlp 512 --heads 4 --microbatches 1 --batch 1 --eval-sequences 16 "
@@ -90,11 +94,12 @@ def runs(steps):
         program, length, count = Run.program, f" --steps {steps}", 2
         links, methods = links[:1], ["DDP", *(name for name in methods if "every 5" in name)]
     for name in links:
-        for method in methods:
+        wires = LINKS[name]
+        for method in methods if wires.tried else wires.best:
             options = f"{COMMON}{length} --method {METHODS[method]}"
-            first = bool(LINKS[name].best) and method not in LINKS[name].best
+            first = method not in wires.best
             yield Run(f"{name}: {method}", options, count, program=program, first=first,
-                      hosts=LINKS[name].options())
+                      hosts=wires.options())
     for method in ("ddp", "local"):
         options = f"{COMMON} --steps {steps or 100} --method {method}"
         yield Run(f"{FREE}: {method}", options, count, hosts=Links(0).options(), first=True)
@@ -204,10 +209,11 @@ def best(runs, method):
     return min(names, key=lambda name: statistics.mean(finals(runs[name])))
 
 
-def seconds_to(goal, seeds):
-    """Until a loss is reached."""
-    found = [reaches(goal, run.losses, run.curves["seconds"]) for run in seeds]
-    return "not" if None in found else spread_of(found, ".0f")
+def seconds_to(others, seeds):
+    """Until the loss is reached that the other run of the same seed ends with."""
+    found = [reaches(other.final, run.losses, run.curves["seconds"])
+             for run, other in zip(seeds, same_seeds(seeds, others))]
+    return spread_of_reached(found, ".0f")
 
 
 def held(run):
@@ -222,14 +228,14 @@ def table(found):
           "| to the best DiLoCo's | held | MB sent by all | predicted seconds over measured |")
     print(11 * "|---" + "|")
     for links, methods in runs.items():
-        goals = [statistics.mean(finals(methods[best(methods, name)])) for name in ("DDP", "DiLoCo")]
+        goals = [methods[best(methods, name)] for name in ("DDP", "DiLoCo")]
         for name, seeds in methods.items():
             ends = [run.curves["seconds"][-1] for run in seeds]
             over = [predicted(run, free["local"], LINKS[links])[-1] / end for run, end in zip(seeds, ends)]
             sent = statistics.mean(run.curves["sync_bytes"][-1] for run in seeds) / 1e6
             columns = [links, name, str(len(seeds)), spread_of([run.steps[-1] for run in seeds], ".0f"),
                        spread_of(finals(seeds)), spread_of(ends, ".0f"),
-                       *(seconds_to(goal, seeds) for goal in goals),
+                       *(seconds_to(others, seeds) for others in goals),
                        spread_of([held(run) for run in seeds], ".0%"), f"{sent:.0f}", spread_of(over, ".2f")]
             print("|", " | ".join(columns), "|")
     print("seconds of a step without a limit:", ", ".join(f"{name} {s:.3f}" for name, s in free.items()))
@@ -247,7 +253,7 @@ def draw(plt, found):
                 expected = predicted(run, free["local"], LINKS[links])
                 axis.plot(expected, run.losses, ":", color=colour, lw=1)
         axis.set(xlabel="seconds, measured (dotted: what the rates alone give)", title=links)
-        axis.legend()
+        axis.legend(loc="upper right")
     axes[0, 0].set_ylabel("held-out nats per byte")
     return figure
 

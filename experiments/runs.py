@@ -235,6 +235,14 @@ def spread_of(values, form=".3f"):
     return text if len(values) == 1 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
 
 
+def spread_of_reached(values, form):
+    """Of the seeds that got there; None: one did not."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return "not reached"
+    return spread_of(there, form) + f", {len(there)} of {len(values)} seeds" * (len(there) < len(values))
+
+
 def same_seeds(runs, others):
     """Of the others those of the runs' seeds, in their order."""
     by_seed = {run.o.seed: run for run in others}

@@ -8,7 +8,7 @@ import statistics
 
 from experiments.clock import every, hours, keep_links, makespan, reaches, slowest_all_reduce, stage_delays
 from experiments.pictures import COLOURS
-from experiments.runs import Run, band, finals, headline, losses, results, spread_of
+from experiments.runs import Run, band, finals, headline, losses, results, spread_of, spread_of_reached
 from noloco import random_groups
 from planning.instance import published_network
 from skippipe import full_paths, random_paths, simulate
@@ -117,11 +117,7 @@ def table(found):
 
 
 def share_of(taken, whole):
-    """Of the seeds that got there."""
-    there = [a / b for a, b in zip(taken, whole) if a is not None]
-    if not there:
-        return "not reached"
-    return spread_of(there, ".0%") + f", {len(there)} of {len(taken)} seeds" * (len(there) < len(taken))
+    return spread_of_reached([a and a / b for a, b in zip(taken, whole)], ".0%")
 
 
 def draw(plt, found):
