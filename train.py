@@ -524,8 +524,8 @@ def train(t):
         t.checkpoints.seal()
 
 
-def main(argv=None, **parts):
-    """parts: of one's own, for `build`."""
+def main(argv=None, **own):
+    """own: parts for `build` (not with --survive, which has its own)."""
     job = Job()
     if job.leaves_help(argv):
         return
@@ -535,7 +535,7 @@ def main(argv=None, **parts):
         from survive import parts
         return train(parts.build(job, o, argv))
     job.connect(o)
-    train(build(job, o, **parts))
+    train(build(job, o, **own))
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ START, PAUSE = 17, 4        # seconds, about: before the first step, and of an e
 @dataclass
 class Links:
     """mbit: of all links. slow: {host: Mbit/s of its link}. changing: hosts whose links have mbit and `low`
-    by turns. best: of METHODS those that did best with the first seed, so all seeds take them. tried: whether
-    the first seed takes the others too."""
+    by turns, all of them at once. best: of METHODS those that did best with the first seed, so all seeds take
+    them (or all). tried: whether the first seed takes the others too."""
     mbit: float
     slow: dict = field(default_factory=dict)
     changing: tuple = ()
@@ -203,9 +203,11 @@ def by_links(found):
 
 
 def best(runs, method):
-    """The name of its try with the least loss at the end."""
+    """The name of its try with the least loss at the end, of those with most seeds."""
     first, one_byte = method.split(",")[0], method.endswith("byte")
     names = [name for name in runs if name.split(",")[0] == first and name.endswith("byte") == one_byte]
+    most = max(len(runs[name]) for name in names)
+    names = [name for name in names if len(runs[name]) == most]
     return min(names, key=lambda name: statistics.mean(finals(runs[name])))
 
 

@@ -8,7 +8,7 @@ Runs in fp32. At every exchange each replica asks of each of its tensors, and of
     |theirs - theta| / max |theta - phi|                                        (a)
 
 its largest step since the last outer step, by which a message in one byte would choose B. (M4) holds where
-(a) is under 8 (MARGIN / 2).
+(a) is under 8 less 1/16 (B / 2 - s).
 """
 import json
 import statistics
@@ -31,7 +31,7 @@ SETTINGS = {
 
 def runs(steps):
     for name, method in SETTINGS.items():
-        options = f"--steps {steps or 300} {COMMON} {method}"
+        options = f"--steps {max(10, steps or 300)} {COMMON} {method}"
         yield Run(name, options, program="-m experiments.margin --tell", after=what_was_told)
 
 
@@ -46,8 +46,8 @@ class TellingNoLoCo(NoLoCo):
         thetas, phis, n = super().exchange()
         sizes = lengths(self)
         self.beyond.append(dict.fromkeys(BOUNDS, 0))
-        for theirs in [v for v in thetas if v is not self.theta]:
-            for x, y, phi in zip(self.theta.split(sizes), theirs.split(sizes), self.phi.split(sizes)):
+        for theirs in [v.to(self.theta.device) for v in thetas if v is not self.theta]:
+            for x, y, phi in zip(*(v.split(sizes) for v in (self.theta, theirs, self.phi))):
                 a = (y - x).abs_() / (x - phi).abs().max().clamp_(min=1e-30)
                 self.largest.append(a.max().item())
                 for bound in BOUNDS:

@@ -21,7 +21,7 @@ def kept(out, name):
     """What `save` has left there. Raises BadInput where it is missing."""
     file = Path(out, "results", f"{name}.json")
     if not file.exists():
-        raise BadInput(f"no {file}: run this without --plot, --add or --table first")
+        raise BadInput(f"no {file}: first the experiment that writes it, without --plot, --add or --table")
     return json.loads(file.read_text())
 
 

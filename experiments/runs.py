@@ -5,8 +5,8 @@
 
 A run that is there already is not run again; remove its folder when train.py has changed. Results go to
 OUT/results/headline_NAME.json, pictures to OUT/figures (default OUT: runs; what the README shows lies in
-`.`). With --add those stay that are in OUT/results, and only what they lack is run: further seeds, on
-another machine too.
+`.`). With --add those stay that are in OUT/results, and only what they lack is run: further seeds or kinds,
+on another machine too where no seconds are measured.
 """
 import argparse
 import json
@@ -91,6 +91,8 @@ def arguments(description):
     o = p.parse_args()
     if o.steps is not None and o.steps < 1:
         raise BadInput(f"--steps must be at least 1, got {o.steps}")
+    if o.add and o.steps:
+        raise BadInput("--add is for whole runs: leave out --steps")
     return o
 
 
@@ -118,19 +120,20 @@ def run_or_show(name, description, runs, table, draw, seconds):
 
 def run_all(name, runs, o, found):
     """Adds to `found` what it lacks."""
-    todo = [(seed, run) for seed in o.seeds for run in runs if seed == o.seeds[0] or not run.first]
+    there = {label: [seed_of(row) for row in rows] for label, rows in found["runs"].items()}
+    found["runs"] = {run.label: found["runs"].get(run.label, []) for run in runs} | found["runs"]
+    todo = [(seed, run) for seed in o.seeds for run in runs if seed not in there.get(run.label, [])
+            and (not run.first or seed == o.seeds[0] and run.label not in there)]
     with tqdm(total=len(todo), unit="run") as progress:
         for seed, run in todo:
             progress.set_postfix_str(run.label)
             own = f"-of-{o.steps}-steps" if o.steps else ""     # a try spares the whole runs
-            rows = found["runs"].setdefault(run.label, [])
-            which = identity(run, f"{name}-{run.label}-{seed}{own}", seed)
-            if not any(row.items() >= which.items() for row in rows):
-                row = train_once(run, which)
-                found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
-                rows.append(row)
-                rows.sort(key=lambda row: int(row["command"].split()[-1]))          # by seed
+            row = train_once(run, identity(run, f"{name}-{run.label}-{seed}{own}", seed))
+            found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
+            found["runs"][run.label].append(row)
+            found["runs"][run.label].sort(key=seed_of)
             progress.update()
+    found["runs"] = {label: rows for label, rows in found["runs"].items() if rows}
 
 
 # ---------------------------------------------------------------- one run
@@ -152,6 +155,10 @@ def torchrun(processes, *words, hosts=(), **kwargs):
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
     return subprocess.run(line, check=True, env=env, **kwargs)
+
+
+def seed_of(row):
+    return int(row["command"].split()[-1])
 
 
 def identity(run, name, seed):

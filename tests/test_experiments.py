@@ -222,13 +222,16 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
     assert [runs.Result(row).o.seed for row in found["runs"]["a b"]] == [0, 5]
     assert found["runs"]["a b"][0]["curves"]["step"] == [4]
-    # results without their folders, and a seed more
+    # results without their folders, in other words, and two seeds and a kind more
     shutil.rmtree("runs")
-    o.seeds = [0, 3, 5]
+    for rows in found["runs"].values():
+        rows[0]["command"] = rows[0]["command"].replace("-m train", "train.py")
+    o.seeds = [3, 5, 7]
+    kinds.insert(1, runs.Run("b", "--steps 4", first=True))
     runs.run_all("x", kinds, o, found)
-    assert len(started) == 7
-    assert [[runs.Result(row).o.seed for row in rows] for rows in found["runs"].values()] == [
-        [0, 3, 5], [0, 3, 5], [0]]
+    assert len(started) == 5 + 4 + 1
+    seeds = {label: [runs.Result(row).o.seed for row in rows] for label, rows in found["runs"].items()}
+    assert list(seeds.items()) == [("a b", [0, 3, 5, 7]), ("b", [3]), ("c", [0, 3, 5, 7]), ("d", [0])]
 
 
 losing_always = functools.partial(failure.lose, 1.0)

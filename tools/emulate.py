@@ -32,7 +32,8 @@ def main(argv=None):
 
     t = build(job, o, EmulatedPipeline)
     t.routes.scale = scale
-    network = read_links(o.links, t.stages)         # as the file says, whatever the plan is for by now
+    # as the file says, whatever the plan is for by now
+    network = job.together(read_links, o.links, t.stages, name="emulated links")
     t.pipeline.follow(network, scale)
     train(t)
 
