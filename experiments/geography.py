@@ -5,11 +5,11 @@
 4 stages of 2 hosts (tools/hosts.py), whose links have three rates: in stages 1, 2 and 3 one of the two hosts
 is slow. Links are measured at the start, as train.py does. The time model lets them carry any number of
 messages at once; a host's real link shares its rate among them. A message is 256 kB: 84 ms at 25 Mbit/s,
-10 ms at 200, beside some 10 ms of computing for a task.
+10 ms at 200, beside some 10 ms of computing for a task. `no limit` shows what computing takes: 60 steps.
 """
 import statistics
 
-from experiments.hosts import FIRST, SECONDS, Links, seconds_to
+from experiments.hosts import FIRST, FREE, SECONDS, Links, seconds_to
 from experiments.pictures import COLOURS
 from experiments.runs import Run, finals, headline, results, spread_of
 
@@ -30,6 +30,9 @@ def runs(steps):
         program, length = Run.program, f" --steps {steps}"
     for name, options in PLANS.items():
         yield Run(name, f"{COMMON}{length} {options}", program=program, hosts=LINKS.options())
+    for name in ("full, in the order of ranks", "25% skipped, SkipPipe"):
+        options = f"{COMMON} --steps {steps or 60} {PLANS[name]}"
+        yield Run(f"{name}, {FREE}", options, hosts=Links(0).options(), first=True)
 
 
 def table(found):
@@ -49,8 +52,9 @@ def table(found):
 
 def draw(plt, found):
     figure, axis = plt.subplots(figsize=(5.5, 4), layout="constrained")
-    for colour, (name, seeds) in zip(COLOURS, results(found).items()):
-        for i, run in enumerate(seeds):
+    runs = results(found)
+    for colour, name in zip(COLOURS, PLANS):
+        for i, run in enumerate(runs[name]):
             axis.plot(run.curves["seconds"], run.losses, color=colour, label=None if i else name)
     axis.set(xlabel="seconds, measured", ylabel="held-out nats per byte",
              title="4 stages of 2 hosts, links of 200, 50 and 25 Mbit/s")
