@@ -169,7 +169,7 @@ def rows_of(capsys):
 
 @pytest.mark.parametrize("name", [
     "tuning", "momentum", "convergence", "skip", "scale", "failure", "together", "hosts", "cuts",
-    "geography", "links", "speed"])
+    "geography", "links", "margin", "speed"])
 def test_the_docs_tables_are_what_the_results_print(name, capsys):
     pytest.importorskip("transformers" if name == "speed" else "torch")
     file = HERE / "results" / ("speed.json" if name == "speed" else f"headline_{name}.json")
