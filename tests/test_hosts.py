@@ -56,7 +56,10 @@ def _alone_together(rank, world, pids, argv, environment):
         for _ in range(6):
             outer.step()
     store.set(f"ended/{rank}", "=")
-    store.wait([f"ended/{r}" for r in range(world)])            # rank 0 hosts it
+    store.wait([f"ended/{r}" for r in range(world)])
+    store.set(f"left/{rank}", "=")
+    if rank == 0:                                               # it hosts the store, and leaves last
+        store.wait([f"left/{r}" for r in range(world)])
     return outer.alone, text.getvalue()
 
 

@@ -320,11 +320,12 @@ def test_a_store_lost_before_an_evaluation_leaves_a_checkpoint_and_one_line(corp
     results = failing(
         "one stage", [(Fault.LOSE_STORE, 2, 22)], tmp_path, "--data", corpus, "--inner-steps", 50, *OFTEN
     )
-    assert [code for code, _ in results] == [
-        f"stopped: rank {r} at step 40: the store on node 0 is lost; go on with --resume runs/x"
-        for r in range(4)
-    ]
-    assert [checkpoint(tmp_path / "runs/x", 40, r)["step"] for r in range(4)] == [40] * 4
+    steps = []
+    for r, (code, _) in enumerate(results):         # a slow rank may still be in the evaluation of step 20
+        line = rf"stopped: rank {r} at step (20|40): the store on node 0 is lost; go on with --resume runs/x"
+        steps.append(int(re.fullmatch(line, code)[1]))
+        assert checkpoint(tmp_path / "runs/x", steps[r], r)["step"] == steps[r]
+    assert steps[2] == 40                           # the one that ended the store in step 22
 
 
 @pytest.mark.parametrize("skip", [False, True])
