@@ -350,7 +350,8 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
     stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
     model, whole = Llama(config, layers[stage], ends=stage == 0), Llama(config).double()
     theta, grad = flatten(model.parameters())
-    angles = rotary(shape[1], shape[2] // 2, config.rope_theta, torch.device("cpu"))
+    head_dim = config.hidden_size // config.num_attention_heads
+    angles = rotary(shape[1], head_dim, config.rope_theta, torch.device("cpu"))
     job = connected_job()
     pipeline = train.Pipeline(model, job, stages, shape, dtype)
     pipeline.scaled = True
@@ -378,9 +379,8 @@ def _gradients(rank, world, stages, all_paths, shape, dtype):
                 want_loss += one.item() * (path[0] == rank)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         assert abs(loss.item() - want_loss) <= tolerance * max(1, abs(want_loss))
-        named = dict(whole.named_parameters())
         for name, p in model.named_parameters():
-            want = named[name].grad
+            want = whole.get_parameter(name).grad
             if want is None or not want.any():
                 assert not p.grad.any()
             else:

@@ -464,7 +464,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     t.pipeline.scaled = o.scaled
     t.checkpoints = Checkpoints(job, t.folder)
     plan = go_on(t) if (o.resume or restarts()) and not job.joining else None
-    job.say(banner(t))
+    job.say(banner(t, MODELS[o.model]["lr"]))
     t.routes = Routes(job, o, t.pipeline, t.stages, plan)
     return t
 

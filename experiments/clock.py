@@ -39,9 +39,9 @@ def all_reduce_seconds(ranks, whole, part):
     return min(two_rounds, one_round, 2 * (len(ranks) - 1) * min(slowest_links))
 
 
-def stage_delays(network, names, share=1):
-    """delay[a][b] of this share of a stage's bytes, on the published links."""
-    return city_delays(names, city_links(), MODEL_BYTES / len(network.stages) / share)
+def stage_delays(network, names, parts=1):
+    """delay[a][b] of one of so many parts of a stage's bytes, on the published links."""
+    return city_delays(names, city_links(), MODEL_BYTES / len(network.stages) / parts)
 
 
 def slowest_all_reduce(network, names):

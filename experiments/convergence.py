@@ -10,7 +10,7 @@ import math
 import statistics
 
 import train
-from experiments.pictures import COLOURS
+from experiments.pictures import COLOURS, show_head, show_row
 from experiments.runs import (Run, band, finals, headline, losses, mean_of_replicas, over, results,
                               spread_of, spreads, tokens)
 
@@ -64,13 +64,13 @@ def often(o):
 
 def table(found):
     runs = results(found)
-    print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
-          "| ... of the mean of all replicas | MB sent per rank to synchronise |\n" + 6 * "|---" + "|")
+    show_head("replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
+              "| ... of the mean of all replicas | MB sent per rank to synchronise")
     for label, seeds in runs.items():
         base = finals(ddp_beside(runs, seeds))
         each, mean = over(finals(seeds), base), over([run.mean for run in seeds], base)
-        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {spread_of(each, '+.1%')} "
-              f"| {spread_of(mean, '+.1%')} | {seeds[0].sent:.0f} |")
+        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(each, "+.1%"),
+                 spread_of(mean, "+.1%"), f"{seeds[0].sent:.0f}")
     for label, seeds in runs.items():
         if seeds[0].o.method == "noloco":
             rate, step = ([pearson(run, against) for run in seeds] for against in ("lr", "step"))

@@ -10,8 +10,8 @@ all wait until its link is back, which TCP notices later still. Steps are as man
 import numpy as np
 
 from experiments.hosts import COMMON, Links
-from experiments.pictures import COLOURS
-from experiments.runs import Run, finals, headline, over, results, spread_of
+from experiments.pictures import COLOURS, show_head, show_row
+from experiments.runs import Run, ends, finals, headline, lines, over, results, spread_of
 
 HOST, EVERY, SECONDS, BEGIN, END = 5, 60, 15, 30, 600       # seconds after the launch
 LINKS = {"uncut": "", "cut": "".join(f" --cut {HOST}@{t}+{SECONDS}" for t in range(BEGIN, END, EVERY))}
@@ -37,35 +37,28 @@ def pairs(found):
     return {name: [runs[f"{name}: {links}"] for links in LINKS] for name in METHODS}
 
 
-def ends(runs):
-    return [run.curves["seconds"][-1] for run in runs]
-
-
 def at(second, run):
     """Its loss then, on straight lines between evaluations; after its end, the last."""
     return float(np.interp(second, run.curves["seconds"], run.losses))
 
 
 def table(found):
-    print("| method | seeds | steps | seconds uncut | cut over uncut | held-out nats per byte uncut | cut "
-          "| perplexity over uncut's, when uncut ends | outer steps alone |\n" + 9 * "|---" + "|")
+    show_head("method | seeds | steps | seconds uncut | cut over uncut | held-out nats per byte uncut | cut "
+              "| perplexity over uncut's, when uncut ends | outer steps alone")
     for name, (uncut, cut) in pairs(found).items():
         longer = [a / b for a, b in zip(ends(cut), ends(uncut))]
         then = [at(second, run) for second, run in zip(ends(uncut), cut)]
         alone = [run.curves["steps_alone"][-1] for run in cut]
-        columns = [name, str(len(cut)), f"{cut[0].steps[-1]:.0f}", spread_of(ends(uncut), ".0f"),
-                   spread_of(longer, ".2f"), spread_of(finals(uncut)), spread_of(finals(cut)),
-                   spread_of(over(then, finals(uncut)), "+.1%"), spread_of(alone, ".0f")]
-        print("|", " | ".join(columns), "|")
+        show_row(name, len(cut), f"{cut[0].steps[-1]:.0f}", spread_of(ends(uncut), ".0f"),
+                 spread_of(longer, ".2f"), spread_of(finals(uncut)), spread_of(finals(cut)),
+                 spread_of(over(then, finals(uncut)), "+.1%"), spread_of(alone, ".0f"))
 
 
 def draw(plt, found):
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     for colour, (name, both) in zip(COLOURS, pairs(found).items()):
-        for style, seeds in zip((":", "-"), both):
-            for i, run in enumerate(seeds):
-                label = name if style == "-" and not i else None
-                axis.plot(run.curves["seconds"], run.losses, style, color=colour, label=label)
+        for style, label, seeds in zip((":", "-"), (None, name), both):
+            lines(axis, seeds, label, colour, style)
     axis.set(xlabel="seconds, measured (dotted: without cuts)", ylabel="held-out nats per byte",
              title=f"200 Mbit/s, one of 8 hosts cut off {SECONDS} s every minute")
     axis.legend()

@@ -9,7 +9,7 @@ import random
 import sys
 
 import train
-from experiments.pictures import COLOURS
+from experiments.pictures import COLOURS, show_head, show_row
 from experiments.runs import Run, band, built, finals, headline, losses, over, results, spread_of, tokens
 from plumbing.processes import Job
 
@@ -38,7 +38,7 @@ class Losing(train.Pipeline):
 
 def lose(share, argv):
     """train.py with such a pipeline."""
-    _, t = built(Job(), argv, Pipeline=functools.partial(Losing, share))
+    t = built(Job(), argv, Pipeline=functools.partial(Losing, share))
     t.counts = lambda: dict(lost=t.pipeline.lost)
     train.train(t)
 
@@ -54,10 +54,9 @@ def runs(steps):
 def table(found):
     runs = results(found)
     base = finals(next(iter(runs.values())))
-    print("| a node dies in | seeds | held-out nats per byte | perplexity over none |\n|---|---|---|---|")
+    show_head("a node dies in | seeds | held-out nats per byte | perplexity over none")
     for label, seeds in runs.items():
-        more = spread_of(over(finals(seeds), base), "+.1%")
-        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {more} |")
+        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"))
 
 
 def draw(plt, found):

@@ -9,9 +9,9 @@ messages at once; a host's real link shares its rate among them. A message is 25
 """
 import statistics
 
-from experiments.hosts import FIRST, FREE, SECONDS, Links, seconds_to
-from experiments.pictures import COLOURS
-from experiments.runs import Run, finals, headline, results, spread_of
+from experiments.hosts import FIRST, FREE, TINY, Links, how_long, seconds_to
+from experiments.pictures import COLOURS, show_head, show_row
+from experiments.runs import Run, finals, headline, lines, results, spread_of
 
 LINKS = Links(200, {3: 50, 4: 50, 7: 25})
 PLANS = {           # name: options
@@ -20,14 +20,12 @@ PLANS = {           # name: options
     "25% skipped, random paths": "--routing dtfm-skip --skip 0.25",
     "25% skipped, SkipPipe": "--routing skippipe --skip 0.25",
 }
-COMMON = (f"--hidden 128 --mlp 512 --heads 4 --stages 2,2,2,2 --microbatches 3 --batch 4 --warmup {FIRST} "
+COMMON = (f"{TINY} --stages 2,2,2,2 --microbatches 3 --batch 4 --warmup {FIRST} "
           "--eval-sequences 16 --method noloco --inner-steps 10")
 
 
 def runs(steps):
-    program, length = f"-m experiments.hosts --train {SECONDS}", ""
-    if steps:
-        program, length = Run.program, f" --steps {steps}"
+    program, length = how_long(steps)
     for name, options in PLANS.items():
         yield Run(name, f"{COMMON}{length} {options}", program=program, hosts=LINKS.options())
     for name in ("full, in the order of ranks", "25% skipped, SkipPipe"):
@@ -37,25 +35,22 @@ def runs(steps):
 
 def table(found):
     runs = results(found)
-    print("| paths | seeds | steps | seconds of an iteration, measured | the plan's, simulated "
-          "| measured over simulated | held-out nats per byte | seconds to the full one's last loss |")
-    print(8 * "|---" + "|")
+    show_head("paths | seeds | steps | seconds of an iteration, measured | the plan's, simulated "
+              "| measured over simulated | held-out nats per byte | seconds to the full one's last loss")
     for name, seeds in runs.items():
         took = [statistics.median(run.curves["iteration_seconds"]) for run in seeds]
         planned = [run.curves["simulated_seconds"][-1] for run in seeds]
         over = [a / b for a, b in zip(took, planned)]
-        columns = [name, str(len(seeds)), spread_of([run.steps[-1] for run in seeds], ".0f"),
-                   spread_of(took), spread_of(planned), spread_of(over, ".2f"), spread_of(finals(seeds)),
-                   seconds_to(runs["full, planned"], seeds)]
-        print("|", " | ".join(columns), "|")
+        show_row(name, len(seeds), spread_of([run.steps[-1] for run in seeds], ".0f"), spread_of(took),
+                 spread_of(planned), spread_of(over, ".2f"), spread_of(finals(seeds)),
+                 seconds_to(runs["full, planned"], seeds))
 
 
 def draw(plt, found):
     figure, axis = plt.subplots(figsize=(5.5, 4), layout="constrained")
     runs = results(found)
     for colour, name in zip(COLOURS, PLANS):
-        for i, run in enumerate(runs[name]):
-            axis.plot(run.curves["seconds"], run.losses, color=colour, label=None if i else name)
+        lines(axis, runs[name], name, colour)
     axis.set(xlabel="seconds, measured", ylabel="held-out nats per byte",
              title="4 stages of 2 hosts, links of 200, 50 and 25 Mbit/s")
     axis.legend()

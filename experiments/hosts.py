@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 import train
 from experiments.clock import every, reaches
-from experiments.pictures import COLOURS
-from experiments.runs import (Run, built, finals, headline, results, same_seeds, spread_of,
+from experiments.pictures import COLOURS, show_head, show_row
+from experiments.runs import (Run, built, ends, finals, headline, lines, results, same_seeds, spread_of,
                               spread_of_reached)
 from model import count_parameters
 from noloco import random_groups
@@ -81,18 +81,18 @@ LINKS = {
     "200 Mbit/s": Links(200, best=tuple(METHODS)),
 }
 FREE = "no limit"
-# the tiny model as it is; rate and batch that fit some hundreds of steps
-COMMON = ("--hidden 128 --mlp 512 --heads 4 --microbatches 1 --batch 1 --eval-sequences 16 "
-          f"--warmup {FIRST}")
+TINY = "--hidden 128 --mlp 512 --heads 4"       # train.py's own
+# rate and batch that fit some hundreds of steps
+COMMON = f"{TINY} --microbatches 1 --batch 1 --eval-sequences 16 --warmup {FIRST}"
 
 
 def runs(steps):
     """A try (steps): one of each on the first links, on two hosts, by train.py itself."""
-    program, length, count = f"-m experiments.hosts --train {SECONDS}", "", 8
+    (program, length), count = how_long(steps), 8
     links, methods = list(LINKS), list(METHODS)
     if steps:
-        program, length, count = Run.program, f" --steps {steps}", 2
-        links, methods = links[:1], ["DDP", *(name for name in methods if "every 5" in name)]
+        count, links = 2, links[:1]
+        methods = ["DDP", *(name for name in methods if "every 5" in name)]
     for name in links:
         wires = LINKS[name]
         for method in methods if wires.tried else wires.best:
@@ -103,6 +103,11 @@ def runs(steps):
     for method in ("ddp", "local"):
         options = f"{COMMON} --steps {steps or 100} --method {method}"
         yield Run(f"{FREE}: {method}", options, count, hosts=Links(0).options(), first=True)
+
+
+def how_long(steps):
+    """(program, options): as many steps as fit; or, in a try, so many."""
+    return (Run.program, f" --steps {steps}") if steps else (f"-m experiments.hosts --train {SECONDS}", "")
 
 
 # ---------------------------------------------------------------- one clock for all
@@ -152,11 +157,11 @@ def clocked(seconds, argv):
     if job.world == 1:
         job.refuse("--train is for several processes: start torchrun with --nproc-per-node 2 or more")
     argv = [*argv, "--eval-every", "1000000", "--steps", "1000000"]
-    o, t = built(job, argv)
+    t = built(job, argv)
     t.meter = Clock(t=t, whole=seconds)
     train.train(t)
     if job.rank == 0:
-        replace(t.folder / "config.json", json.dumps(vars(o), indent=1))        # with the steps that fitted
+        replace(t.folder / "config.json", json.dumps(vars(t.o), indent=1))        # with the steps that fitted
 
 
 # ---------------------------------------------------------------- what the rates alone would give
@@ -196,7 +201,7 @@ def by_links(found):
     for label, seeds in results(found).items():
         links, name = label.split(": ")
         if links == FREE:
-            free[name] = seeds[0].curves["seconds"][-1] / seeds[0].steps[-1]
+            free[name] = ends(seeds)[0] / seeds[0].steps[-1]
         else:
             runs.setdefault(links, {})[name] = seeds
     return runs, free
@@ -226,20 +231,18 @@ def held(run):
 
 def table(found):
     runs, free = by_links(found)
-    print("| links | method | seeds | steps | held-out nats per byte | seconds | to DDP's last loss "
-          "| to the best DiLoCo's | held | MB sent by all | predicted seconds over measured |")
-    print(11 * "|---" + "|")
+    show_head("links | method | seeds | steps | held-out nats per byte | seconds | to DDP's last loss "
+              "| to the best DiLoCo's | held | MB sent by all | predicted seconds over measured")
     for links, methods in runs.items():
         goals = [methods[best(methods, name)] for name in ("DDP", "DiLoCo")]
         for name, seeds in methods.items():
-            ends = [run.curves["seconds"][-1] for run in seeds]
-            over = [predicted(run, free["local"], LINKS[links])[-1] / end for run, end in zip(seeds, ends)]
+            expected = [predicted(run, free["local"], LINKS[links])[-1] for run in seeds]
+            over = [a / b for a, b in zip(expected, ends(seeds))]
             sent = statistics.mean(run.curves["sync_bytes"][-1] for run in seeds) / 1e6
-            columns = [links, name, str(len(seeds)), spread_of([run.steps[-1] for run in seeds], ".0f"),
-                       spread_of(finals(seeds)), spread_of(ends, ".0f"),
-                       *(seconds_to(others, seeds) for others in goals),
-                       spread_of([held(run) for run in seeds], ".0%"), f"{sent:.0f}", spread_of(over, ".2f")]
-            print("|", " | ".join(columns), "|")
+            show_row(links, name, len(seeds), spread_of([run.steps[-1] for run in seeds], ".0f"),
+                     spread_of(finals(seeds)), spread_of(ends(seeds), ".0f"),
+                     *(seconds_to(others, seeds) for others in goals),
+                     spread_of([held(run) for run in seeds], ".0%"), f"{sent:.0f}", spread_of(over, ".2f"))
     print("seconds of a step without a limit:", ", ".join(f"{name} {s:.3f}" for name, s in free.items()))
 
 
@@ -250,8 +253,8 @@ def draw(plt, found):
     for axis, (links, methods) in zip(axes[0], runs.items()):
         for colour, method in zip(COLOURS, ("DDP", "DiLoCo", "NoLoCo", "NoLoCo, one byte")):
             name = best(methods, method)
-            for i, run in enumerate(methods[name]):
-                axis.plot(run.curves["seconds"], run.losses, color=colour, label=None if i else name)
+            lines(axis, methods[name], name, colour)
+            for run in methods[name]:
                 expected = predicted(run, free["local"], LINKS[links])
                 axis.plot(expected, run.losses, ":", color=colour, lw=1)
         axis.set(xlabel="seconds, measured (dotted: what the rates alone give)", title=links)

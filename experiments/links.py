@@ -8,12 +8,14 @@ says; methods take turns, so that a noisy moment does not hit one of them alone.
 """
 import statistics
 
+from experiments.hosts import TINY
+from experiments.pictures import show_head, show_row
 from experiments.runs import Run, headline, results
 
 LINKS = {"all at 200 Mbit/s": "--mbit 200", "host 5 at 20 Mbit/s": "--mbit 200 --slow 5=20"}
 METHODS = "ddp", "diloco --inner-steps 5", "noloco --inner-steps 5"
 # One sequence a step: the links are to be measured, not two cores that compute for eight hosts.
-COMMON = "--hidden 128 --mlp 512 --heads 4 --microbatches 1 --batch 1 --eval-every 60 --eval-sequences 1"
+COMMON = f"{TINY} --microbatches 1 --batch 1 --eval-every 60 --eval-sequences 1"
 
 
 def runs(steps):
@@ -29,14 +31,13 @@ def last(seeds, key, form):
 
 
 def table(found):
-    print("| links | method | seconds of 60 steps | held per synchronisation, s | longest, s "
-          "| MB sent by all |\n" + 6 * "|---" + "|")
+    show_head("links | method | seconds of 60 steps | held per synchronisation, s | longest, s "
+              "| MB sent by all")
     for label, seeds in results(found).items():
         links, method = label.split(": ")
         sent = statistics.median(run.curves["sync_bytes"][-1] for run in seeds) / 1e6
-        columns = [links, method, last(seeds, "seconds", ".1f"), last(seeds, "sync_seconds", ".2f"),
-                   last(seeds, "sync_seconds_longest", ".2f"), f"{sent:.0f}"]
-        print("|", " | ".join(columns), "|")
+        show_row(links, method, last(seeds, "seconds", ".1f"), last(seeds, "sync_seconds", ".2f"),
+                 last(seeds, "sync_seconds_longest", ".2f"), f"{sent:.0f}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import statistics
 import sys
 
 import train
+from experiments.pictures import show_head, show_row
 from experiments.runs import Run, built, headline, results, spread_of
 from noloco import NoLoCo
 from plumbing.onebyte import MARGIN, lengths
@@ -57,9 +58,9 @@ class TellingNoLoCo(NoLoCo):
 
 def tell(argv):
     """train.main with it; each rank keeps what it has found."""
-    o, t = built(Job(), argv, make_outer=lambda *args: train.make_outer(*args, {"fp32": TellingNoLoCo}))
+    t = built(Job(), argv, make_outer=lambda *args: train.make_outer(*args, {"fp32": TellingNoLoCo}))
     train.train(t)
-    last = t.outer.beyond[-max(1, o.steps // o.inner_steps // 10):]     # a tenth of the outer steps
+    last = t.outer.beyond[-max(1, t.o.steps // t.o.inner_steps // 10):]     # a tenth of the outer steps
     share = [sum(row[bound] for row in last) / len(last) / len(t.theta) for bound in BOUNDS]
     row = dict(largest=t.outer.largest, beyond=share)
     (t.folder / f"margin{t.job.rank}.json").write_text(json.dumps(row))
@@ -74,15 +75,13 @@ def what_was_told(folder):
 
 
 def table(found):
-    print("| outer step | seeds | largest (a) in a tensor, median of all exchanges | 90% are under "
-          f"| the largest | share of weights beyond {BOUNDS[0]} at the end | beyond {BOUNDS[1]} |")
-    print(7 * "|---" + "|")
+    show_head("outer step | seeds | largest (a) in a tensor, median of all exchanges | 90% are under "
+              f"| the largest | share of weights beyond {BOUNDS[0]} at the end | beyond {BOUNDS[1]}")
     for label, seeds in results(found).items():
-        columns = [label, str(len(seeds)), spread_of([run.median for run in seeds], ".1f"),
-                   spread_of([run.tenths[-1] for run in seeds], ".1f"),
-                   spread_of([run.largest for run in seeds], ".1f"),
-                   *(spread_of([run.beyond[i] for run in seeds], ".1e") for i in range(len(BOUNDS)))]
-        print("|", " | ".join(columns), "|")
+        show_row(label, len(seeds), spread_of([run.median for run in seeds], ".1f"),
+                 spread_of([run.tenths[-1] for run in seeds], ".1f"),
+                 spread_of([run.largest for run in seeds], ".1f"),
+                 *(spread_of([run.beyond[i] for run in seeds], ".1e") for i in range(len(BOUNDS))))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ the pull between slow weights.
 """
 import statistics
 
+from experiments.pictures import show_head, show_row
 from experiments.runs import Run, finals, headline, mean_of_replicas, over, published, results, spread_of
 from experiments.tuning import options
 
@@ -50,16 +51,16 @@ def plain():
 
 
 def table(found):
+    show_head("outer step | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all "
+              "replicas | weight spread at the end | MB sent per rank to synchronise")
     base = finals(plain()["DDP, rate 6e-3"])
-    print("| outer step | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all "
-          "replicas | weight spread at the end | MB sent per rank to synchronise |\n" + 7 * "|---" + "|")
     for label, seeds in {**plain(), **results(found)}.items():
         each = spread_of(over(finals(seeds), base), "+.1%")
         own = hasattr(seeds[0], "mean")
         mean = spread_of(over([run.mean for run in seeds], base), "+.1%") if own else ""
         spread = statistics.mean(run.curves["weight_spread"][-1] for run in seeds)
-        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {each} | {mean} | {spread:.1e} "
-              f"| {seeds[0].sent:.0f} |")
+        show_row(label, len(seeds), spread_of(finals(seeds)), each, mean, f"{spread:.1e}",
+                 f"{seeds[0].sent:.0f}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from experiments.pictures import COLOURS
+from experiments.pictures import COLOURS, show_head, show_row
 from experiments.runs import Run, built, finals, headline, over_runs, published, results, spread_of
 from noloco import DiLoCo
 from plumbing.onebyte import lengths
@@ -108,7 +108,7 @@ def short(argv):
         return ShortDiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta) \
             if o.method == "diloco" else None
 
-    _, t = built(Job(), argv, make_outer=make_outer)
+    t = built(Job(), argv, make_outer=make_outer)
     if t.average:
         t.average = ShortAverage(t.average.all_reduce, t.average.replicas)
     train.train(t)
@@ -126,12 +126,11 @@ def everything(found):
 
 def table(found):
     runs = everything(found)
-    print("| replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
-          "| MB sent per rank to synchronise |\n" + 5 * "|---" + "|")
+    show_head("replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
+              "| MB sent per rank to synchronise")
     for label, seeds in runs.items():
         more = over_runs(seeds, runs[f"{label[:3]} DDP"])
-        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {spread_of(more, '+.1%')} "
-              f"| {seeds[0].sent:.1f} |")
+        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(more, "+.1%"), f"{seeds[0].sent:.1f}")
 
 
 def draw(plt, found):

@@ -8,6 +8,7 @@ import argparse
 import itertools
 import math
 
+from experiments.pictures import show_head, show_row
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 
@@ -37,16 +38,16 @@ def table(argv):
     latency = o.latency_ms / 1000
     print(f"fp32, {o.latency_ms:g} ms, inner steps of {o.step_seconds:g} s; DDP (each step) / "
           "DiLoCo (each 100) / NoLoCo (each 50, theta only) / NoLoCo in one byte a weight (each 50)\n")
-    print("| model | replicas | Mbit/s | GB sent per rank | seconds | share of training time, % "
-          "| GB of memory per rank |\n" + 7 * "|---" + "|")
+    show_head("model | replicas | Mbit/s | GB sent per rank | seconds | share of training time, % "
+              "| GB of memory per rank")
     for model, n, mbit in itertools.product(o.model, o.replicas, o.mbit):
         params = o.params or PARAMS[model]
         rows = on_paper(params, n, mbit, latency, o.step_seconds).values()
-        columns = [" / ".join(f"{row['bytes'] / 1e9:.2f}" for row in rows),
-                   " / ".join(f"{row['seconds']:.4g}" for row in rows),
-                   " / ".join(f"{row['share'] * 100:.1f}" for row in rows),
-                   " / ".join(f"{row['memory'] / 1e9:.1f}" for row in rows)]
-        print(f"| {model}, {params / 1e6:g}M | {n} | {mbit:g} | {' | '.join(columns)} |")
+        show_row(f"{model}, {params / 1e6:g}M", n, f"{mbit:g}",
+                 " / ".join(f"{row['bytes'] / 1e9:.2f}" for row in rows),
+                 " / ".join(f"{row['seconds']:.4g}" for row in rows),
+                 " / ".join(f"{row['share'] * 100:.1f}" for row in rows),
+                 " / ".join(f"{row['memory'] / 1e9:.1f}" for row in rows))
 
 
 def parse(argv):

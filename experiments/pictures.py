@@ -1,4 +1,4 @@
-"""Where results and pictures go: OUT/results/NAME.json and OUT/figures/NAME.png."""
+"""How results are kept and shown: OUT/results/NAME.json, tables in Markdown, OUT/figures/NAME.png."""
 import json
 from pathlib import Path
 
@@ -23,6 +23,15 @@ def kept(out, name):
     if not file.exists():
         raise BadInput(f"no {file}: first the experiment that writes it, without --plot, --add or --table")
     return json.loads(file.read_text())
+
+
+def show_head(columns):
+    """Of a table. columns: "one | two"."""
+    print(f"| {columns} |\n|" + (columns.count("|") + 1) * "---|")
+
+
+def show_row(*cells):
+    print("|", " | ".join(map(str, cells)), "|")
 
 
 def picture(out, name, draw, found):

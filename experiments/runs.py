@@ -202,10 +202,10 @@ def cpu_seconds():
 
 
 def built(job, argv, **parts):
-    """train.main, up to where it trains: (its options, the parts of train.build), with parts of our own."""
+    """The parts of train.build, as train.main has them, but for our own."""
     o = train.Options(**job.agree(train.parse, argv))
     job.connect(o)
-    return o, train.build(job, o, **parts)
+    return train.build(job, o, **parts)
 
 
 # ---------------------------------------------------------------- the model that a run leaves
@@ -265,6 +265,11 @@ def finals(runs):
     return [run.final for run in runs]
 
 
+def ends(runs):
+    """Seconds of each run in all, as measured."""
+    return [run.curves["seconds"][-1] for run in runs]
+
+
 def over_runs(runs, others):
     """Perplexity at the end over the others', seed by seed, less 1. They may have more seeds."""
     return over(finals(runs), finals(same_seeds(runs, others)))
@@ -279,6 +284,12 @@ def band(axis, curves, x, label, colour, **style):
     x = x[:len(points)]
     axis.plot(x, [statistics.mean(v) for v in points], color=colour, label=label, lw=1.3, **style)
     axis.fill_between(x, [min(v) for v in points], [max(v) for v in points], color=colour, alpha=0.2, lw=0)
+
+
+def lines(axis, runs, label, colour, style="-"):
+    """Loss against seconds as measured, a line per seed."""
+    for i, run in enumerate(runs):
+        axis.plot(run.curves["seconds"], run.losses, style, color=colour, label=None if i else label)
 
 
 def losses(runs, every=1):

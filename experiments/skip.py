@@ -12,7 +12,7 @@ import random
 import statistics
 
 from experiments.clock import hours, keep_links, makespan, slowest_all_reduce
-from experiments.pictures import COLOURS
+from experiments.pictures import COLOURS, show_head, show_row
 from experiments.runs import (Run, band, finals, headline, heldout, losses, mean_model, over,
                               results, spread_of)
 from model import Llama
@@ -118,15 +118,15 @@ def full_beside(runs, seeds):
     return next(rows for rows in runs.values() if kind(rows[0].o) == FULL and rows[0].o.stages == stages)
 
 
-def left(runs, key):
+def losses_without(runs, key):
     """Each seed's held-out loss with stages missing, over all choices of them. key: a share of them that
     runs, or "dead"."""
     return [statistics.mean(run.dead if key == "dead" else run.shares[key]) for run in runs]
 
 
 def missing_over(runs, whole, key):
-    """That perplexity over that of the other run's whole model, seed by seed, less 1."""
-    return over(left(runs, key), [run.shares["1.0"][0] for run in whole])
+    """Perplexity with stages missing over that of the other run's whole model, seed by seed, less 1."""
+    return over(losses_without(runs, key), [run.shares["1.0"][0] for run in whole])
 
 
 def timing(found, run):
@@ -136,19 +136,20 @@ def timing(found, run):
 
 
 def table(found):
+    show_head("stages, share skipped | seeds | held-out nats per byte "
+              "| simulated s per iteration + all-reduce "
+              "| perplexity over its own whole: 75% of the stages | half of the stages gone "
+              "| half of the nodes dead "
+              "| perplexity over the full pipeline's whole: whole | 75% | half gone")
     runs = results(found)
-    print("| stages, share skipped | seeds | held-out nats per byte | simulated s per iteration + all-reduce "
-          "| perplexity over its own whole: 75% of the stages | half of the stages gone "
-          "| half of the nodes dead "
-          "| perplexity over the full pipeline's whole: whole | 75% | half gone |\n" + 10 * "|---" + "|")
     for label, seeds in runs.items():
         base = full_beside(runs, seeds)
         times = [timing(found, run) for run in seeds]
         iteration, sync = statistics.mean(t[0] for t in times), times[0][1]
         cells = [missing_over(seeds, seeds, key) for key in ("0.75", "0.5", "dead")]
         cells += [missing_over(seeds, base, key) for key in ("1.0", "0.75", "0.5")]
-        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {iteration:.1f} + {sync:.1f}",
-              *(spread_of(cell, "+.1%") for cell in cells), "", sep=" | ")
+        show_row(label, len(seeds), spread_of(finals(seeds)), f"{iteration:.1f} + {sync:.1f}",
+                 *(spread_of(cell, "+.1%") for cell in cells))
 
 
 # ---------------------------------------------------------------- the picture

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 
 import skippipe
 import train
-from experiments.pictures import kept
+from experiments.pictures import kept, save, show_head, show_row
 from experiments.runs import torchrun
 from experiments.sync import quartiles
 from model import Config, Llama, count_parameters
 from noloco import NoLoCo, flatten
-from planning.routing import measure
+from planning.routing import Watch, measure
 from plumbing.fast import Adam, speed_up
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
@@ -240,14 +240,15 @@ def idle(o, job):
     """One pipeline of 2 stages, a core for each rank: the share of an iteration that a rank does not
     compute, beside what `simulate` says.
 
-    The simulator gets the message and forward times that train.py measures, and the ratios of loss and
-    backward to them from here.
+    The simulator gets the message times that train.py measures, and those of forward, loss and backward from
+    the same iterations.
     """
     stages, microbatches = [[0], [1]], 4
     rig = Rig(job, stages, Config(), (4, 128), microbatches)
     delay, _ = measure(rig.pipeline, stages, job)
-    seconds = task_seconds(rig, o.trials)
     paths = skippipe.full_paths(stages, microbatches)
+    rig.pipeline.run(paths, rig.batches(paths))                             # warms up
+    watch = Watch(SimpleNamespace(pipeline=rig.pipeline, network=SimpleNamespace(compute=stages)))
     shares, walls = [], []
     for _ in range(o.trials):
         dist.barrier()
@@ -255,6 +256,8 @@ def idle(o, job):
         rig.pipeline.run(paths, rig.batches(paths))
         walls.append(time.perf_counter() - wall)
         shares.append(1 - (time.thread_time() - busy) / walls[-1])
+    seconds = {what: statistics.median(end - begin for begin, end in times)
+               for what, times in watch.times.items()}
     rows = job.collect("idle", dict(seconds, idle=statistics.median(shares)))
     if job.rank:
         return None
@@ -264,30 +267,6 @@ def idle(o, job):
     return dict(measured=[row["idle"] for row in rows],
                 simulated=[1 - work / result.makespan for work in works],
                 makespan=result.makespan, iteration=statistics.median(walls))
-
-
-def task_seconds(rig, trials):
-    """Medians of one microbatch's forward, backward and loss (0 beyond stage 0)."""
-    def start():
-        return torch.randn(rig.pipeline.shape, requires_grad=True)
-
-    def loss(x):
-        if rig.stage == 0:
-            rig.model.loss(x, rig.data[:, 1:]).backward()
-
-    kinds = {"forward": (start, rig.model.blocks),
-             "backward": (lambda: rig.model.blocks(start()), lambda y: y.backward(torch.ones_like(y))),
-             "loss": (start, loss)}
-    seconds = {}
-    for name, (before, work) in kinds.items():
-        trial = []
-        for _ in range(trials):
-            given = before()
-            begin = time.perf_counter()
-            work(given)
-            trial.append(time.perf_counter() - begin)
-        seconds[name] = statistics.median(trial)
-    return seconds
 
 
 def as_measured(delay, rows, stages, microbatches):
@@ -316,12 +295,12 @@ def sync(o, job):
             rig.step(k)
             after()
 
-    times = {"noloco": lambda: fifty(outer.step), "local": lambda: fifty(lambda: None)}
-    times = medians(times, max(1, o.trials // 2), job)
+    works = {"noloco": lambda: fifty(outer.step), "local": lambda: fifty(lambda: None)}
+    times = medians(works, max(1, o.trials // 2), job)
     store = dist.PrefixStore("one", job.store)
-    alone = {"survives": SurvivingNoLoCo(rig.model.parameters(), inner_steps=1, store=store).step,
+    works = {"survives": SurvivingNoLoCo(rig.model.parameters(), inner_steps=1, store=store).step,
              "fragile": NoLoCo(rig.model.parameters(), inner_steps=1).step}
-    alone = medians(alone, 4 * o.trials, job)
+    alone = medians(works, 4 * o.trials, job)
     blocked = {"early": [], "late": []}
     for name in 2 * o.trials * list(blocked):
         blocked[name].append(seconds_blocked(rig, early=name == "early"))
@@ -426,34 +405,32 @@ def table(r):
     def times(ratio):
         return "{:.2f}x [{:.2f}, {:.2f}]".format(*ratio)
 
-    print("| what | measured | aim |\n|---|---|---|")
+    show_head("what | measured | aim")
     for row in r["model"]:
         speeds = row["tokens_per_second"]
-        print(f"| model, hidden {row['hidden']}, T {row['T']}: "
-              "tokens/s over Hugging Face's (both compiled) "
-              f"| {times(row['ratio'])} ({times(row['ratio_compiled'])}), "
-              f"{speeds['ours']:.0f} and {speeds['theirs']:.0f} tokens/s | 1.0x |")
+        show_row(f"model, hidden {row['hidden']}, T {row['T']}: tokens/s over Hugging Face's (both compiled)",
+                 f"{times(row['ratio'])} ({times(row['ratio_compiled'])}), "
+                 f"{speeds['ours']:.0f} and {speeds['theirs']:.0f} tokens/s", "1.0x")
     two, beside = r["pipeline"], r["sync"]["outer_step"]
-    print("| 2 stages x 2 replicas over 2 processes without a pipeline "
-          f"| {times(two['over_no_pipeline'])} | 0.85x |")
-    print("| 2 stages x 2 replicas over torch's Schedule1F1B (fixed routes, as torch's) "
-          f"| {times(two['over_1f1b'])} ({times(two['fixed_over_1f1b'])}) | 1.0x |")
-    print("| idle share of ranks 0 and 1, 2 stages x 1 (simulated) "
-          "| {:.0%}, {:.0%} ({:.0%}, {:.0%}) | |".format(*r["idle"]["measured"], *r["idle"]["simulated"]))
-    print("| an outer step over 50 inner steps (50 steps with it over 50 of `local`, less 1) | "
-          f"{beside['survives'] / r['sync']['fifty_steps']:.2%} "
-          "({:+.1%} [{:+.1%}, {:+.1%}]) | 3% |".format(*r["sync"]["share"]))
-    print("| an outer step that survives failures (one that does not), all replicas at once "
-          f"| {beside['survives']:.4f} s ({beside['fragile']:.4f} s) | +0.025 s |")
-    print("| 2 x 2: inner steps that survive failures over ones that do not "
-          f"| {times(two['over_fragile'])} | |")
-    print("| exchange blocks, phi sent early (late); without a store "
-          "| {early:.4f} s ({late:.4f} s) | |".format(**r["sync"]["blocked"]))
-    print("| launch to first step done, 8 processes (floor) "
-          "| {done:.1f} s ({floor:.1f} s), {beyond:+.1f} s | +2 s |".format(**r["start"]))
+    show_row("2 stages x 2 replicas over 2 processes without a pipeline", times(two["over_no_pipeline"]),
+             "0.85x")
+    show_row("2 stages x 2 replicas over torch's Schedule1F1B (fixed routes, as torch's)",
+             f"{times(two['over_1f1b'])} ({times(two['fixed_over_1f1b'])})", "1.0x")
+    show_row("idle share of ranks 0 and 1, 2 stages x 1 (simulated)",
+             "{:.0%}, {:.0%} ({:.0%}, {:.0%})".format(*r["idle"]["measured"], *r["idle"]["simulated"]), "")
+    show_row("an outer step over 50 inner steps (50 steps with it over 50 of `local`, less 1)",
+             f"{beside['survives'] / r['sync']['fifty_steps']:.2%} "
+             "({:+.1%} [{:+.1%}, {:+.1%}])".format(*r["sync"]["share"]), "3%")
+    show_row("an outer step that survives failures (one that does not), all replicas at once",
+             f"{beside['survives']:.4f} s ({beside['fragile']:.4f} s)", "+0.025 s")
+    show_row("2 x 2: inner steps that survive failures over ones that do not", times(two["over_fragile"]), "")
+    show_row("exchange blocks, phi sent early (late); without a store",
+             "{early:.4f} s ({late:.4f} s)".format(**r["sync"]["blocked"]), "")
+    show_row("launch to first step done, 8 processes (floor)",
+             "{done:.1f} s ({floor:.1f} s), {beyond:+.1f} s".format(**r["start"]), "+2 s")
     for name, row in r["memory"].items():
-        print(f"| peak memory of a rank, {name} (formula) "
-              f"| {row['measured'] / 1e6:.0f} MB ({row['formula'] / 1e6:.0f} MB) | |")
+        show_row(f"peak memory of a rank, {name} (formula)",
+                 f"{row['measured'] / 1e6:.0f} MB ({row['formula'] / 1e6:.0f} MB)", "")
 
 
 # name: (function(o, job) -> what rank 0 keeps, processes)
@@ -472,9 +449,7 @@ def parse(argv):
         raise BadInput(f"there is no part {sorted(wrong)[0]}, only {', '.join(PARTS)}")
     if o.trials < 1:
         raise BadInput(f"--trials must be at least 1, got {o.trials}")
-    if o.table:
-        kept(o.out, "speed")
-    o.all = not o.parts
+    o.all = o.table or not o.parts
     o.parts = [] if o.table else o.parts or list(PARTS)
     if "model" in o.parts:
         try:
@@ -486,16 +461,15 @@ def parse(argv):
 
 def run(name, o, job):
     """Into OUT/results/speed.json, which keeps the parts that are not run again."""
-    file = Path(o.out, "results", "speed.json")
     load = os.getloadavg()[0]
     function, _ = PARTS[name]
     result = function(o, job)
     if job.rank == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        found = json.loads(file.read_text()) if file.exists() else {}
+        there = Path(o.out, "results", "speed.json").exists()
+        found = kept(o.out, "speed") if there else {}
         found[name] = dict(result=result, trials=o.trials, load_before=load, torch=torch.__version__,
                            cores=os.cpu_count())
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        save(o.out, "speed", found)
         print(name, json.dumps(result), flush=True)
 
 
@@ -511,7 +485,7 @@ def main(argv=None):
             options = ["--trials", str(o.trials), "--out", o.out]
             torchrun(processes, "-m", "experiments.speed", name, *options)
     if o.all:
-        found = kept(o.out, "speed")
+        found = job.together(kept, o.out, "speed")
         table({name: row["result"] for name, row in found.items()})
     job.close()
 

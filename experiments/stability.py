@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 import train
-from experiments.pictures import COLOURS, kept, picture, save
+from experiments.pictures import COLOURS, kept, picture, save, show_head, show_row
 from noloco import gamma_bound
 from plumbing.options import Parser
 from plumbing.processes import Job
@@ -227,24 +227,25 @@ def beside_bounds(rate, alpha, gamma, n, k):
 def table(r):
     at = min(range(len(r["alphas"])), key=lambda i: abs(r["alphas"][i] - 0.5))
     print(f"{r['replicas']} replicas, {len(r['alphas']) * len(r['gammas'])} points of (alpha, gamma)\n")
-    print("| n | inside the paper's window, of them grow | decay, of them outside the window "
-          "| sign as gamma_bound's (farthest off) | as the exact bound's (farthest off) "
-          f"| limit at alpha = 0.5: measured, exact | ... with pull {r['pulls'][1]:g} |\n" + 7 * "|---" + "|")
+    show_head("n | inside the paper's window, of them grow | decay, of them outside the window "
+              "| sign as gamma_bound's (farthest off) | as the exact bound's (farthest off) "
+              f"| limit at alpha = 0.5: measured, exact | ... with pull {r['pulls'][1]:g}")
     for n, row in r["groups"].items():
         fails = row["window_fails"]
         signs = [f"{holds['share']:.1%} ({holds['farthest']:.2f})"
                  for holds in (row["bound_holds"], row["exact_holds"])]
         limits = [f"{row['crossing'][pull][at]:.2f}, {row['exact'][pull][at]:.2f}" for pull in row["exact"]]
-        print(f"| {n} | {fails['inside']}, {fails['inside_grows']} "
-              f"| {fails['decays']}, {fails['outside_decays']} | {' | '.join(signs + limits)} |")
+        show_row(n, f"{fails['inside']}, {fails['inside_grows']}",
+                 f"{fails['decays']}, {fails['outside_decays']}", *signs, *limits)
     q = r["noise"]
-    print(f"\n| m omega = {q['m'] * q['omega'][0]:.2g} to {q['m'] * q['omega'][-1]:.2g} "
-          "| slope in omega, smallest 4 | largest 2 | off the closed form at most |\n" + 4 * "|---" + "|")
+    print()
+    show_head(f"m omega = {q['m'] * q['omega'][0]:.2g} to {q['m'] * q['omega'][-1]:.2g} "
+              "| slope in omega, smallest 4 | largest 2 | off the closed form at most")
     for name, what in (("spread", "variance between replicas"), ("mean", "variance of their mean")):
         slopes = q["slopes"][name]
         scan = zip(r["scan"].get(name, ()), r["scan"].get(name + "_expected", ()))
         off = max(abs(a / b - 1) for a, b in (*zip(q[name], q[name + "_expected"]), *scan))
-        print(f"| {what} | {slopes['small']:.2f} | {slopes['largest']:.2f} | {off:.1%} |")
+        show_row(what, f"{slopes['small']:.2f}", f"{slopes['largest']:.2f}", f"{off:.1%}")
     scan = r["scan"]
     _, best = min(zip(scan["spread"], scan["gamma"]))
     print(f"\nomega {scan['omega']:g}: of gamma = {scan['gamma'][0]:.2f} to {scan['gamma'][-1]:.2f} "

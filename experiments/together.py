@@ -7,7 +7,7 @@ import itertools
 import statistics
 
 from experiments.clock import every, hours, keep_links, makespan, reaches, slowest_all_reduce, stage_delays
-from experiments.pictures import COLOURS
+from experiments.pictures import COLOURS, show_head, show_row
 from experiments.runs import Run, band, finals, headline, losses, results, spread_of, spread_of_reached
 from noloco import random_groups
 from planning.instance import published_network
@@ -100,24 +100,19 @@ def clock(found, run):
 
 
 def table(found):
+    show_head("method | seeds | held-out nats per byte | s per iteration | s per synchronisation "
+              "| hours in all | hours to DDP's final loss, over DDP's | ... over planned DDP's")
     runs = results(found)
     ddp = runs["DDP, full pipeline"]
     bases = [[clock(found, run)[-1] for run in ddp],
              [hours(run, *found["seconds"]["DDP, planned"])[-1] for run in ddp]]    # the same losses, sooner
-    print("| method | seeds | held-out nats per byte | s per iteration | s per synchronisation "
-          "| hours in all | hours to DDP's final loss, over DDP's | ... over planned DDP's |\n"
-          + 8 * "|---" + "|")
     for label, seeds in runs.items():
         times = [timing(found, run) for run in seeds]
         taken = [reaches(base.final, run.losses, clock(found, run)) for run, base in zip(seeds, ddp)]
-        shares = " | ".join(share_of(taken, whole) for whole in bases)
         iteration, sync = statistics.mean(t[0] for t in times), times[0][1]
-        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {iteration:.1f} "
-              f"| {sync:.1f} every {every(seeds[0].o)} | {clock(found, seeds[0])[-1]:.1f} | {shares} |")
-
-
-def share_of(taken, whole):
-    return spread_of_reached([a and a / b for a, b in zip(taken, whole)], ".0%")
+        show_row(label, len(seeds), spread_of(finals(seeds)), f"{iteration:.1f}",
+                 f"{sync:.1f} every {every(seeds[0].o)}", f"{clock(found, seeds[0])[-1]:.1f}",
+                 *(spread_of_reached([a and a / b for a, b in zip(taken, whole)], ".0%") for whole in bases))
 
 
 def draw(plt, found):

@@ -4,6 +4,7 @@ close NoLoCo's gap to DDP. 8 replicas, 800 steps.
     python -m experiments.tuning [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 """
 
+from experiments.pictures import show_head, show_row
 from experiments.runs import Run, finals, headline, results, spread_of
 
 RATES = ("4e-3", "6e-3", "8e-3", "1.2e-2")      # of DDP
@@ -45,9 +46,9 @@ def runs(steps):
 
 
 def table(found):
-    print("| setting | seeds | held-out nats per byte | MB sent per rank to synchronise |\n|---|---|---|---|")
+    show_head("setting | seeds | held-out nats per byte | MB sent per rank to synchronise")
     for label, seeds in results(found).items():
-        print(f"| {label} | {len(seeds)} | {spread_of(finals(seeds))} | {seeds[0].sent:.0f} |")
+        show_row(label, len(seeds), spread_of(finals(seeds)), f"{seeds[0].sent:.0f}")
 
 
 if __name__ == "__main__":

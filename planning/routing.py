@@ -90,15 +90,14 @@ def read_links(file, stages):
     try:
         links = json.loads(Path(file).read_text())
         theirs = links.get("stages", stages)
-        lists = all(isinstance(stage, list) for stage in theirs)
-        if lists and [len(stage) for stage in theirs] == [len(stage) for stage in stages]:
-            return by_rank(links, [node for stage in theirs for node in stage], stages)
+        if not all(isinstance(stage, list) for stage in theirs):
+            raise BadInput(f"{file}: stages must be lists of nodes, e.g. [[0, 1], [2, 3]]")
+        sizes, own = ([len(stage) for stage in each] for each in (theirs, stages))
+        if sizes != own:
+            raise BadInput(f"{file} has stages of {sizes} nodes, this run of {own}: give --stages as there")
+        return by_rank(links, [node for stage in theirs for node in stage], stages)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise BadInput(f"--links {file}: {type(error).__name__} {error}")
-    if not lists:
-        raise BadInput(f"{file}: stages must be lists of nodes, e.g. [[0, 1], [2, 3]]")
-    raise BadInput(f"{file} has stages of {[len(stage) for stage in theirs]} nodes, this run of "
-                   f"{[len(stage) for stage in stages]}: give --stages as there")
 
 
 def by_rank(links, nodes, stages):

@@ -44,8 +44,8 @@ class OneByte:
             raise ValueError(f"one byte a weight needs gamma = beta, not {self.gamma} and {self.beta}")
         tensors = self.theta.split(lengths(self))
         self.sizes = [len(piece) for tensor in tensors for piece in tensor.split(PIECE)]
-        letter = len(self.theta) + 4 * len(self.sizes)
-        self.letter = torch.empty(letter, dtype=torch.uint8, device=self.theta.device)
+        size = len(self.theta) + 4 * len(self.sizes)
+        self.letter = torch.empty(size, dtype=torch.uint8, device=self.theta.device)
         self.room = torch.empty(PIECE, device=self.theta.device)        # to reckon in
         self.whole = torch.empty(PIECE, dtype=torch.int32, device=self.theta.device)
         self.thetas = {}                                                # of partners, as they were read
@@ -56,9 +56,10 @@ class OneByte:
         return codes.split(self.sizes), scales.view(torch.float32)
 
     def write(self, name, vector):
-        """Eqs. M1 and M2. (fp32, where a subclass has made fp32 its form of messages.)"""
-        if self.letter is self.theta:
-            return super().write(name, vector)
+        return super().write(name, self.encoded(vector))
+
+    def encoded(self, vector):
+        """Eqs. M1 and M2."""
         codes, scales = self.parts(self.letter)
         for theta, phi, k, s in zip(vector.split(self.sizes), self.phi.split(self.sizes), codes, scales):
             x = self.room[:len(theta)]
@@ -66,7 +67,7 @@ class OneByte:
             torch.sub(theta, phi, out=x)
             s.copy_((x.abs_().max() * (MARGIN / 256)).maximum(least).clamp_(min=1e-30))
             k.copy_(self.low_byte(torch.div(theta, s, out=x).round_()))
-        return super().write(name, self.letter)
+        return self.letter
 
     def read(self, message, own, i):
         """Eq. M3, beside a vector of one's own. i: of several partners. What is no such message stays."""

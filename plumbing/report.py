@@ -131,7 +131,7 @@ def counts(t):
     return {key: n + t.meter.counts.get(key, 0) for key, n in t.counts().items()}
 
 
-def banner(t):
+def banner(t, rate):
     """What runs, in a few lines."""
     o, job, corpus = t.o, t.job, t.corpus
     stages = "x".join(map(str, o.stages))
@@ -142,7 +142,7 @@ def banner(t):
     whole, inner = count_parameters(t.config)
     yield (f"{o.init_from or o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without "
            f"embedding and head; {o.dtype}")
-    yield from settings(o, t.stages[0])
+    yield from settings(o, t.stages[0], rate)
     amount = f"{len(corpus.train)} shards to stream" if corpus.streamed else \
         f"{sum(map(len, corpus.train)) / 1e6:.1f}M training"
     size = f", {corpus.bytes_per_token:.3f} bytes per token" if o.tokenizer else ""
@@ -160,18 +160,19 @@ def banner(t):
                "synchronise")
 
 
-# The rates of the NoLoCo paper's models, and the tokens of a step, all replicas together, that they are for.
-STEP_TOKENS = dict(small=(6e-4, 500_000), medium=(2e-4, 1_000_000), large=(1.2e-4, 2_000_000))
+# The tokens of a step, all replicas together, that the rates of the NoLoCo paper's models are for.
+STEP_TOKENS = dict(small=500_000, medium=1_000_000, large=2_000_000)
 
 
-def settings(o, origins):
-    """Tokens of a step, the inner rate and the outer step: what a model's row brings along unasked."""
+def settings(o, origins, rate):
+    """Tokens of a step, the inner rate and the outer step: what a model's row brings along unasked. rate: the
+    one of that row."""
     tokens = len(origins) * o.batch * o.seq_len                 # of one microbatch each
     yield (f"{o.steps} steps of {o.microbatches * tokens // len(origins)} tokens per origin, "
            f"{o.microbatches * tokens} in all; peak rate {o.lr:g}, beta2 {o.beta2:g}")
-    rate, wanted = STEP_TOKENS.get(o.model, (None, 0))
+    wanted = STEP_TOKENS.get(o.model, 0)
     fitting = max(1, round(wanted / tokens))
-    if o.lr == rate and fitting != o.microbatches:
+    if wanted and o.lr == rate and fitting != o.microbatches:
         yield (f"warning: the rate of --model {o.model} is the paper's for {wanted / 1e6:g}M tokens a step, "
                f"all origins together: --microbatches {fitting} gives as many")
     if o.inner_steps:

@@ -36,6 +36,9 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
             self.tell("fp32 instead of int8", far=far)
         super().swap(members, *rest)
 
+    def encoded(self, vector):
+        return vector if self.letter is self.theta else super().encoded(vector)
+
     def buffer(self, key):
         return super().buffer((key, self.letter.dtype))
 

@@ -144,6 +144,7 @@ def test_a_clocked_run_evaluates_just_after_outer_steps(corpus, tmp_path):
     run(2, *argv, cwd=tmp_path, main=functools.partial(hosts.clocked, 1.0))
     steps = [row["step"] for row in metrics(tmp_path / "runs/x")]
     assert steps[0] > hosts.FIRST and not any(step % 3 for step in steps)
+    assert len(steps) >= 2 and len({b - a for a, b in zip(steps, steps[1:-1])}) <= 1
     assert checkpoint(tmp_path / "runs/x", steps[-1], 1)["step"] == steps[-1]
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["steps"] == steps[-1]
 

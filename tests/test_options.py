@@ -126,7 +126,7 @@ def test_weights_from_elsewhere_take_the_papers_outer_settings_unless_asked_for_
     o = train.parse(["--init-from", str(tmp_path), *argv], 8)
     assert (o.inner_steps, o.alpha, o.beta, o.gamma) == outer
     every, alpha, beta, gamma = outer
-    said = list(report.settings(o, range(8)))
+    said = list(report.settings(o, range(8), 3e-3))
     step = f"outer step every {every} steps, alpha {alpha}, beta {beta}, gamma {gamma}"
     assert said[-1] == step + ", weights travel in fp32"
     assert len(said) == 2                               # the paper's batch is for the paper's models
@@ -135,12 +135,13 @@ def test_weights_from_elsewhere_take_the_papers_outer_settings_unless_asked_for_
 @pytest.mark.parametrize("model, origins, fitting", [("small", 8, 15), ("small", 1, 122), ("large", 16, 31)])
 def test_a_papers_model_is_told_what_batch_its_rate_belongs_to(model, origins, fitting):
     wanted = dict(small=0.5e6, large=2e6)[model]
-    first, warning, _ = report.settings(train.parse(["--model", model], origins), range(origins))
+    o, rate = train.parse(["--model", model], origins), train.MODELS[model]["lr"]
+    first, warning, _ = report.settings(o, range(origins), rate)
     assert f"8192 tokens per origin, {8192 * origins} in all" in first
     assert f"{wanted / 1e6:g}M tokens" in warning
     assert warning.endswith(f"--microbatches {fitting} gives as many")
     o = train.parse(["--model", model, "--microbatches", str(fitting)], origins)
-    assert len(list(report.settings(o, range(origins)))) == 2           # no warning
+    assert len(list(report.settings(o, range(origins), rate))) == 2           # no warning
     assert abs(fitting * origins * 4 * 1024 - wanted) <= origins * 4 * 1024 / 2
 
 

@@ -60,34 +60,34 @@ def sleep_until(moment):
 
 class EmulatedPipeline(Pipeline):
     """A note goes ahead of each message: when it is to arrive, on the clock that all processes share."""
+
     def follow(self, network, scale):
         self.network, self.scale = network, scale
         self.usable, self.notes, self.runs = 0.0, [], 0
 
     def run(self, paths, batches, train=True, order=None):
-        self.emulates = train
-        if self.emulates:
+        if train:
             self.runs += 1
             self.job.share(f"run/{self.runs}", "")          # all begin together: the time is this run's own
         found = super().run(paths, batches, train, order)
-        while self.emulates and self.notes:
+        while self.notes:
             work, _, peer = self.notes.pop()
             self.wait(work, peer)
         return found
 
     def take(self, u, hop):
         x = super().take(u, hop)
-        source = self.chains[u][hop - 1] if hop else self.rank
-        if self.emulates and source != self.rank:
-            sleep_until(self.note(source, u, hop))
-        if self.emulates:
+        if self.train:
+            source = self.chains[u][hop - 1] if hop else self.rank
+            if source != self.rank:
+                sleep_until(self.note(source, u, hop))
             sleep_until(self.usable)
         self.start = time.monotonic()
         return x
 
     def task(self, u, hop, x):
         out = super().task(u, hop, x)
-        if self.emulates:
+        if self.train:
             seconds = WORK[kind(self.paths[u], hop)] * self.network.compute[self.rank]
             sleep_until(self.start + seconds * self.scale)
             rest = self.network.overhead if hop else self.network.origin_overhead
@@ -95,7 +95,7 @@ class EmulatedPipeline(Pipeline):
         return out
 
     def send(self, tensor, to, u, hop):
-        if self.emulates:
+        if self.train:
             arrival = time.monotonic() + self.network.delay[self.rank][to] * self.scale
             self.notes.append(self.message(torch.tensor([arrival], dtype=torch.float64), to, u, hop))
         return super().send(tensor, to, u, hop)
