@@ -86,6 +86,7 @@ class NoLoCo:
         self.places = self.whereabouts()
         self.steps = self.bytes_sent = 0
         self.letter = self.theta                                # a message is of this form
+        self.pieces = 1 << 24 if self.theta.is_cuda else PIECE  # the outer step goes through in these
         self.buffers = {}
         self.ahead = self.lane = None
         joined = dist.is_available() and dist.is_initialized()
@@ -143,8 +144,7 @@ class NoLoCo:
             return functools.reduce(torch.add, vectors) / n
 
         vectors = (self.theta, self.phi, self.delta, *thetas, *(phis or ()))
-        piece = 1 << 24 if self.theta.is_cuda else PIECE
-        for theta, phi, delta, *others in zip(*(v.split(piece) for v in vectors)):
+        for theta, phi, delta, *others in zip(*(v.split(self.pieces) for v in vectors)):
             others = [v.to(theta.device) for v in others]
             mean_phi = mean(others[len(thetas):]) if phis else phi      # gamma = beta: any value serves
             mean_Delta = mean(others[:len(thetas)]) - mean_phi          # Eq. 1

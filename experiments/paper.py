@@ -27,10 +27,10 @@ def on_paper(params, n, mbit, latency, step_seconds):
                     memory=memory * params)
 
     # theta, gradient and Adam's two take 16 bytes a parameter; phi and delta 8; NoLoCo's receive buffer 4,
-    # one byte a weight (--wire int8) two of them and what was read
+    # one byte a weight (--wire int8) one to send and one to receive
     return {"DDP": row(1, ring, reduce, 16), "DiLoCo": row(100, ring, reduce, 24),
             "NoLoCo": row(50, B, latency + B / rate, 28),
-            "one byte": row(50, B / 4, latency + B / 4 / rate, 30)}
+            "one byte": row(50, B / 4, latency + B / 4 / rate, 26)}
 
 
 def table(argv):

@@ -6,24 +6,25 @@ block, a tensor of the model or a piece of one:
 
     B = 16 max |theta - phi| ,   s = B / 256                                           (M1)
     k = round(theta / s) mod 256         travels, one byte a weight, and s             (M2)
-    q = round(own / s) ,    d = (k - q) mod 256, from -128 to 127
-    theta' = s (q + d)                                                                 (M3)
+    theta' = s (k + 256 round((own / s - k) / 256))                                    (M3)
 
     |theta' - theta| <= s / 2    wherever  |theta - own| < B / 2 - s                   (M4)
 
 B is the sender's: how far it has come since the last outer step says how far replicas are apart. (phi differs
 between them by about as much: a pair's average halves what each round adds.) Rounding is to the nearest; fp32
 weights stay where they are, so nothing is rounded away. The error of a pair's mean, at most s / 4, is a 64th
-of the sender's largest step. (s is at least 2^-22 max |theta|: fp32 counts no further. So of a block that has
-not moved at all a partner reads little but its own.) docs/hosts.md says how often (M4) fails.
+of the sender's largest step. (s is at least 2^-22 max |theta|: fp32 counts no further. So of a block that
+has not moved at all a partner reads little but its own.) docs/hosts.md says how often (M4) fails.
 """
 from itertools import pairwise
 
 import torch
 
-from noloco import PIECE, NoLoCo
+from noloco import NoLoCo
 
 MARGIN = 16
+BLOCK = 1 << 18             # weights at most: fewer stay in cache better, but cost more calls
+WHOLE = 1.5 * 2**23         # added to a float up to 2^22, its last byte is that of the nearest whole number
 
 
 def lengths(outer):
@@ -43,17 +44,15 @@ class OneByte:
         if self.gamma != self.beta:
             raise ValueError(f"one byte a weight needs gamma = beta, not {self.gamma} and {self.beta}")
         tensors = self.theta.split(lengths(self))
-        self.sizes = [len(piece) for tensor in tensors for piece in tensor.split(PIECE)]
-        size = len(self.theta) + 4 * len(self.sizes)
+        self.pieces = [len(piece) for tensor in tensors for piece in tensor.split(BLOCK)]      # the blocks
+        size = len(self.theta) + 4 * len(self.pieces)
         self.letter = torch.empty(size, dtype=torch.uint8, device=self.theta.device)
-        self.room = torch.empty(PIECE, device=self.theta.device)        # to reckon in
-        self.whole = torch.empty(PIECE, dtype=torch.int32, device=self.theta.device)
-        self.thetas = {}                                                # of partners, as they were read
+        self.room = torch.empty(BLOCK, device=self.theta.device)        # to reckon in
 
     def parts(self, message):
         """A message's bytes by block, and each block's s."""
-        codes, scales = message.split([len(self.theta), 4 * len(self.sizes)])
-        return codes.split(self.sizes), scales.view(torch.float32)
+        codes, scales = message.split([len(self.theta), 4 * len(self.pieces)])
+        return codes.split(self.pieces), scales.view(torch.float32)
 
     def write(self, name, vector):
         return super().write(name, self.encoded(vector))
@@ -61,35 +60,40 @@ class OneByte:
     def encoded(self, vector):
         """Eqs. M1 and M2."""
         codes, scales = self.parts(self.letter)
-        for theta, phi, k, s in zip(vector.split(self.sizes), self.phi.split(self.sizes), codes, scales):
+        for theta, phi, k, s in zip(vector.split(self.pieces), self.phi.split(self.pieces), codes, scales):
             x = self.room[:len(theta)]
-            least = torch.abs(theta, out=x).max() * 2**-22              # fp32 counts no further
-            torch.sub(theta, phi, out=x)
-            s.copy_((x.abs_().max() * (MARGIN / 256)).maximum(least).clamp_(min=1e-30))
-            k.copy_(self.low_byte(torch.div(theta, s, out=x).round_()))
+            moved = largest(torch.sub(theta, phi, out=x))
+            s.copy_(moved.mul_(MARGIN / 256).maximum(largest(theta).mul_(2**-22)).clamp_(min=1e-30))
+            torch.div(theta, s, out=x).add_(WHOLE)
+            k.copy_(x.view(torch.int32))                                # their last bytes
         return self.letter
-
-    def read(self, message, own, i):
-        """Eq. M3, beside a vector of one's own. i: of several partners. What is no such message stays."""
-        if message.dtype != torch.uint8:
-            return message
-        if i not in self.thetas:
-            self.thetas[i] = torch.empty_like(own)
-        theirs = self.thetas[i]
-        codes, scales = self.parts(message.to(own.device))
-        for out, x, k, s in zip(theirs.split(self.sizes), own.split(self.sizes), codes, scales):
-            q = torch.div(x, s, out=out).round_()
-            d = k - self.low_byte(q)                                    # bytes: modulo 256
-            q.add_(d.view(torch.int8)).mul_(s)
-        return theirs
-
-    def low_byte(self, q):
-        """Of whole numbers, negative ones too."""
-        return self.whole[:len(q)].copy_(q).to(torch.uint8)
 
     def exchange(self):
         thetas, phis, n = super().exchange()
-        return [self.read(v, self.theta, i) for i, v in enumerate(thetas)], phis, n
+        return [v if v.dtype == self.theta.dtype else Unread(self, v, self.theta) for v in thetas], phis, n
+
+
+class Unread:
+    """A message, of which `split` reads a block when it is needed, so that it stays in cache until then.
+    own: what it is read beside."""
+
+    def __init__(self, outer, message, own):
+        self.codes, self.scales = outer.parts(message.to(own.device))
+        self.own, self.room = own, torch.empty(2, BLOCK, device=own.device)
+
+    def split(self, pieces):
+        """Eq. M3. A block lasts until the next is read."""
+        for own, k, s in zip(self.own.split(pieces), self.codes, self.scales):
+            x, y = self.room[:, :len(own)]
+            x.copy_(k)
+            torch.div(own, 256 * s, out=y).sub_(x, alpha=1 / 256).round_()
+            yield torch.add(x, y, alpha=256, out=y).mul_(s)
+
+
+def largest(x):
+    """max |x|"""
+    low, high = x.aminmax()
+    return high.maximum(-low)
 
 
 class OneByteNoLoCo(OneByte, NoLoCo):

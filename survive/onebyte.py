@@ -7,7 +7,7 @@ import contextlib
 
 import torch
 
-from plumbing.onebyte import OneByte
+from plumbing.onebyte import OneByte, Unread
 from survive.outer import SurvivingNoLoCo
 
 
@@ -17,6 +17,7 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.short = self.letter
+        self.thetas = {}                                    # of partners, as they were read
 
     def exchange(self):
         far = self.late
@@ -45,5 +46,16 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     def accept(self, ranks, thetas, phis):
         """A replica that is itself not finite reads beside its phi."""
         own = self.theta if torch.isfinite(self.theta.sum()) else self.phi
-        read = {r: self.read(thetas[r], own, i) for i, r in enumerate(ranks)}
+        read = {r: self.whole(thetas[r], own, i) for i, r in enumerate(ranks)}
         return super().accept(ranks, read, phis)
+
+    def whole(self, message, own, i):
+        """All of a theta, to see whether it is finite before any of it is used."""
+        if message.dtype == own.dtype:
+            return message
+        if i not in self.thetas:
+            self.thetas[i] = torch.empty_like(own)
+        theta = self.thetas[i]
+        for out, part in zip(theta.split(self.pieces), Unread(self, message, own).split(self.pieces)):
+            out.copy_(part)
+        return theta

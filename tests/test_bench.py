@@ -76,6 +76,12 @@ def test_on_paper_by_hand():
     assert rows["DDP"]["share"] == pytest.approx(4348.75 / 4349.75) and rows["NoLoCo"]["memory"] == 28 * 6.8e9
 
 
+def test_the_table_on_paper_in_the_docs_is_what_is_printed(capsys):
+    paper.main(["--mbit", "100", "1000", "100000"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(rows) == 20 and "\n".join(rows) in (HERE / "docs/speed.md").read_text()
+
+
 def _bench(rank, world, argv, patch=None):
     """bench_sync.main in this process: (exit status, what it printed, what `patch` returned)."""
     out, code, seen = io.StringIO(), 0, patch() if patch else None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from noloco import random_groups
-from plumbing.onebyte import MARGIN, OneByteNoLoCo
+from plumbing.onebyte import BLOCK, MARGIN, OneByteNoLoCo, Unread
 from test_minimal import inner, quadratic
 from tests.harness import SMALL, checkpoint, gloo, metrics, processes, run
 
@@ -23,23 +23,27 @@ def moved(seed, size=1000):
     return outer
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
-def test_the_error_is_at_most_half_a_step_up_to_the_bound(share):
+def whole(outer, message, own):
+    return torch.cat([part.clone() for part in Unread(outer, message, own).split(outer.pieces)])
+
+
+@pytest.mark.parametrize("share, size", [(0.0, 1000), (0.3, 1000), (0.999, 1000), (0.999, BLOCK + 8)])
+def test_the_error_is_at_most_half_a_step_up_to_the_bound(share, size):
     """(M4), on both sides of the bound, for weights that differ by a share of what it allows."""
-    outer = moved(0)
+    outer = moved(0, size)
     message = outer.write("theta", outer.theta).clone()
-    assert message.dtype == torch.uint8 and len(message) == len(outer.theta) + 4 * 2
+    assert message.dtype == torch.uint8 and len(message) == len(outer.theta) + 4 * (2 + (size > BLOCK))
     _, scales = outer.parts(message)
-    s = torch.cat([v.expand(n) for v, n in zip(scales, outer.sizes)]).double()
+    s = torch.cat([v.expand(n) for v, n in zip(scales, outer.pieces)]).double()
     far = share * (128 * s - s)
     sign = torch.randn(len(s), generator=torch.Generator().manual_seed(1)).sign()
     own = (outer.theta.double() + sign * far).float()
-    theirs = outer.read(message, own, 0).double()
+    theirs = whole(outer, message, own).double()
     rounding = outer.theta.double().abs() * 2**-22
     assert ((theirs - outer.theta).abs() <= s / 2 + rounding).all()
     # beyond it the value is off by B, and yet no farther from one's own than B / 2
     own = (outer.theta.double() + sign * 130 * s).float()
-    theirs = outer.read(message, own, 0).double()
+    theirs = whole(outer, message, own).double()
     assert ((theirs - outer.theta - sign * 256 * s).abs() <= s / 2 + 2 * rounding).all()
     assert ((theirs - own).abs() <= 129 * s).all()
 
@@ -47,12 +51,12 @@ def test_the_error_is_at_most_half_a_step_up_to_the_bound(share):
 def test_what_has_not_moved_and_what_is_not_finite():
     outer = moved(1)
     outer.phi.copy_(outer.theta)                        # s is as small as fp32 can count
-    same = outer.read(outer.write("theta", outer.theta).clone(), outer.theta, 0)
+    same = whole(outer, outer.write("theta", outer.theta).clone(), outer.theta)
     assert torch.allclose(same, outer.theta, rtol=0, atol=float(outer.theta.abs().max()) * 2**-22)
     for poison in (float("nan"), float("inf")):
         outer.theta[3] = poison
         message = outer.write("theta", outer.theta).clone()
-        assert not torch.isfinite(outer.read(message, outer.phi, 0).sum())
+        assert not torch.isfinite(whole(outer, message, outer.phi).sum())
 
 
 @gloo
