@@ -2,7 +2,8 @@
 
     python -m experiments.onebyte [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-NoLoCo in fp32 and in one byte (plumbing/onebyte.py), every m = 10, 5, 2 and 1 steps, and DiLoCo every 2m.
+NoLoCo in fp32 and in one byte (plumbing/onebyte.py), every m = 10, 5, 2 and 1 steps, and DiLoCo every 2m;
+and in one byte every 3, which is what DiLoCo sends every 20 in fp32.
 So that it is fair DiLoCo gets one byte too, by what fits it: every replica rounds Delta, with what its last
 rounding left over (error feedback), and the sum is rounded so once more,
 
@@ -59,6 +60,7 @@ def methods():
         yield f"NoLoCo, every {m}", noloco, TRAIN
         yield f"DiLoCo, every {2 * m}", diloco, TRAIN
         yield f"DiLoCo, every {2 * m}, one byte", diloco, SHORT
+    yield "NoLoCo, every 3, one byte", "noloco --inner-steps 3 --wire int8", TRAIN  # DiLoCo's bytes, every 20
     yield "DDP, bf16", "ddp --routing fixed", SHORT
 
 
