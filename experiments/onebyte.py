@@ -14,6 +14,8 @@ bytes are counted, not sent: Gloo has no sum of such numbers.
 
     python -m experiments.onebyte --short ...       train.py's options, with these two
 """
+import itertools
+import statistics
 import sys
 
 import torch
@@ -38,6 +40,7 @@ THERE = {
     "4x2 DiLoCo, every 20": "4x2 DiLoCo, fixed routing",
     "4x2 NoLoCo, every 10": "4x2 NoLoCo, random routing",
 }
+METHODS = {"DDP": "bf16", "DiLoCo": "one byte", "NoLoCo": "one byte"}       # and how it sends less
 COMMON = "--layers 2 --warmup 50 --lr 6e-3 --batch 8"
 SHAPES = {"8x1": "--microbatches 1", "4x2": "--microbatches 2 --stages 4,4"}
 TRAIN, SHORT = Run.program, "-m experiments.onebyte --short"
@@ -139,19 +142,25 @@ def draw(plt, found):
     runs = everything(found)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for axis, shape in zip(axes, SHAPES):
-        for i, method in enumerate(("DDP", "DiLoCo", "NoLoCo")):
-            for one in (False, True):
-                shown = [seeds for label, seeds in runs.items() if label.startswith(f"{shape} {method}")
-                         and label.endswith(("one byte", "bf16")) == one]
-                points = [(run.sent, 100 * more) for seeds in shown
-                          for run, more in zip(seeds, over_runs(seeds, runs[f"{shape} DDP"]))]
-                axis.plot(*zip(*sorted(points)), "o", color=COLOURS[i], ms=5,
-                          mfc=None if one else "none", ls="-" if one else ":",
-                          label=f"{method}, {'bf16' if method == 'DDP' else 'one byte'}" if one else method)
+        for (colour, method), short in itertools.product(zip(COLOURS, METHODS), (False, True)):
+            kinds = [seeds for label, seeds in runs.items() if label.startswith(f"{shape} {method}")
+                     and label.endswith(("one byte", "bf16")) == short]
+            name = f"{method}, {METHODS[method]}" if short else method
+            draw_kinds(axis, kinds, runs[f"{shape} DDP"], color=colour, label=name,
+                       ls="-" if short else ":", mfc=None if short else "none")
         axis.set(xscale="log", xlabel="MB sent per rank to synchronise", title=shape,
                  ylabel="perplexity over DDP's, %")
         axis.legend(fontsize=8)
     return figure
+
+
+def draw_kinds(axis, kinds, ddp, color, **style):
+    """A small point for each seed, a line through their means."""
+    sent = [seeds[0].sent for seeds in kinds]
+    more = [[100 * x for x in over_runs(seeds, ddp)] for seeds in kinds]
+    axis.plot(sent, [statistics.mean(each) for each in more], "o", ms=6, color=color, **style)
+    for x, each in zip(sent, more):
+        axis.plot([x] * len(each), each, ".", ms=3, color=color)
 
 
 if __name__ == "__main__":
