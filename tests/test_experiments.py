@@ -169,7 +169,7 @@ def rows_of(capsys):
 
 
 @pytest.mark.parametrize("name", [
-    "tuning", "momentum", "convergence", "skip", "scale", "failure", "together", "hosts", "cuts",
+    "tuning", "momentum", "convergence", "onebyte", "skip", "scale", "failure", "together", "hosts", "cuts",
     "geography", "links", "margin", "speed"])
 def test_the_docs_tables_are_what_the_results_print(name, capsys):
     pytest.importorskip("transformers" if name == "speed" else "torch")
