@@ -1,6 +1,6 @@
 """The trainer beside others and beside its floors; its own processes are started here.
 
-    python -m experiments.speed                   all parts and the table: 15 minutes on 2 idle cores, 22 GB
+    python -m experiments.speed                   all parts and the table: 15 minutes on 2 idle cores, 12 GB
     python -m experiments.speed pipeline start    these parts
     python -m experiments.speed --table --out .   the table of what OUT/results/speed.json has
 """
@@ -377,8 +377,9 @@ def memory(o, job):
     `memory_bytes`."""
     rows = {}
     # libraries load what they need at first use: that is not the model's
-    shapes = {"warm-up": ({**train.MODELS["tiny"], "hidden": 32, "mlp": 32}, 1),
-              "tiny": (train.MODELS["tiny"], 4), "small": (train.MODELS["small"], 1)}
+    tiny, small = train.MODELS["tiny"], train.MODELS["small"]
+    shapes = {"warm-up": ({**tiny, "hidden": 32, "mlp": 32}, 1), "tiny": (tiny, 4),
+              "small with 32 000 tokens": ({**small, "vocab": 32_000}, 1)}
     for name, (c, batch) in shapes.items():
         config = Config(c["vocab"], c["hidden"], c["mlp"], c["layers"], c["heads"], c["heads"])
         before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
