@@ -1,6 +1,6 @@
 """The trainer beside others and beside its floors; its own processes are started here.
 
-    python -m experiments.speed                   all parts and the table: 15 minutes on 2 idle cores, 12 GB
+    python -m experiments.speed                   all parts and the table: 19 minutes on 2 idle cores, 14 GB
     python -m experiments.speed pipeline start    these parts
     python -m experiments.speed --table --out .   the table of what OUT/results/speed.json has
 """
