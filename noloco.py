@@ -128,15 +128,15 @@ class NoLoCo:
     def compare(self):
         """Once, at the first step: all send the first replica a checksum of their initial weights."""
         first, *others = self.ranks
-        sums = [v.view(torch.int32).sum() for v in self.phi.split(self.pieces)]     # copied as int64
-        mine = sum(sums).to(self.wire)
-        came = {r: torch.empty_like(mine) for r in others}
-        ops = [dist.P2POp(dist.irecv, theirs, r) for r, theirs in came.items()]
+        # in pieces: torch's sum copies what it adds as int64
+        mine = sum(v.view(torch.int32).sum() for v in self.phi.split(self.pieces)).to(self.wire)
+        sums = {r: torch.empty_like(mine) for r in others}
+        ops = [dist.P2POp(dist.irecv, theirs, r) for r, theirs in sums.items()]
         if self.rank != first:
             ops = [dist.P2POp(dist.isend, mine, first)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        if self.rank == first and (differ := [r for r in others if came[r] != mine]):
+        if self.rank == first and (differ := [r for r in others if sums[r] != mine]):
             warnings.warn(f"ranks {differ} began with other weights than rank {first}: seed all alike")
 
     def outer_step(self, thetas, phis, n):

@@ -88,8 +88,8 @@ COMMON = f"{TINY} --microbatches 1 --batch 1 --eval-sequences 16 --warmup {FIRST
 
 def runs(steps):
     """A try (steps): one of each on the first links, on two hosts, by train.py itself."""
-    (program, length), count = how_long(steps), 8
-    links, methods = list(LINKS), list(METHODS)
+    program, length = how_long(steps)
+    count, links, methods = 8, list(LINKS), list(METHODS)
     if steps:
         count, links = 2, links[:1]
         methods = ["DDP", *(name for name in methods if "every 5" in name)]

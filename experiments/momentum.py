@@ -51,10 +51,11 @@ def plain():
 
 
 def table(found):
+    runs = {**plain(), **results(found)}
+    base = finals(runs["DDP, rate 6e-3"])
     show_head("outer step | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all "
               "replicas | weight spread at the end | MB sent per rank to synchronise")
-    base = finals(plain()["DDP, rate 6e-3"])
-    for label, seeds in {**plain(), **results(found)}.items():
+    for label, seeds in runs.items():
         each = spread_of(over(finals(seeds), base), "+.1%")
         own = hasattr(seeds[0], "mean")
         mean = spread_of(over([run.mean for run in seeds], base), "+.1%") if own else ""

@@ -144,7 +144,7 @@ def draw(plt, found):
     for axis, shape in zip(axes, SHAPES):
         for (colour, method), short in itertools.product(zip(COLOURS, METHODS), (False, True)):
             kinds = [seeds for label, seeds in runs.items() if label.startswith(f"{shape} {method}")
-                     and label.endswith(("one byte", "bf16")) == short]
+                     and label.endswith(METHODS[method]) == short]
             name = f"{method}, {METHODS[method]}" if short else method
             draw_kinds(axis, kinds, runs[f"{shape} DDP"], color=colour, label=name,
                        ls="-" if short else ":", mfc=None if short else "none")

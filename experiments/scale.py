@@ -22,10 +22,10 @@ def runs(steps):
 
 
 def table(found):
+    unscaled = published("skip")
     show_head("stages, share skipped | seeds | held-out nats per byte, scaled | unscaled "
               "| perplexity over the unscaled | over the planned full pipeline's, equal time "
               "| 75% of the stages, over the unscaled's | half")
-    unscaled = published("skip")
     for label, seeds in results(found).items():
         plain = same_seeds(seeds, unscaled[label])
         full = unscaled[f"{label.split(',')[0]}, 0% skipped, in order, equal time"]

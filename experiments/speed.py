@@ -248,7 +248,8 @@ def idle(o, job):
     delay, _ = measure(rig.pipeline, stages, job)
     paths = skippipe.full_paths(stages, microbatches)
     rig.pipeline.run(paths, rig.batches(paths))                             # warms up
-    watch = Watch(SimpleNamespace(pipeline=rig.pipeline, network=SimpleNamespace(compute=stages)))
+    ranks = SimpleNamespace(compute=[1.0] * job.world)
+    watch = Watch(SimpleNamespace(pipeline=rig.pipeline, network=ranks))
     shares, walls = [], []
     for _ in range(o.trials):
         dist.barrier()
