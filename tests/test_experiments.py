@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import train
-from experiments import clock, failure, hosts, runs, skip, stability, together
-from model import Config, count_parameters
-from noloco import gamma_bound, outer_update
+from experiments import clock, closing, failure, hosts, runs, scale, skip, stability, together
+from model import Config, Llama, count_parameters
+from noloco import flatten, gamma_bound, outer_update
+from plumbing.fast import Adam
 from plumbing.options import layout
+from skippipe import simulate
 from tests.harness import HERE, SMALL, checkpoint, metrics, run
 
 
@@ -150,8 +152,8 @@ def test_a_clocked_run_evaluates_just_after_outer_steps(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("name", [
-    "tuning", "momentum", "convergence", "onebyte", "skip", "scale", "failure", "together", "hosts", "cuts",
-    "geography", "links", "margin"])
+    "tuning", "momentum", "convergence", "onebyte", "closing", "skip", "scale", "failure", "together",
+    "hosts", "cuts", "geography", "links", "margin"])
 @pytest.mark.parametrize("steps", [None, 4])
 def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps, monkeypatch):
     for module in (skip, together):
@@ -244,3 +246,54 @@ def test_losing_drops_what_visits_the_victim(corpus, tmp_path):
     run(4, *argv, cwd=tmp_path, main=losing_always)
     row = metrics(tmp_path / "runs/x")[-1]
     assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
+
+
+def test_a_share_that_falls_leaves_out_one_stage_less_in_each_part(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kind = skip.run("x", 4, 0.25, "no-swaps", 6)
+    o = train.parse(kind.options.split(), kind.processes)
+    stages, _ = layout(o, kind.processes)
+    job = types.SimpleNamespace(
+        world=8, say=list, together=lambda function: function(), agree_on=lambda _, function: function())
+    routes = scale.Falling(job, o, None, stages)
+    lengths = [{len(path) for path in routes.at(step)[0]} for step in range(6)]
+    assert lengths == [{3}, {3}, {3}, {4}, {4}, {4}]
+    spans = [simulate(routes.network, *routes.at(step)[:1], order=routes.at(step)[1]) for step in (0, 5)]
+    assert spans[0].makespan < spans[1].makespan == routes.makespan()
+    assert scale.falling(0.375, 8) == [3 / 8, 2 / 8, 1 / 8, 0]
+
+
+def test_pairs_of_a_hypercube_hold_the_mean_of_all_after_log_n_steps():
+    ranks = [3, 4, 6, 7, 10, 11, 12, 15]
+    orders = set()
+    for seed, turn in itertools.product((0, 1), range(3)):
+        x = {r: float(r) ** turn for r in ranks}
+        mean = sum(x.values()) / 8
+        for step in range(3 * turn, 3 * turn + 3):
+            pairs = closing.pairs_of_a_cube(ranks, step, seed)
+            assert sorted(itertools.chain(*pairs)) == ranks
+            orders.add(tuple(pairs))
+            for a, b in pairs:
+                x[a] = x[b] = (x[a] + x[b]) / 2
+        assert [*x.values()] == [mean] * 8          # exactly: whole numbers, halved three times
+    assert len(orders) == 18            # and others each time
+    with pytest.raises(ValueError, match="2, 4, 8, ... corners, not 6"):
+        closing.pairs_of_a_cube(range(6), 0, 0)
+
+
+def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
+    model = Llama(Config(num_hidden_layers=1))
+    theta, grad = flatten(model.parameters())
+    grad.normal_(generator=torch.Generator().manual_seed(0))
+    before, lr = theta.clone(), 1e-3
+    closing.Muon(Adam(theta, grad), model).step(lr)
+    moved = {}
+    for name, p in model.named_parameters():
+        a = (p.data_ptr() - theta.data_ptr()) // 4
+        moved[name] = (p.detach() - before[a:a + p.numel()].view(p.shape)) / lr
+    matrices = [d for name, d in moved.items() if "layers" in name and d.ndim == 2]
+    others = [d for name, d in moved.items() if "layers" not in name or d.ndim == 1]
+    assert len(matrices) == 7 and len(others) == 5
+    # 0.2, as Adam's are in training; the first step of Adam is lr for every weight
+    assert all(float(d.square().mean().sqrt()) == pytest.approx(0.2, rel=0.3) for d in matrices)
+    assert all(torch.allclose(d.abs(), torch.ones_like(d), atol=1e-2) for d in others)

@@ -1,0 +1,128 @@
+"""What might close NoLoCo's gap to DDP, and whether it does: 8 replicas of one stage, 64 kB of held-out text.
+
+    python -m experiments.closing [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+
+Each way is tried with every method that it fits, at the settings of experiments/convergence.py: DiLoCo every
+20 steps, NoLoCo every 10. (That averaging more often closes it, experiments/onebyte.py shows.)
+
+    torchrun --nproc-per-node 8 -m experiments.closing --cube ...       train.py's options; who meets whom
+    torchrun --nproc-per-node 8 -m experiments.closing --muon ...       Muon instead of Adam
+"""
+import functools
+import random
+import sys
+
+import torch
+
+import train
+from experiments.pictures import show_head, show_row
+from experiments.runs import Run, built, finals, headline, over_runs, results, spread_of
+from noloco import NoLoCo
+from plumbing.processes import Job
+
+COMMON = "--layers 2 --warmup 50 --microbatches 1 --routing fixed --eval-every 200 --eval-sequences 512"
+METHODS = ("DDP", "DiLoCo", "NoLoCo")
+PLAIN = "as it is"
+BETA2 = "beta2 0.99"
+RATES = ("3e-3", "6e-3", "1.2e-2")                              # of Muon, with the first seed
+MUON = {"DDP": "6e-3", "DiLoCo": "6e-3", "NoLoCo": "6e-3"}      # the best of them
+
+
+def runs(steps):
+    def run(method, way, options, **more):
+        options = f"--steps {steps or 1200} {COMMON} --method {method.lower()} {options}"
+        return Run(f"{method}, {way}", options, **more)
+
+    plain, beta2 = "--batch 8 --lr 6e-3", "--batch 8 --lr 6e-3 --beta2 0.99"
+    for method in METHODS:
+        yield run(method, PLAIN, plain)
+        yield run(method, BETA2, beta2)
+    for way, options in (("hypercube", plain), (f"hypercube, {BETA2}", beta2)):
+        yield run("NoLoCo", way, options, program="-m experiments.closing --cube")
+    for method in METHODS:
+        for rate in RATES:
+            yield run(method, f"Muon, rate {rate}", f"--batch 8 --lr {rate}", first=rate != MUON[method],
+                      program="-m experiments.closing --muon")
+    for method in METHODS:
+        yield run(method, "4 times the batch", "--batch 32 --lr 6e-3")
+
+
+# ---------------------------------------------------------------- the ways
+
+
+def pairs_of_a_cube(ranks, step, seed):
+    """Partners differ in bit `step mod log2 N` of their places, and all are shuffled anew every log2 N steps:
+    with gamma = beta = 1 and nothing learnt between, all then hold the mean of all.
+
+    Raises ValueError where N is no power of two.
+    """
+    if len(ranks) & (len(ranks) - 1):
+        raise ValueError(f"a hypercube has 2, 4, 8, ... corners, not {len(ranks)}")
+    turn, bit = divmod(step, len(ranks).bit_length() - 1)
+    order = list(ranks)
+    random.Random(f"cube {seed} {turn} {order[0]}").shuffle(order)
+    return [tuple(sorted((r, order[i ^ 1 << bit]))) for i, r in enumerate(order) if not i >> bit & 1]
+
+
+class CubeNoLoCo(NoLoCo):
+    """Meets those partners instead of random ones."""
+
+    def group(self):
+        pairs = pairs_of_a_cube(self.ranks, self.steps // self.inner_steps, self.seed)
+        return next(pair for pair in pairs if self.rank in pair)
+
+
+class Muon:
+    """torch's, for the matrices of the layers, with updates as large as Adam's; Adam for all else."""
+
+    def __init__(self, adam, model):
+        self.grad = adam.grad
+        layers = [p for p in model.model.layers.parameters() if p.ndim == 2]
+        inside = set(layers)
+        rest = [p for p in model.parameters() if p not in inside]
+        self.parts = (torch.optim.Muon(layers, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+                      torch.optim.Adam(rest, betas=(0.9, adam.beta2), fused=True))
+
+    def step(self, lr):
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.step()
+
+    def state_dict(self):
+        return [part.state_dict() for part in self.parts]
+
+
+def cube(argv):
+    make_outer = functools.partial(train.make_outer, wires=dict(fp32=CubeNoLoCo))
+    train.train(built(Job(), argv, make_outer=make_outer))
+
+
+def muon(argv):
+    t = built(Job(), argv)
+    t.adam = Muon(t.adam, t.model)
+    train.train(t)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def table(found):
+    runs = results(found)
+    show_head("method, what is tried | seeds | held-out nats per byte | perplexity over the method as it is "
+              "| over DDP's with the same | over DDP's as it is")
+    for label, seeds in runs.items():
+        method, way = label.split(", ", 1)
+        same = f"Muon, rate {MUON['DDP']}" if "Muon" in way else way.removeprefix("hypercube, ")
+        bases = f"{method}, {PLAIN}", f"DDP, {same}", f"DDP, {PLAIN}"
+        cells = [spread_of(over_runs(seeds, runs[base]), "+.1%") if base in runs else "" for base in bases]
+        show_row(label, len(seeds), spread_of(finals(seeds)), *cells)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--cube"]:
+        cube(sys.argv[2:])
+    elif sys.argv[1:2] == ["--muon"]:
+        muon(sys.argv[2:])
+    else:
+        headline("closing", __doc__, runs, table)
