@@ -5,8 +5,6 @@ and takes it away when it has met. Whoever meets it sees that before a message l
 """
 import contextlib
 
-import torch
-
 from plumbing.onebyte import OneByte, Unread
 from survive.outer import SurvivingNoLoCo
 
@@ -17,7 +15,6 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.short = self.letter
-        self.thetas = {}                                    # of partners, as they were read
 
     def exchange(self):
         far = self.late
@@ -43,19 +40,16 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     def buffer(self, key):
         return super().buffer((key, self.letter.dtype))
 
-    def accept(self, ranks, thetas, phis):
-        """A replica that is itself not finite reads beside its phi."""
-        own = self.theta if torch.isfinite(self.theta.sum()) else self.phi
-        read = {r: self.whole(thetas[r], own, i) for i, r in enumerate(ranks)}
-        return super().accept(ranks, read, phis)
+    def plain(self, message):
+        """Whether it is a vector of fp32, not bytes."""
+        return message.dtype == self.theta.dtype
 
-    def whole(self, message, own, i):
-        """All of a theta, to see whether it is finite before any of it is used."""
-        if message.dtype == own.dtype:
-            return message
-        if i not in self.thetas:
-            self.thetas[i] = torch.empty_like(own)
-        theta = self.thetas[i]
-        for out, part in zip(theta.split(self.pieces), Unread(self, message, own).split(self.pieces)):
-            out.copy_(part)
-        return theta
+    def finite(self, message):
+        """Its scales tell, before any of it is read: a weight is at most half of B, 128 s, from one's own."""
+        return super().finite(message if self.plain(message) else 128 * self.parts(message)[1])
+
+    def adopt(self, theta):
+        """Read beside phi, since its own theta is not finite."""
+        parts = theta if self.plain(theta) else Unread(self, theta, self.phi)
+        for phi, part in zip(self.phi.split(self.pieces), parts.split(self.pieces)):
+            phi.copy_(part)

@@ -215,13 +215,11 @@ class SurvivingNoLoCo(NoLoCo):
     def accept(self, ranks, thetas, phis):
         """What is finite of these. A replica that is itself not finite takes a partner's theta as theta and
         phi and delta = 0, and goes on alone with them: then Delta is 0 and Eqs. 1-3 change nothing."""
-        def finite(r):
-            return all(bool(torch.isfinite(v[r].sum())) for v in (thetas, phis) if r in v)
-
-        sound = [r for r in ranks if finite(r)]
+        sound = [r for r in ranks if all(self.finite(v[r]) for v in (thetas, phis) if r in v)]
         adopts = self.rank not in sound
         if adopts:
-            self.phi.copy_(thetas[sound[0]] if sound else self.phi)     # alone: back to the last outer step
+            if sound:                                       # else alone: back to the last outer step
+                self.adopt(thetas[sound[0]])
             self.theta.copy_(self.phi)
             self.delta.zero_()
         if len(sound) < len(ranks):
@@ -233,6 +231,12 @@ class SurvivingNoLoCo(NoLoCo):
                 self.on_adopt()
         needed = None if self.gamma == self.beta else [phis[r] for r in sound]
         return [thetas[r] for r in sound], needed, len(sound)
+
+    def finite(self, message):
+        return bool(torch.isfinite(message.sum()))
+
+    def adopt(self, theta):
+        self.phi.copy_(theta)
 
     # ---- coming back
 
