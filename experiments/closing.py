@@ -5,6 +5,10 @@
 Each way is tried with every method that it fits, at the settings of experiments/convergence.py: DiLoCo every
 20 steps, NoLoCo every 10. (That averaging more often closes it, experiments/onebyte.py shows.)
 
+A replica's own Adam divides by the noise of its own small batch. Less noise: a longer memory (beta2), larger
+batches (as many steps, so more tokens too), no division by squares at all (Muon). And where random pairs mix
+replicas by chance, those of a hypercube mix all of them in log2 N rounds.
+
     torchrun --nproc-per-node 8 -m experiments.closing --cube ...       train.py's options; who meets whom
     torchrun --nproc-per-node 8 -m experiments.closing --muon ...       Muon instead of Adam
 """
@@ -25,7 +29,7 @@ METHODS = ("DDP", "DiLoCo", "NoLoCo")
 PLAIN = "as it is"
 BETA2 = "beta2 0.99"
 RATES = ("3e-3", "6e-3", "1.2e-2")                              # of Muon, with the first seed
-MUON = {"DDP": "6e-3", "DiLoCo": "6e-3", "NoLoCo": "6e-3"}      # the best of them
+MUON = {"DDP": "6e-3", "DiLoCo": "6e-3", "NoLoCo": "6e-3"}      # to be the best of them, after that seed
 
 
 def runs(steps):
@@ -44,7 +48,7 @@ def runs(steps):
             yield run(method, f"Muon, rate {rate}", f"--batch 8 --lr {rate}", first=rate != MUON[method],
                       program="-m experiments.closing --muon")
     for method in METHODS:
-        yield run(method, "4 times the batch", "--batch 32 --lr 6e-3")
+        yield run(method, "4 times the batch and tokens", "--batch 32 --lr 6e-3")
 
 
 # ---------------------------------------------------------------- the ways
@@ -52,11 +56,11 @@ def runs(steps):
 
 def pairs_of_a_cube(ranks, step, seed):
     """Partners differ in bit `step mod log2 N` of their places, and all are shuffled anew every log2 N steps:
-    with gamma = beta = 1 and nothing learnt between, all then hold the mean of all.
+    with alpha = 0, gamma = beta = 1 and nothing learnt between, all then hold the mean of all.
 
-    Raises ValueError where N is no power of two.
+    Raises ValueError where N is not 2, 4, 8, ...
     """
-    if len(ranks) & (len(ranks) - 1):
+    if len(ranks) < 2 or len(ranks) & (len(ranks) - 1):
         raise ValueError(f"a hypercube has 2, 4, 8, ... corners, not {len(ranks)}")
     turn, bit = divmod(step, len(ranks).bit_length() - 1)
     order = list(ranks)
@@ -110,12 +114,13 @@ def muon(argv):
 def table(found):
     runs = results(found)
     show_head("method, what is tried | seeds | held-out nats per byte | perplexity over the method as it is "
-              "| over DDP's with the same | over DDP's as it is")
+              "| over DDP's with the same, Muon at its best rate | over DDP's as it is")
     for label, seeds in runs.items():
         method, way = label.split(", ", 1)
-        same = f"Muon, rate {MUON['DDP']}" if "Muon" in way else way.removeprefix("hypercube, ")
+        same = f"Muon, rate {MUON['DDP']}" if "Muon" in way else way
+        same = same.removeprefix("hypercube").removeprefix(", ") or PLAIN
         bases = f"{method}, {PLAIN}", f"DDP, {same}", f"DDP, {PLAIN}"
-        cells = [spread_of(over_runs(seeds, runs[base]), "+.1%") if base in runs else "" for base in bases]
+        cells = [spread_of(over_runs(seeds, runs[base]), "+.1%") for base in bases]
         show_row(label, len(seeds), spread_of(finals(seeds)), *cells)
 
 

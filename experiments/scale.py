@@ -46,7 +46,7 @@ def falling(share, stages):
 
 
 class Falling(train.Routes):
-    """A plan for each share. One that goes on plans again, to the same."""
+    """A plan for each share. A run that goes on plans anew, from the same --links to the same."""
 
     def __init__(self, job, o, pipeline, stages, plan=None):
         super().__init__(job, o, pipeline, stages)

@@ -49,7 +49,7 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
         return super().finite(message if self.plain(message) else 128 * self.parts(message)[1])
 
     def adopt(self, theta):
-        """Read beside phi, since its own theta is not finite."""
+        """Read beside phi, of the last outer step: its own theta need not be finite."""
         parts = theta if self.plain(theta) else Unread(self, theta, self.phi)
         for phi, part in zip(self.phi.split(self.pieces), parts.split(self.pieces)):
             phi.copy_(part)

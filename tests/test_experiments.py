@@ -265,22 +265,24 @@ def test_a_share_that_falls_leaves_out_one_stage_less_in_each_part(tmp_path, mon
 
 def test_pairs_of_a_hypercube_hold_the_mean_of_all_after_log_n_steps():
     ranks = [3, 4, 6, 7, 10, 11, 12, 15]
-    orders = set()
+    drawn = set()
     for seed, turn in itertools.product((0, 1), range(3)):
         x = {r: float(r) ** turn for r in ranks}
         mean = sum(x.values()) / 8
         for step in range(3 * turn, 3 * turn + 3):
             pairs = closing.pairs_of_a_cube(ranks, step, seed)
             assert sorted(itertools.chain(*pairs)) == ranks
-            orders.add(tuple(pairs))
+            drawn.add(frozenset(pairs))
             for a, b in pairs:
                 x[a] = x[b] = (x[a] + x[b]) / 2
         assert [*x.values()] == [mean] * 8          # exactly: whole numbers, halved three times
-    assert len(orders) == 18            # and others each time
-    with pytest.raises(ValueError, match="2, 4, 8, ... corners, not 6"):
-        closing.pairs_of_a_cube(range(6), 0, 0)
+    assert len(drawn) > 9               # the turns differ
+    for n in (1, 6):
+        with pytest.raises(ValueError, match=f"2, 4, 8, ... corners, not {n}"):
+            closing.pairs_of_a_cube(range(n), 0, 0)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8")
 def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
     model = Llama(Config(num_hidden_layers=1))
     theta, grad = flatten(model.parameters())
