@@ -44,10 +44,11 @@ def stage_delays(network, names, parts=1):
     return city_delays(names, city_links(), MODEL_BYTES / len(network.stages) / parts)
 
 
-def slowest_all_reduce(network, names):
-    """Seconds in which the slowest stage is averaged over its nodes."""
-    whole = stage_delays(network, names)
-    return max(all_reduce_seconds(ranks, whole, stage_delays(network, names, len(ranks)))
+def slowest_all_reduce(network, names, size=4):
+    """Seconds in which the slowest stage is averaged over its nodes. size: bytes of a number."""
+    parts = 4 / size
+    whole = stage_delays(network, names, parts)
+    return max(all_reduce_seconds(ranks, whole, stage_delays(network, names, parts * len(ranks)))
                for ranks in network.stages)
 
 

@@ -1,12 +1,14 @@
 """Both papers at once on the published instance: 20 nodes in 12 cities, 30 microbatches an iteration, 50
-inner steps.
+inner steps unless the label says how many.
 
     python -m experiments.together [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 """
 import itertools
 import statistics
+from dataclasses import replace
 
 from experiments.clock import every, hours, keep_links, makespan, reaches, slowest_all_reduce, stage_delays
+from experiments.onebyte import SHORT
 from experiments.pictures import COLOURS, show_head, show_row
 from experiments.runs import Run, band, finals, headline, losses, results, spread_of, spread_of_reached
 from noloco import random_groups
@@ -14,6 +16,17 @@ from planning.instance import published_network
 from skippipe import full_paths, random_paths, simulate
 
 INNER = 50
+SOON = 0.58         # of DDP's time: under 70% of planned DDP's too, 77% of planned DDP's in bf16
+# inner steps, wire, share of DDP's time
+OFTEN = ((10, "int8", SOON), (2, "int8", SOON), (1, "int8", SOON), (2, "fp32", SOON), (1, "fp32", SOON),
+         (2, "int8", 1.0))
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+# in the picture
+SHOWN = ("DDP, full pipeline", "DiLoCo, full pipeline", "NoLoCo, random routing", "NoLoCo, SkipPipe",
+         "NoLoCo, SkipPipe in order, DDP's time",
+         "NoLoCo, SkipPipe in order, every 10 steps, DDP's time",
+         "NoLoCo, SkipPipe in order, every 2, int8, 58% of DDP's time",
+         "NoLoCo, SkipPipe in order, every 2, int8, 100% of DDP's time")
 
 
 def runs(steps):
@@ -27,9 +40,9 @@ def runs(steps):
     time = steps * (full + averaging)
     warm = steps // 100 * 50
 
-    def fit(seconds, iteration, inner=INNER, after=0):
+    def fit(seconds, iteration, inner=INNER, after=0, sync=sync, multiple=INNER):
         """Steps in all when these seconds are left after so many, ending with an outer step."""
-        return max(1, int(after + seconds / (iteration + sync / inner)) // INNER * INNER)
+        return max(1, int(after + seconds / (iteration + sync / inner)) // multiple * multiple)
 
     def run(label, steps, options):
         return Run(label, "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 4e-3 "
@@ -50,23 +63,35 @@ def runs(steps):
     yield skipping("NoLoCo, SkipPipe in order, DDP's time", fit(time, in_order), "no-swaps")
     yield skipping("NoLoCo, SkipPipe in order, every 10 steps, DDP's time", fit(time, in_order, 10),
                    "no-swaps", 10)
+    for inner, wire, share in OFTEN:
+        _, each = found[NOLOCO[wire]]
+        fitting = fit(share * time, in_order, inner, sync=each, multiple=inner)
+        label = f"NoLoCo, SkipPipe in order, every {inner}, {wire}, {share:.0%} of DDP's time"
+        yield skipping(label, fitting, "no-swaps", inner, f" --wire {wire}")
+    yield replace(run("DDP, bf16, full pipeline", steps, "--method ddp --routing fixed"), program=SHORT)
 
 
 # ---------------------------------------------------------------- simulated time
+
+NOLOCO = {"fp32": "NoLoCo, SkipPipe", "int8": "NoLoCo, SkipPipe, one byte"}
 
 
 def seconds():
     """{method: (seconds of an iteration, None: as each seed's plan has it; of a synchronisation)}"""
     network, names = published_network()
-    everyone = slowest_all_reduce(network, names)
+    everyone, half = (slowest_all_reduce(network, names, BYTES[form]) for form in ("fp32", "bf16"))
     full = simulate(network, full_paths(network.stages, 6)).makespan
     routed = [simulate(network, random_paths(network.stages, 6, step, 0)).makespan for step in range(100)]
-    some = slowest_groups(network, stage_delays(network, names))
+    some, short = (slowest_groups(network, stage_delays(network, names, 4 / BYTES[wire])) for wire in NOLOCO)
+    planned = makespan(network, "no-swaps", 0.0)
     return {"DDP, full pipeline": (full, everyone),
-            "DDP, planned": (makespan(network, "no-swaps", 0.0), everyone),
+            "DDP, planned": (planned, everyone),
+            "DDP, bf16, full pipeline": (full, half),
+            "DDP, bf16, planned": (planned, half),
             "DiLoCo, full pipeline": (full, everyone),
             "NoLoCo, random routing": (statistics.mean(routed), some),
-            "NoLoCo, SkipPipe": (None, some)}
+            NOLOCO["fp32"]: (None, some),
+            NOLOCO["int8"]: (None, short)}
 
 
 def slowest_groups(network, delay):
@@ -80,15 +105,17 @@ def slowest_groups(network, delay):
     return statistics.mean(slowest)
 
 
-def method(o):
+def method(run):
     """Its name in `seconds`."""
+    o = run.o
     if o.method == "noloco":
-        return "NoLoCo, random routing" if o.routing == "random" else "NoLoCo, SkipPipe"
-    return {"ddp": "DDP, full pipeline", "diloco": "DiLoCo, full pipeline"}[o.method]
+        return "NoLoCo, random routing" if o.routing == "random" else NOLOCO[o.wire]
+    short = ", bf16" if "--short" in run.command else ""
+    return {"ddp": f"DDP{short}, full pipeline", "diloco": "DiLoCo, full pipeline"}[o.method]
 
 
 def timing(found, run):
-    iteration, sync = found["seconds"][method(run.o)]
+    iteration, sync = found["seconds"][method(run)]
     return iteration or run.curves["simulated_seconds"][0], sync
 
 
@@ -101,24 +128,39 @@ def clock(found, run):
 
 def table(found):
     show_head("method | seeds | held-out nats per byte | s per iteration | s per synchronisation "
-              "| hours in all | hours to DDP's final loss, over DDP's | ... over planned DDP's")
+              "| hours in all | hours to DDP's final loss, over DDP's | ... over planned DDP's "
+              "| ... over planned DDP's in bf16, to that one's final loss")
     runs = results(found)
-    ddp = runs["DDP, full pipeline"]
-    bases = [[clock(found, run)[-1] for run in ddp],
-             [hours(run, *found["seconds"]["DDP, planned"])[-1] for run in ddp]]    # the same losses, sooner
+    bases = [base(found, runs, "DDP"), base(found, runs, "DDP", "planned"),
+             base(found, runs, "DDP, bf16", "planned")]
     for label, seeds in runs.items():
         times = [timing(found, run) for run in seeds]
-        taken = [reaches(base.final, run.losses, clock(found, run)) for run, base in zip(seeds, ddp)]
         iteration, sync = statistics.mean(t[0] for t in times), times[0][1]
         show_row(label, len(seeds), spread_of(finals(seeds)), f"{iteration:.1f}",
                  f"{sync:.1f} every {every(seeds[0].o)}", f"{clock(found, seeds[0])[-1]:.1f}",
-                 *(spread_of_reached([a and a / b for a, b in zip(taken, whole)], ".0%") for whole in bases))
+                 *(shares(found, seeds, *other) for other in bases))
+
+
+def base(found, runs, name, pipeline="full pipeline"):
+    """(a baseline's runs, their hours on such a pipeline: planned, the same losses come sooner)"""
+    ran = runs[f"{name}, full pipeline"]
+    return ran, hours(ran[0], *found["seconds"][f"{name}, {pipeline}"])[-1]
+
+
+def shares(found, seeds, others, whole):
+    """Of a baseline's time until its final loss is reached, for the seeds that it has too."""
+    goals = {run.o.seed: run.final for run in others}
+    there = [run for run in seeds if run.o.seed in goals]
+    taken = [reaches(goals[run.o.seed], run.losses, clock(found, run)) for run in there]
+    text = spread_of_reached([a and a / whole for a in taken], ".0%") if there else ""
+    return text if len(there) == len(seeds) else f"{text} (seed {', '.join(str(r.o.seed) for r in there)})"
 
 
 def draw(plt, found):
     runs = results(found)
     figure, (a, b) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for (label, seeds), colour in zip(runs.items(), (*COLOURS, "gray")):
+    for label, colour in zip(SHOWN, (*COLOURS, "gray"), strict=True):
+        seeds = runs[label]
         band(a, losses(seeds), clock(found, seeds[0]), label, colour)
         band(b, losses(seeds), seeds[0].steps, label, colour)
     goal = statistics.mean(finals(runs["DDP, full pipeline"]))
