@@ -39,16 +39,15 @@ def all_reduce_seconds(ranks, whole, part):
     return min(two_rounds, one_round, 2 * (len(ranks) - 1) * min(slowest_links))
 
 
-def stage_delays(network, names, parts=1):
-    """delay[a][b] of one of so many parts of a stage's bytes, on the published links."""
-    return city_delays(names, city_links(), MODEL_BYTES / len(network.stages) / parts)
+def stage_delays(network, names, parts=1, size=4):
+    """delay[a][b] of one of so many parts of a stage, on the published links. size: bytes of a number."""
+    return city_delays(names, city_links(), MODEL_BYTES * size / 4 / len(network.stages) / parts)
 
 
 def slowest_all_reduce(network, names, size=4):
-    """Seconds in which the slowest stage is averaged over its nodes. size: bytes of a number."""
-    parts = 4 / size
-    whole = stage_delays(network, names, parts)
-    return max(all_reduce_seconds(ranks, whole, stage_delays(network, names, parts * len(ranks)))
+    """Seconds in which the slowest stage is averaged over its nodes."""
+    whole = stage_delays(network, names, size=size)
+    return max(all_reduce_seconds(ranks, whole, stage_delays(network, names, len(ranks), size))
                for ranks in network.stages)
 
 

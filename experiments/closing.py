@@ -37,7 +37,7 @@ def runs(steps):
         options = f"--steps {steps or 1200} {COMMON} --method {method.lower()} {options}"
         return Run(f"{method}, {way}", options, **more)
 
-    plain, beta2 = "--batch 8 --lr 6e-3", "--batch 8 --lr 6e-3 --beta2 0.99"
+    plain, beta2 = "--batch 8 --lr 6e-3", "--batch 8 --lr 6e-3 --" + BETA2
     for method in METHODS:
         yield run(method, PLAIN, plain)
         yield run(method, BETA2, beta2)

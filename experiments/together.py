@@ -82,7 +82,7 @@ def seconds():
     everyone, half = (slowest_all_reduce(network, names, BYTES[form]) for form in ("fp32", "bf16"))
     full = simulate(network, full_paths(network.stages, 6)).makespan
     routed = [simulate(network, random_paths(network.stages, 6, step, 0)).makespan for step in range(100)]
-    some, short = (slowest_groups(network, stage_delays(network, names, 4 / BYTES[wire])) for wire in NOLOCO)
+    some, short = (slowest_groups(network, stage_delays(network, names, size=BYTES[wire])) for wire in NOLOCO)
     planned = makespan(network, "no-swaps", 0.0)
     return {"DDP, full pipeline": (full, everyone),
             "DDP, planned": (planned, everyone),
@@ -110,7 +110,7 @@ def method(run):
     o = run.o
     if o.method == "noloco":
         return "NoLoCo, random routing" if o.routing == "random" else NOLOCO[o.wire]
-    short = ", bf16" if "--short" in run.command else ""
+    short = ", bf16" if run.command.startswith(SHORT) else ""
     return {"ddp": f"DDP{short}, full pipeline", "diloco": "DiLoCo, full pipeline"}[o.method]
 
 

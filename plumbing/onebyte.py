@@ -70,7 +70,11 @@ class OneByte:
 
     def exchange(self):
         thetas, phis, n = super().exchange()
-        return [v if v.dtype == self.theta.dtype else Unread(self, v, self.theta) for v in thetas], phis, n
+        return [self.read(theta, self.theta) for theta in thetas], phis, n
+
+    def read(self, message, own):
+        """A theta, to be split: a message's beside one's own, or what is a vector of fp32 already."""
+        return message if message.dtype == own.dtype else Unread(self, message, own)
 
 
 class Unread:

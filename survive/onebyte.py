@@ -5,7 +5,7 @@ and takes it away when it has met. Whoever meets it sees that before a message l
 """
 import contextlib
 
-from plumbing.onebyte import OneByte, Unread
+from plumbing.onebyte import OneByte
 from survive.outer import SurvivingNoLoCo
 
 
@@ -40,16 +40,13 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     def buffer(self, key):
         return super().buffer((key, self.letter.dtype))
 
-    def plain(self, message):
-        """Whether it is a vector of fp32, not bytes."""
-        return message.dtype == self.theta.dtype
-
     def finite(self, message):
         """Its scales tell, before any of it is read: a weight is at most half of B, 128 s, from one's own."""
-        return super().finite(message if self.plain(message) else 128 * self.parts(message)[1])
+        fp32 = message.dtype == self.theta.dtype
+        return super().finite(message if fp32 else 128 * self.parts(message)[1])
 
     def adopt(self, theta):
         """Read beside phi, of the last outer step: its own theta need not be finite."""
-        parts = theta if self.plain(theta) else Unread(self, theta, self.phi)
-        for phi, part in zip(self.phi.split(self.pieces), parts.split(self.pieces)):
+        parts = self.read(theta, self.phi).split(self.pieces)
+        for phi, part in zip(self.phi.split(self.pieces), parts):
             phi.copy_(part)
