@@ -4,13 +4,20 @@
 
 The same plans, network and steps, with --scaled; what they are set beside is read from
 results/headline_skip.json, not run again. 25% skipped in order has every seed, 50% the first. Where the share
-falls, each plan leaves out one stage less than the one before, and each has as many of the steps:
+falls, each plan leaves out one stage less than the one before, and each has as many of the steps. With the
+first seed only: 1/rho^a in training with rho^(1 - a) in evaluation, which keeps the sum's size for any a; and
+paths drawn anew at every step, where a plan always leaves out the same stages together.
 
-    torchrun --nproc-per-node 8 -m experiments.scale --falling --skip 0.25 --stages 2,2,2,2 ...
+    torchrun --nproc-per-node 8 -m experiments.scale --falling ...      train.py's options; the share falls
+    torchrun --nproc-per-node 8 -m experiments.scale --power=0.5 ...    this a
+    torchrun --nproc-per-node 8 -m experiments.scale --drawn ...        paths drawn anew
 """
 import functools
+import random
 import sys
 from dataclasses import replace
+
+import torch
 
 import train
 from experiments import skip
@@ -19,25 +26,42 @@ from experiments.runs import (built, finals, headline, over, over_runs, publishe
                               spread_of)
 from planning.routing import plan_paths
 from plumbing.processes import Job
+from skippipe import share_of_visits
 
 SKIPPED = {"25% skipped, in order": False, "50% skipped": True}         # with the first seed only
 FALLS = (0.25, "no-swaps")      # from this share on, on such paths
 UNSCALED = ", unscaled"
+POWERS = {"25% skipped, in order": ("0.5",), "50% skipped": ("0.5", "0")}
 
 
 def runs(steps):
-    for run in skip.runs(steps):
+    plain = list(skip.runs(steps))
+    for run in plain:
         for name, first in SKIPPED.items():
             if run.label.removesuffix(", equal time").endswith(f" {name}"):
-                yield replace(run, options=f"{run.options} --scaled", first=first)
+                yield scaled(replace(run, first=first))
     share, routing = FALLS
     for stages in skip.KINDS:
         kinds = [(less, routing) for less in falling(share, stages)]
         fitting = skip.equal_time(steps or 300, stages, kinds)
         run = skip.run(f"{stages} stages, 25% falling to 0, in order, equal time", stages, *FALLS, fitting)
         run.program = "-m experiments.scale --falling"
-        yield replace(run, options=f"{run.options} --scaled")
+        yield scaled(run)
         yield replace(run, label=run.label + UNSCALED)
+    for run in plain:
+        stages, name = run.label.split(", ", 1)
+        for a in POWERS.get(name, ()):
+            yield replace(run, label=f"{run.label} (a = {a})", first=True,
+                          program=f"-m experiments.scale --power={a}")
+        if name in POWERS and stages == "8 stages":
+            anew = replace(run, label=f"{run.label} (drawn anew)", first=True,
+                           program="-m experiments.scale --drawn")
+            yield scaled(anew)
+            yield replace(anew, label=anew.label + UNSCALED)
+
+
+def scaled(run):
+    return replace(run, options=f"{run.options} --scaled")
 
 
 def falling(share, stages):
@@ -60,12 +84,49 @@ class Falling(train.Routes):
         return super().at(step)
 
 
+class Drawn(train.Routes):
+    """Other paths at every step, in order, that leave out as many stages as the plan's."""
+
+    def at(self, step):
+        o, last = self.o, len(self.stages) - 1
+        draw = random.Random(f"drawn {o.seed} {step}")
+        paths = []
+        for whole in train.random_paths(self.stages, o.microbatches, step, o.seed):
+            kept = sorted(draw.sample(range(1, last + 1), last - round(o.skip * len(self.stages))))
+            paths.append((whole[0], *(whole[i] for i in kept)))
+        return paths, None
+
+
+class Power(train.Pipeline):
+    """What a visited stage adds, times 1/rho^a in training and rho^(1 - a) in evaluation."""
+    a = 1.0
+    visited = 1.0       # rho, of the last step
+
+    def run(self, paths, batches, train=True, order=None):
+        if train:
+            self.visited = share_of_visits(paths, self.replicas)
+        return super().run(paths, batches, train, order)
+
+    def blocks(self, x):
+        power = -self.a if self.train else 1 - self.a
+        return torch.lerp(x, self.model.blocks(x), self.visited ** power)
+
+
+def program(argv):
+    """What a run with --falling, --drawn or --power=a puts into train.build; None: it is the headline's."""
+    way, _, a = "".join(argv[:1]).partition("=")
+    if way == "--power":
+        Power.a = float(a)
+    ours = {"--falling": dict(Routes=Falling), "--drawn": dict(Routes=Drawn), "--power": dict(Pipeline=Power)}
+    return ours.get(way)
+
+
 # ---------------------------------------------------------------- the table
 
 
 def beside(label):
     """The label in experiments/skip.py of the run that neither scales nor falls."""
-    return label.removesuffix(UNSCALED).replace("falling to 0", "skipped")
+    return label.removesuffix(UNSCALED).split(" (")[0].replace("falling to 0", "skipped")
 
 
 def table(found):
@@ -85,7 +146,7 @@ def table(found):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--falling"]:
-        train.train(built(Job(), sys.argv[2:], Routes=Falling))
+    if parts := program(sys.argv[1:]):
+        train.train(built(Job(), sys.argv[2:], **parts))
     else:
         headline("scale", __doc__, runs, table)

@@ -265,6 +265,33 @@ def test_a_share_that_falls_leaves_out_one_stage_less_in_each_part(tmp_path, mon
     assert scale.falling(0.375, 8) == [3 / 8, 2 / 8, 1 / 8, 0]
 
 
+def test_drawn_paths_are_in_order_and_leave_out_as_many_stages_as_the_plans():
+    """And they visit each later stage as often as every other, which a plan's need not."""
+    stages = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    routes = scale.Drawn.__new__(scale.Drawn)
+    routes.stages, routes.o = stages, types.SimpleNamespace(skip=0.25, seed=1, microbatches=6)
+    steps = [routes.at(step)[0] for step in range(200)]
+    assert steps[0] != steps[1] and all(len(paths) == 12 for paths in steps)
+    at = {rank: stage for stage, ranks in enumerate(stages) for rank in ranks}
+    ways = [tuple(at[rank] for rank in path) for paths in steps for path in paths]
+    assert set(ways) == {(0, 1, 2), (0, 1, 3), (0, 2, 3)}
+    for stage in (1, 2, 3):     # 6 standard deviations
+        assert abs(sum(stage in way for way in ways) - 1600) < 6 * math.sqrt(2400 * 2 / 9)
+
+
+@pytest.mark.parametrize("a", (0.0, 0.5, 1.0))
+def test_any_power_keeps_what_a_stage_adds_on_average(a):
+    """rho times what it adds in training is what it adds in evaluation, over rho^(1 - a) and 1/rho^a."""
+    pipeline = scale.Power.__new__(scale.Power)
+    pipeline.model = types.SimpleNamespace(blocks=lambda x: x + 3)
+    pipeline.a, pipeline.visited, x = a, 0.25, torch.zeros(2)
+    pipeline.train = True
+    added = pipeline.blocks(x)
+    pipeline.train = False
+    assert added.tolist() == [3 * 4 ** a] * 2
+    assert torch.equal(pipeline.blocks(x), 0.25 * added)
+
+
 def test_pairs_of_a_hypercube_hold_the_mean_of_all_after_log_n_steps():
     ranks = [3, 4, 6, 7, 10, 11, 12, 15]
     drawn = set()
