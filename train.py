@@ -88,6 +88,7 @@ class Options:
     routing: str = option(None, "paths: random at every boundary, always the same, or planned (default: "
                                 "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
+    falling: bool = option(False, "with --skip, the share falls to 0 over the run, one stage less at a time")
     scaled: bool = option(False, "with --skip, what a visited stage adds is times 1/rho in training (Eq. 6)")
     links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
     replan: float = option(0.0, "plan anew when ranks got slower or faster and the iteration is this share "
@@ -439,7 +440,15 @@ def make_outer(job, o, params, replicas, adam, wires=WIRES, **more):
         return DiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
 
 
-def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
+def routes_of(o):
+    """The kind of Routes."""
+    if not o.falling:
+        return Routes
+    from planning.falling import Falling
+    return Falling
+
+
+def build(job, o, Pipeline=Pipeline, Routes=None, make_outer=make_outer):
     """This rank's share of the run. survive/, tools/ and experiments/ bring parts of their own."""
     t = SimpleNamespace(job=job, o=o, step=0, lr=0.0, meter=Meter(), counts=dict, stale=[])
     t.stages, t.layers = job.together(layout, o, job.world)
@@ -465,7 +474,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     t.checkpoints = Checkpoints(job, t.folder)
     plan = go_on(t) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(t, MODELS[o.model]["lr"]))
-    t.routes = Routes(job, o, t.pipeline, t.stages, plan)
+    t.routes = (Routes or routes_of(o))(job, o, t.pipeline, t.stages, plan)
     return t
 
 

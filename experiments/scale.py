@@ -8,11 +8,9 @@ falls, each plan leaves out one stage less than the one before, and each has as 
 first seed only: 1/rho^a in training with rho^(1 - a) in evaluation, which keeps the sum's size for any a; and
 paths drawn anew at every step, where a plan always leaves out the same stages together.
 
-    torchrun --nproc-per-node 8 -m experiments.scale --falling ...      train.py's options; the share falls
-    torchrun --nproc-per-node 8 -m experiments.scale --power=0.5 ...    this a
+    torchrun --nproc-per-node 8 -m experiments.scale --power=0.5 ...    train.py's options; this a
     torchrun --nproc-per-node 8 -m experiments.scale --drawn ...        paths drawn anew
 """
-import functools
 import random
 import sys
 from dataclasses import replace
@@ -24,7 +22,7 @@ from experiments import skip
 from experiments.pictures import show_head, show_row
 from experiments.runs import (built, finals, headline, over, over_runs, published, results, same_seeds,
                               spread_of)
-from planning.routing import plan_paths
+from planning.falling import falling
 from plumbing.processes import Job
 from skippipe import share_of_visits
 
@@ -45,7 +43,7 @@ def runs(steps):
         kinds = [(less, routing) for less in falling(share, stages)]
         fitting = skip.equal_time(steps or 300, stages, kinds)
         run = skip.run(f"{stages} stages, 25% falling to 0, in order, equal time", stages, *FALLS, fitting)
-        run.program = "-m experiments.scale --falling"
+        run.options += " --falling"
         yield scaled(run)
         yield replace(run, label=run.label + UNSCALED)
     for run in plain:
@@ -62,26 +60,6 @@ def runs(steps):
 
 def scaled(run):
     return replace(run, options=f"{run.options} --scaled")
-
-
-def falling(share, stages):
-    """This share of the stages, then one stage less at a time, then none."""
-    return [left_out / stages for left_out in range(round(share * stages), -1, -1)]
-
-
-class Falling(train.Routes):
-    """A plan for each share. A run that goes on plans anew, from the same --links to the same."""
-
-    def __init__(self, job, o, pipeline, stages, plan=None):
-        super().__init__(job, o, pipeline, stages)
-        self.plans = [self.plan]
-        for share in falling(o.skip, len(stages))[1:]:
-            new = functools.partial(plan_paths, self.network, o.routing, share, o.microbatches, o.seed)
-            self.plans.append(job.agree_on(f"plan/{share}", new))
-
-    def at(self, step):
-        self.plan = self.plans[step * len(self.plans) // self.o.steps]
-        return super().at(step)
 
 
 class Drawn(train.Routes):
@@ -113,12 +91,11 @@ class Power(train.Pipeline):
 
 
 def program(argv):
-    """What a run with --falling, --drawn or --power=a puts into train.build; None: it is the headline's."""
+    """What a run with --drawn or --power=a puts into train.build; None: it is the headline's."""
     way, _, a = "".join(argv[:1]).partition("=")
     if way == "--power":
         Power.a = float(a)
-    ours = {"--falling": dict(Routes=Falling), "--drawn": dict(Routes=Drawn), "--power": dict(Pipeline=Power)}
-    return ours.get(way)
+    return {"--drawn": dict(Routes=Drawn), "--power": dict(Pipeline=Power)}.get(way)
 
 
 # ---------------------------------------------------------------- the table

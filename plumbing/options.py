@@ -47,7 +47,7 @@ FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "ski
 # A checkpoint fits only the same. SHAPE is in the order of Config's fields.
 SHAPE = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
 LAYOUT = (*SHAPE, "stages", "layers_per_stage", "method", "warm_start", "model", "init_from", "seq_len",
-          "seed", "data", "tokenizer", "routing", "skip", "scaled", "microbatches", "batch")
+          "seed", "data", "tokenizer", "routing", "skip", "falling", "scaled", "microbatches", "batch")
 LEAST = dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1,
              inner_steps=1, group_size=2, lr=0.0, warm_start=0, clip=1e-6, survive=0.0, replan=0.0)
 
@@ -87,6 +87,8 @@ def check(o):
     if not 0 <= o.skip < 1 or (o.skip and o.routing in ("random", "fixed")):
         raise BadInput("--skip takes a share from 0 to below 1 and a planned routing, got "
                        f"{o.skip} and {o.routing}")
+    if o.falling and (not o.skip or o.replan or o.survive):
+        raise BadInput("--falling is for --skip, and not with --replan or --survive: they plan anew too")
     if not 0 <= o.beta2 < 1:
         raise BadInput(f"--beta2 must be from 0 to below 1, got {o.beta2}")
     if o.survive and o.method not in ("noloco", "local"):

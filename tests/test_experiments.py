@@ -19,7 +19,6 @@ from model import Config, Llama, count_parameters
 from noloco import flatten, gamma_bound, outer_update
 from plumbing.fast import Adam
 from plumbing.options import layout
-from skippipe import simulate
 from tests.harness import HERE, SMALL, checkpoint, metrics, run
 
 
@@ -247,22 +246,6 @@ def test_losing_drops_what_visits_the_victim(corpus, tmp_path):
     run(4, *argv, cwd=tmp_path, main=losing_always)
     row = metrics(tmp_path / "runs/x")[-1]
     assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
-
-
-def test_a_share_that_falls_leaves_out_one_stage_less_in_each_part(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    kind = skip.run("x", 4, 0.25, "no-swaps", 6)
-    o = train.parse(kind.options.split(), kind.processes)
-    stages, _ = layout(o, kind.processes)
-    job = types.SimpleNamespace(
-        world=8, say=list, together=lambda function: function(), agree_on=lambda _, function: function())
-    routes = scale.Falling(job, o, None, stages)
-    lengths = [{len(path) for path in routes.at(step)[0]} for step in range(6)]
-    assert lengths == [{3}, {3}, {3}, {4}, {4}, {4}]
-    plans = [routes.at(step) for step in (0, 5)]
-    first, last = (simulate(routes.network, paths, order=order).makespan for paths, order in plans)
-    assert first < last == routes.makespan()
-    assert scale.falling(0.375, 8) == [3 / 8, 2 / 8, 1 / 8, 0]
 
 
 def test_drawn_paths_are_in_order_and_leave_out_as_many_stages_as_the_plans():

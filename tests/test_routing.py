@@ -17,9 +17,11 @@ import skippipe
 import train
 from model import Config, Llama
 from noloco import flatten
+from planning.falling import Falling, falling
 from planning.instance import published_network
 from planning.routing import PLANNERS, Watch, measure, plan_paths, read_links
 from plumbing.data import load_data
+from plumbing.options import layout
 from plumbing.processes import BadInput, Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
 from tests.harness import SMALL, checkpoint, connected_job, metrics, options, processes, run, train_main
@@ -171,6 +173,49 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(corpus, tmp_path):
     shutil.rmtree(tmp_path / "runs/x/checkpoints/00000002")
     run(4, "--resume", "runs/x", cwd=tmp_path)
     assert checkpoint(tmp_path / "runs/x", 2, 3)["plan"] == plan and 0 < plan["makespan"] < 60
+
+
+def test_a_share_that_falls_leaves_out_one_stage_less_in_each_part(tmp_path):
+    delay = [[0.1 * abs(a - b) for b in range(8)] for a in range(8)]
+    (tmp_path / "links.json").write_text(json.dumps(dict(delay=delay, compute=0.05)))
+    o = options("--stages", "2,2,2,2", "--skip", 0.5, "--falling", "--routing", "no-swaps", "--microbatches",
+                6, "--links", tmp_path / "links.json", "--steps", 8)
+    stages, _ = layout(o, 8)
+    said = []
+    job = SimpleNamespace(
+        world=8, say=said.extend, together=lambda f, *args: f(*args), agree_on=lambda _, f: f())
+    routes = Falling(job, o, None, stages)
+    steps = []
+    for step in range(8):
+        paths, order = routes.at(step)
+        steps.append(({len(path) for path in paths}, simulate(routes.network, paths, order=order).makespan))
+        assert steps[-1][1] == routes.makespan() and all(list(path) == sorted(path) for path in paths)
+    assert [lengths for lengths, _ in steps] == [{2}] * 3 + [{3}] * 3 + [{4}] * 2
+    first, middle, last = (steps[at][1] for at in (0, 3, 6))
+    assert first < middle < last
+    assert said[-1] == (f"of 4 stages paths leave out 2 from step 0 ({first:.3g} s), 1 from step 3 "
+                        f"({middle:.3g} s), 0 from step 6 ({last:.3g} s); simulated iterations")
+
+
+@pytest.mark.parametrize("share, stages, shares", [
+    (0.25, 4, [1 / 4, 0]), (0.375, 8, [3 / 8, 2 / 8, 1 / 8, 0]), (0.33, 3, [1 / 3, 0]), (0.1, 4, [0])])
+def test_shares_fall_by_a_stage_at_a_time(share, stages, shares):
+    assert falling(share, stages) == shares
+
+
+def test_a_falling_share_goes_on_where_it_was(corpus, tmp_path):
+    """As a run that never stopped, to the bit, and its last step visits every stage."""
+    run(
+        3, "--stages", "1,1,1", "--skip", 0.33, "--falling", "--steps", 3, "--save-every", 1,
+        "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path,
+    )
+    before, whole = (checkpoint(tmp_path / "runs/x", step, 1) for step in (2, 3))
+    lengths = [{len(path) for path in state["plan"]["paths"]} for state in (before, whole)]
+    assert lengths == [{2}, {3}]
+    shutil.rmtree(tmp_path / "runs/x/checkpoints/00000003")
+    run(3, "--resume", "runs/x", cwd=tmp_path)
+    again = checkpoint(tmp_path / "runs/x", 3, 1)
+    assert again["plan"] == whole["plan"] and torch.equal(again["theta"], whole["theta"])
 
 
 def test_ranks_without_work_in_a_plan_are_named(corpus, tmp_path):
