@@ -28,7 +28,7 @@ COMMON = "--layers 2 --warmup 50 --microbatches 1 --routing fixed --eval-every 2
 METHODS = ("DDP", "DiLoCo", "NoLoCo")
 PLAIN = "as it is"
 BETA2 = "beta2 0.99"
-RATES = ("3e-3", "6e-3", "1.2e-2")                              # of Muon, with the first seed
+RATES = ("6e-3", "1.2e-2", "2.4e-2")                            # of Muon, with the first seed
 MUON = {"DDP": "6e-3", "DiLoCo": "6e-3", "NoLoCo": "6e-3"}      # to be the best of them, after that seed
 
 
