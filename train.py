@@ -39,6 +39,7 @@ from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folde
 from plumbing.data import load_data
 from plumbing.fast import Adam, speed_up
 from plumbing.huggingface import initial_weights
+from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import layout, numbers, option, shape
 from plumbing.processes import Job, restarts
@@ -109,8 +110,10 @@ class Options:
     tied: bool = option(False, "the head is the embedding")
     init_from: str = option(None, "start from a folder in Hugging Face's form, its dimensions and weights")
     # the inner optimizer
+    optimizer: str = option("adam", "muon: torch's, for the layers' matrices, with Adam for the rest",
+                            choices=["adam", "muon"])
     steps: int = option(None, "inner steps in all")
-    lr: float = option(None, "Adam's peak rate; after warm-up a cosine to a tenth of it")
+    lr: float = option(None, "peak rate; after warm-up a cosine to a tenth of it")
     warmup: int = option(None, "steps of linear warm-up")
     beta2: float = option(0.95, "Adam's, of squared gradients: as Llama; the papers' released code: 0.999")
     clip: float = option(1.0, "largest norm of a rank's gradient")
@@ -463,7 +466,8 @@ def build(job, o, Pipeline=Pipeline, Routes=None, make_outer=make_outer):
         job.together(initial_weights, t.model, o)
     t.folder = take_folder(o, job)
     t.theta, grad = flatten(t.model.parameters())               # all there is to train, in one vector
-    t.adam = Adam(t.theta, grad, o.beta2)
+    muon = o.optimizer == "muon"
+    t.adam = job.together(Muon, grad, t.model, o.beta2) if muon else Adam(t.theta, grad, o.beta2)
     if o.compile:
         for layer in t.model.model.layers.values():
             layer.compile()

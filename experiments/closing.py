@@ -10,13 +10,10 @@ batches (as many steps, so more tokens too), no division by squares at all (Muon
 replicas by chance, those of a hypercube mix all of them in log2 N rounds.
 
     torchrun --nproc-per-node 8 -m experiments.closing --cube ...       train.py's options; who meets whom
-    torchrun --nproc-per-node 8 -m experiments.closing --muon ...       Muon instead of Adam
 """
 import functools
 import random
 import sys
-
-import torch
 
 import train
 from experiments.pictures import show_head, show_row
@@ -29,7 +26,7 @@ METHODS = ("DDP", "DiLoCo", "NoLoCo")
 PLAIN = "as it is"
 BETA2 = "beta2 0.99"
 RATES = ("6e-3", "1.2e-2", "2.4e-2")                            # of Muon, with the first seed
-MUON = {"DDP": "6e-3", "DiLoCo": "6e-3", "NoLoCo": "6e-3"}      # to be the best of them, after that seed
+MUON = {"DDP": "1.2e-2", "DiLoCo": "1.2e-2", "NoLoCo": "1.2e-2"}      # the best of them
 
 
 def runs(steps):
@@ -45,8 +42,8 @@ def runs(steps):
         yield run("NoLoCo", way, options, program="-m experiments.closing --cube")
     for method in METHODS:
         for rate in RATES:
-            yield run(method, f"Muon, rate {rate}", f"--batch 8 --lr {rate}", first=rate != MUON[method],
-                      program="-m experiments.closing --muon")
+            yield run(method, f"Muon, rate {rate}", f"--batch 8 --lr {rate} --optimizer muon",
+                      first=rate != MUON[method])
     for method in METHODS:
         yield run(method, "4 times the batch and tokens", "--batch 32 --lr 6e-3")
 
@@ -76,36 +73,9 @@ class CubeNoLoCo(NoLoCo):
         return next(pair for pair in pairs if self.rank in pair)
 
 
-class Muon:
-    """torch's, for the matrices of the layers, with updates as large as Adam's; Adam for all else."""
-
-    def __init__(self, adam, model):
-        self.grad = adam.grad
-        layers = [p for p in model.model.layers.parameters() if p.ndim == 2]
-        inside = set(layers)
-        rest = [p for p in model.parameters() if p not in inside]
-        self.parts = (torch.optim.Muon(layers, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-                      torch.optim.Adam(rest, betas=(0.9, adam.beta2), fused=True))
-
-    def step(self, lr):
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = lr
-            part.step()
-
-    def state_dict(self):
-        return [part.state_dict() for part in self.parts]
-
-
 def cube(argv):
     make_outer = functools.partial(train.make_outer, wires=dict(fp32=CubeNoLoCo))
     train.train(built(Job(), argv, make_outer=make_outer))
-
-
-def muon(argv):
-    t = built(Job(), argv)
-    t.adam = Muon(t.adam, t.model)
-    train.train(t)
 
 
 # ---------------------------------------------------------------- the table
@@ -127,7 +97,5 @@ def table(found):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--cube"]:
         cube(sys.argv[2:])
-    elif sys.argv[1:2] == ["--muon"]:
-        muon(sys.argv[2:])
     else:
         headline("closing", __doc__, runs, table)

@@ -29,7 +29,7 @@ from skippipe import share_of_visits
 SKIPPED = {"25% skipped, in order": False, "50% skipped": True}         # with the first seed only
 FALLS = (0.25, "no-swaps")      # from this share on, on such paths
 UNSCALED = ", unscaled"
-POWERS = {"25% skipped, in order": ("0.5",), "50% skipped": ("0.5", "0")}
+POWERS = {"25% skipped, in order": ("0.5", "0"), "50% skipped": ("0.5", "0")}
 
 
 def runs(steps):

@@ -47,7 +47,8 @@ FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "ski
 # A checkpoint fits only the same. SHAPE is in the order of Config's fields.
 SHAPE = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
 LAYOUT = (*SHAPE, "stages", "layers_per_stage", "method", "warm_start", "model", "init_from", "seq_len",
-          "seed", "data", "tokenizer", "routing", "skip", "falling", "scaled", "microbatches", "batch")
+          "seed", "data", "tokenizer", "routing", "skip", "falling", "scaled", "microbatches", "batch",
+          "optimizer")
 LEAST = dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1,
              inner_steps=1, group_size=2, lr=0.0, warm_start=0, clip=1e-6, survive=0.0, replan=0.0)
 

@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,6 +23,7 @@ from plumbing.processes import Job
 
 
 HERE = Path(__file__).parent.parent
+NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of torch 2.9 and newer")
 SMALL = [
     "--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
     "--eval-sequences", "8", "--device", "cpu",

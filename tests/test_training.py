@@ -1,5 +1,6 @@
 """Whole runs of train.py: methods, losses, spread, warm start, what the report says."""
 
+import copy
 import json
 import math
 import subprocess
@@ -14,8 +15,9 @@ import train
 from model import Config, Llama
 from noloco import flatten, random_groups
 from plumbing.data import load_corpus
+from plumbing.muon import Muon
 from plumbing.report import weight_spread
-from tests.harness import HERE, SMALL, checkpoint, metrics, options, processes, run, train_main
+from tests.harness import HERE, NEEDS_MUON, SMALL, checkpoint, metrics, options, processes, run, train_main
 
 
 @pytest.mark.parametrize("method", list(train.METHODS))
@@ -207,3 +209,22 @@ def test_torchrun_launch_line(corpus, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "weight spread" in done.stdout, done.stderr
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["stages"] == [1, 1]
+
+
+@NEEDS_MUON
+def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
+    model = Llama(Config(num_hidden_layers=1))
+    theta, grad = flatten(model.parameters())
+    grad.normal_(generator=torch.Generator().manual_seed(0))
+    before, lr = copy.deepcopy(model.state_dict()), 1e-3
+    Muon(grad, model).step(lr)
+    moved = {name: (p.detach() - before[name]) / lr for name, p in model.named_parameters()}
+    matrices = [d for name, d in moved.items() if "layers" in name and d.ndim == 2]
+    others = [d for name, d in moved.items() if "layers" not in name or d.ndim == 1]
+    assert len(matrices) == 7 and len(others) == 5
+    for d in matrices:          # nearly every direction about as far as every other
+        ratios = torch.linalg.svdvals(d) / (0.2 * max(d.shape) ** 0.5)
+        assert 0.6 < ratios.quantile(0.05) and ratios.max() < 1.3
+    # 0.2, as Adam's are in training; the first step of Adam is lr for every weight
+    assert all(float(d.square().mean().sqrt()) == pytest.approx(0.2, rel=0.3) for d in matrices)
+    assert all(torch.allclose(d.abs(), torch.ones_like(d), atol=1e-2) for d in others)
