@@ -169,7 +169,8 @@ def settings(o, origins, rate):
     one of that row."""
     tokens = len(origins) * o.batch * o.seq_len                 # of one microbatch each
     yield (f"{o.steps} steps of {o.microbatches * tokens // len(origins)} tokens per origin, "
-           f"{o.microbatches * tokens} in all; peak rate {o.lr:g}, beta2 {o.beta2:g}")
+           f"{o.microbatches * tokens} in all; peak rate {o.lr:g}, beta2 {o.beta2:g}"
+           + ", Muon for the layers' matrices" * (o.optimizer == "muon"))
     wanted = STEP_TOKENS.get(o.model, 0)
     fitting = max(1, round(wanted / tokens))
     if wanted and o.lr == rate and fitting != o.microbatches:
