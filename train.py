@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from model import Llama
 from noloco import DiLoCo, NoLoCo, flatten
+from planning.falling import Falling
 from planning.routing import PLANNERS, Watch, idle, measure, plan_paths, read_links
 from plumbing import options
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
@@ -352,6 +353,7 @@ class Routes:
                 job.say(idle(self.plan, job.world))
             self.network = self.network or Network(**self.plan["network"])
             self.watch = Watch(self) if o.replan else None
+            self.fall = Falling(self, begins=plan is None) if o.falling else None
 
     def links(self):
         """What --links says, or the measured network (on rank 0)."""
@@ -397,21 +399,22 @@ def schedule(step, o):
     return o.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def inner_step(pipeline, adam, batches, paths, order, lr, clip, average=None):
-    """Forward, backward, clip, Adam: (loss, tokens at home, the gradient's norm or None where none came).
+def inner_step(pipeline, inner, batches, paths, order, lr, clip, average=None):
+    """Forward, backward, clip, the optimizer's step: (loss, tokens at home, the gradient's norm or None where
+    none came).
 
     A norm that is not finite means no step: one Inf would soon reach every replica.
     """
-    adam.grad.zero_()
+    inner.grad.zero_()
     loss, home, tokens = pipeline.run(paths, batches, order=order)
     if average:                                                 # ddp, warm start: over the stage's replicas
-        tokens = average(adam.grad, tokens)
+        tokens = average(inner.grad, tokens)
     if not tokens:
         return loss, home, None
-    norm = torch.linalg.vector_norm(adam.grad) / tokens
+    norm = torch.linalg.vector_norm(inner.grad) / tokens
     if torch.isfinite(norm):
-        adam.grad.mul_((clip / norm).clamp(max=1.0) / tokens)   # the mean over what came through
-        adam.step(lr)
+        inner.grad.mul_((clip / norm).clamp(max=1.0) / tokens)   # the mean over what came through
+        inner.step(lr)
     return loss, home, float(norm)
 
 
@@ -434,7 +437,7 @@ def evaluate(pipeline, stages, corpus, o):
 # ---------------------------------------------------------------- a run
 
 
-def make_outer(job, o, params, replicas, adam, wires=WIRES, **more):
+def make_outer(job, o, params, replicas, inner, wires=WIRES, **more):
     """None for ddp and local. wires, more: subclasses and what else they take."""
     if o.method == "noloco":
         return wires[o.wire](params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta,
@@ -443,15 +446,7 @@ def make_outer(job, o, params, replicas, adam, wires=WIRES, **more):
         return DiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
 
 
-def routes_of(o):
-    """The kind of Routes."""
-    if not o.falling:
-        return Routes
-    from planning.falling import Falling
-    return Falling
-
-
-def build(job, o, Pipeline=Pipeline, Routes=None, make_outer=make_outer):
+def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     """This rank's share of the run. survive/, tools/ and experiments/ bring parts of their own."""
     t = SimpleNamespace(job=job, o=o, step=0, lr=0.0, meter=Meter(), counts=dict, stale=[])
     t.stages, t.layers = job.together(layout, o, job.world)
@@ -464,21 +459,21 @@ def build(job, o, Pipeline=Pipeline, Routes=None, make_outer=make_outer):
     t.model = speed_up(Llama(t.config, t.layers[t.stage], ends, o.seed, job.device))
     if o.init_from and not o.resume:
         job.together(initial_weights, t.model, o)
-    t.folder = take_folder(o, job)
     t.theta, grad = flatten(t.model.parameters())               # all there is to train, in one vector
     muon = o.optimizer == "muon"
-    t.adam = job.together(Muon, grad, t.model, o.beta2) if muon else Adam(t.theta, grad, o.beta2)
+    t.inner = job.together(Muon, grad, t.model, o.beta2) if muon else Adam(t.theta, grad, o.beta2)
+    t.folder = take_folder(o, job)
     if o.compile:
         for layer in t.model.model.layers.values():
             layer.compile()
-    t.outer = make_outer(job, o, t.model.parameters(), replicas, t.adam)
+    t.outer = make_outer(job, o, t.model.parameters(), replicas, t.inner)
     t.average = job.averager(replicas) if o.method == "ddp" or o.warm_start else None
     t.pipeline = Pipeline(t.model, job, t.stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     t.pipeline.scaled = o.scaled
     t.checkpoints = Checkpoints(job, t.folder)
     plan = go_on(t) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(t, MODELS[o.model]["lr"]))
-    t.routes = (Routes or routes_of(o))(job, o, t.pipeline, t.stages, plan)
+    t.routes = Routes(job, o, t.pipeline, t.stages, plan)
     return t
 
 
@@ -505,7 +500,7 @@ def train(t):
             batches = {u: t.reader.next(o.batch).to(job.device) for u in mine}
             average = t.average if warm or o.method == "ddp" else None
             t.lr = schedule(t.step, o)
-            loss, home, norm = inner_step(t.pipeline, t.adam, batches, paths, order, t.lr, o.clip, average)
+            loss, home, norm = inner_step(t.pipeline, t.inner, batches, paths, order, t.lr, o.clip, average)
             t.meter.add(loss, home, norm, t.pipeline.seconds)
             t.step += 1
             t.cursor = t.reader and t.reader.cursor

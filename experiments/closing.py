@@ -25,6 +25,7 @@ COMMON = "--layers 2 --warmup 50 --microbatches 1 --routing fixed --eval-every 2
 METHODS = ("DDP", "DiLoCo", "NoLoCo")
 PLAIN = "as it is"
 BETA2 = "beta2 0.99"
+OFTEN = "Muon, every 2 steps in one byte"
 RATES = ("6e-3", "1.2e-2", "2.4e-2")                            # of Muon, with the first seed
 MUON = {"DDP": "1.2e-2", "DiLoCo": "1.2e-2", "NoLoCo": "1.2e-2"}      # the best of them
 
@@ -44,6 +45,8 @@ def runs(steps):
         for rate in RATES:
             yield run(method, f"Muon, rate {rate}", f"--batch 8 --lr {rate} --optimizer muon",
                       first=rate != MUON[method])
+    often = f"--batch 8 --lr {MUON['NoLoCo']} --inner-steps 2 --wire int8"
+    yield run("NoLoCo", OFTEN, f"{often} --optimizer muon")
     for method in METHODS:
         yield run(method, "4 times the batch and tokens", "--batch 32 --lr 6e-3")
 

@@ -109,7 +109,7 @@ class ShortAverage(Average):
 
 def short(argv):
     """train.main with them."""
-    def make_outer(job, o, params, replicas, adam):
+    def make_outer(job, o, params, replicas, inner):
         return ShortDiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta) \
             if o.method == "diloco" else None
 

@@ -118,6 +118,8 @@ def table(found):
                    for share in ("0.75", "0.5")]
         cells = [over_runs(seeds, plain), over_runs(seeds, full), *missing]
         to_plain, to_full, *left_out = [spread_of(cell, "+.1%") for cell in cells]
+        if "(a = " in label:            # missing stages are evaluated without the factor
+            left_out = "", ""
         show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(finals(plain)), to_plain,
                  to_full if "equal time" in label else "", *left_out)
 

@@ -7,32 +7,42 @@ many of the steps: many short iterations at first, and a whole model at the end.
 from functools import partial
 
 from planning.routing import idle, plan_paths
-from train import Routes
 
 
-class Falling(Routes):
-    """All plans are made at the start. A run that goes on makes them again, and they are the same: a plan
-    depends on the network, which the checkpoint keeps, and on the seed alone."""
+class Falling:
+    """Puts the plan of each step into routes, a train.Routes.
 
-    def __init__(self, job, o, pipeline, stages, plan=None):
-        super().__init__(job, o, pipeline, stages, plan)
-        self.plans = [] if plan else [self.plan]
-        shares = falling(o.skip, len(stages))
-        for share in shares[len(self.plans):]:
-            new = partial(plan_paths, self.network, o.routing, share, o.microbatches, o.seed)
-            self.plans.append(job.agree_on(f"plan/{share}", new))
-            job.say(idle(self.plans[-1], job.world))
-        job.say([self.summary(shares)])
+    All plans are made at the start. A run that goes on (not `begins`) makes them again, and they are the
+    same: a plan depends on the network, which the checkpoint keeps, and on the seed alone.
+    """
 
-    def summary(self, shares):
-        count, steps, stages = len(self.plans), self.o.steps, len(self.stages)
-        parts = [f"{round(share * stages)} from step {-(-k * steps // count)} ({plan['makespan']:.3g} s)"
-                 for k, (share, plan) in enumerate(zip(shares, self.plans))]
-        return f"of {stages} stages paths leave out {', '.join(parts)}; simulated iterations"
+    def __init__(self, routes, begins):
+        self.routes, self.usual = routes, routes.at
+        routes.at = self.at
+        self.shares = falling(routes.o.skip, len(routes.stages))
+        self.plans = [routes.plan] if begins else []
+        for share in self.shares[len(self.plans):]:
+            self.plans.append(routes.job.agree_on(f"plan/{share}", partial(self.plan, share)))
+            routes.job.say(idle(self.plans[-1], routes.job.world))
+        routes.job.say([self.summary()])
+
+    def plan(self, share):
+        o = self.routes.o
+        return plan_paths(self.routes.network, o.routing, share, o.microbatches, o.seed)
 
     def at(self, step):
-        self.plan = self.plans[step * len(self.plans) // self.o.steps]
-        return super().at(step)
+        self.routes.plan = self.plans[step * len(self.plans) // self.routes.o.steps]
+        return self.usual(step)
+
+    def first_step(self, k):
+        """Of plan k."""
+        return -(-k * self.routes.o.steps // len(self.plans))
+
+    def summary(self):
+        stages = len(self.routes.stages)
+        parts = [f"{round(share * stages)} from step {self.first_step(k)} ({plan['makespan']:.3g} s)"
+                 for k, (share, plan) in enumerate(zip(self.shares, self.plans))]
+        return f"of {stages} stages paths leave out {', '.join(parts)}; simulated iterations"
 
 
 def falling(share, stages):

@@ -169,7 +169,7 @@ def read(file):
 
 def state_of(t):
     counted = dict(sync=t.meter.sync + sent(t), pipeline=t.meter.pipeline + t.pipeline.bytes_sent)
-    return dict(step=t.step, cursor=t.cursor, theta=t.theta, adam=t.adam.state_dict(),
+    return dict(step=t.step, cursor=t.cursor, theta=t.theta, adam=t.inner.state_dict(),
                 outer=t.outer and t.outer.state_dict(), rng=torch.get_rng_state(), plan=t.routes.plan,
                 corpus=t.corpus and t.corpus.digest, meter=dict(t.meter.state(), counts=counts(t), **counted))
 
@@ -182,7 +182,7 @@ def go_on(t):
         return None
     t.step = state["step"]
     t.theta.copy_(state["theta"])
-    t.adam.load_state_dict(state["adam"])
+    t.inner.load_state_dict(state["adam"])
     t.meter = Meter(**state["meter"])
     torch.set_rng_state(state["rng"].cpu())
     if t.outer:

@@ -1,5 +1,5 @@
 """Muon as the inner optimizer (`--optimizer muon`): neither paper speaks of it, but NoLoCo's distance to DDP
-is smaller with it (docs/results.md).
+was smaller with it (docs/results.md).
 
 Adam divides each number of a gradient by the noise of that replica's own small batches. Muon makes the whole
 update of a matrix orthogonal instead.
@@ -40,4 +40,5 @@ class Muon:
 
     def load_state_dict(self, state):
         for part, saved in zip(self.parts, state):
-            part.load_state_dict(saved)
+            settings = part.state_dict()["param_groups"]            # a new --beta2 holds
+            part.load_state_dict(dict(saved, param_groups=settings))

@@ -88,8 +88,9 @@ def check(o):
     if not 0 <= o.skip < 1 or (o.skip and o.routing in ("random", "fixed")):
         raise BadInput("--skip takes a share from 0 to below 1 and a planned routing, got "
                        f"{o.skip} and {o.routing}")
-    if o.falling and (not o.skip or o.replan or o.survive):
-        raise BadInput("--falling is for --skip, and not with --replan or --survive: they plan anew too")
+    if o.falling and (not o.skip or o.routing == "dtfm" or o.replan or o.survive):
+        raise BadInput("--falling is for --skip on planned paths that skip, and not with --replan or "
+                       "--survive, which plan anew")
     if not 0 <= o.beta2 < 1:
         raise BadInput(f"--beta2 must be from 0 to below 1, got {o.beta2}")
     if o.survive and o.method not in ("noloco", "local"):
@@ -197,6 +198,8 @@ def layout(o, world):
     if o.skip and (len(sizes) < 3 or round((1 - o.skip) * len(sizes)) < 1):
         raise BadInput("--skip needs at least 3 stages, of which round((1 - skip) x stages) >= 1 are kept; "
                        f"got {len(sizes)} and {o.skip}")
+    if o.falling and round((1 - o.skip) * len(sizes)) == len(sizes):
+        raise BadInput(f"--falling: --skip {o.skip} leaves out none of {len(sizes)} stages to begin with")
     if o.routing == "fixed" and sizes[0] * o.microbatches < max(sizes):
         raise BadInput("--routing fixed leaves replicas without work for ever: give at least "
                        f"{-(-max(sizes) // sizes[0])} --microbatches")

@@ -153,8 +153,9 @@ def banner(t, rate):
         yield (f"warning: gamma {o.gamma} is outside 0 < gamma < {min(bounds):.3f} (noloco.gamma_bound): the "
                "replicas will drift apart")
     if t.step and (before := json.loads((t.folder / "config.json").read_text())["steps"]) != o.steps:
+        also = ", and so is the fall of --skip: stages may be left out again" * o.falling
         yield (f"warning: --steps {o.steps}, until now {before}: from step {t.step} on the cosine of the "
-               "learning rate is stretched to that")
+               f"learning rate is stretched to that{also}")
     if t.outer and o.steps < o.inner_steps:
         yield (f"warning: {o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never "
                "synchronise")

@@ -139,16 +139,16 @@ def build(job, o, argv):
     return t
 
 
-def make_outer(job, o, params, replicas, adam):
+def make_outer(job, o, params, replicas, inner):
     if o.method != "noloco" or job.world == 1:
-        return train.make_outer(job, o, params, replicas, adam)
+        return train.make_outer(job, o, params, replicas, inner)
 
     def tell(event):
         job.tell(dict(step=event["outer"] * o.inner_steps, **event))
 
     # in a pipeline the iterations of all go together: there nobody leaves out steps
-    return train.make_outer(job, o, params, replicas, adam, WIRES, store=job.store,
-                            timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=adam.reset)
+    return train.make_outer(job, o, params, replicas, inner, WIRES, store=job.store,
+                            timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=inner.reset)
 
 
 def join(t):

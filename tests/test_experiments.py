@@ -250,7 +250,8 @@ def test_drawn_paths_are_in_order_and_leave_out_as_many_stages_as_the_plans():
     """And they visit each later stage as often as every other, which a plan's need not."""
     stages = [[0, 1], [2, 3], [4, 5], [6, 7]]
     routes = scale.Drawn.__new__(scale.Drawn)
-    routes.stages, routes.o = stages, types.SimpleNamespace(skip=0.25, seed=1, microbatches=6)
+    routes.stages = stages
+    routes.o = types.SimpleNamespace(skip=0.25, seed=1, microbatches=6)
     steps = [routes.at(step)[0] for step in range(200)]
     assert steps[0] != steps[1] and all(len(paths) == 12 for paths in steps)
     at = {rank: stage for stage, ranks in enumerate(stages) for rank in ranks}
@@ -265,7 +266,8 @@ def test_any_power_keeps_what_a_stage_adds_on_average(a):
     """rho times what it adds in training is what it adds in evaluation, over rho^(1 - a) and 1/rho^a."""
     pipeline = scale.Power.__new__(scale.Power)
     pipeline.model = types.SimpleNamespace(blocks=lambda x: x + 3)
-    pipeline.a, pipeline.visited, x = a, 0.25, torch.zeros(2)
+    pipeline.a, pipeline.visited = a, 0.25
+    x = torch.zeros(2)
     pipeline.train = True
     added = pipeline.blocks(x)
     pipeline.train = False

@@ -69,6 +69,7 @@ def bad(*argv, error):
         bad("--replan", -1, error="--replan must be at least 0"),
         bad("--falling", error="--falling is for --skip"),
         bad("--skip", 0.3, "--falling", "--survive", 5, error="and not with --replan or --survive"),
+        bad("--skip", 0.3, "--falling", "--routing", "dtfm", error="on planned paths that skip"),
         bad("--skip", 0.9, "--stages", 1, error="at least 3 stages"),
         bad("--wire", "int8", "--gamma", 0.9, error="noloco with gamma = beta"),
         bad("--wire", "int8", "--method", "ddp", error="--wire int8 is for noloco"),

@@ -17,7 +17,7 @@ import skippipe
 import train
 from model import Config, Llama
 from noloco import flatten
-from planning.falling import Falling, falling
+from planning.falling import falling
 from planning.instance import published_network
 from planning.routing import PLANNERS, Watch, measure, plan_paths, read_links
 from plumbing.data import load_data
@@ -184,7 +184,7 @@ def test_a_share_that_falls_leaves_out_one_stage_less_in_each_part(tmp_path):
     said = []
     job = SimpleNamespace(
         world=8, say=said.extend, together=lambda f, *args: f(*args), agree_on=lambda _, f: f())
-    routes = Falling(job, o, None, stages)
+    routes = train.Routes(job, o, None, stages)
     steps = []
     for step in range(8):
         paths, order = routes.at(step)
@@ -201,6 +201,12 @@ def test_a_share_that_falls_leaves_out_one_stage_less_in_each_part(tmp_path):
     (0.25, 4, [1 / 4, 0]), (0.375, 8, [3 / 8, 2 / 8, 1 / 8, 0]), (0.33, 3, [1 / 3, 0]), (0.1, 4, [0])])
 def test_shares_fall_by_a_stage_at_a_time(share, stages, shares):
     assert falling(share, stages) == shares
+
+
+def test_a_share_of_less_than_half_a_stage_cannot_fall():
+    o = options("--stages", "1,1,1,1", "--skip", 0.1, "--falling")
+    with pytest.raises(BadInput, match="--skip 0.1 leaves out none of 4 stages"):
+        layout(o, 4)
 
 
 def test_a_falling_share_goes_on_where_it_was(corpus, tmp_path):

@@ -15,6 +15,7 @@ import train
 from model import Config, Llama
 from noloco import flatten, random_groups
 from plumbing.data import load_corpus
+from plumbing.fast import Adam
 from plumbing.muon import Muon
 from plumbing.report import weight_spread
 from tests.harness import HERE, NEEDS_MUON, SMALL, checkpoint, metrics, options, processes, run, train_main
@@ -228,3 +229,35 @@ def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
     # 0.2, as Adam's are in training; the first step of Adam is lr for every weight
     assert all(float(d.square().mean().sqrt()) == pytest.approx(0.2, rel=0.3) for d in matrices)
     assert all(torch.allclose(d.abs(), torch.ones_like(d), atol=1e-2) for d in others)
+    for name, p in model.named_parameters():
+        assert (moved[name] * p.grad).sum() < 0, name
+
+
+@NEEDS_MUON
+def test_muons_adam_is_ours_and_a_reset_muon_is_a_new_one():
+    def moved(optimizer_of, reset=False):
+        """By the second step, of another gradient."""
+        model = Llama(Config(num_hidden_layers=1))
+        theta, grad = flatten(model.parameters())
+        optimizer, draw = optimizer_of(theta, grad, model), torch.Generator().manual_seed(0)
+        for step in range(2):
+            before = copy.deepcopy(model.state_dict())
+            grad.normal_(generator=draw)
+            if step and reset:
+                optimizer.reset()
+            optimizer.step(1e-2)
+        return {name: p.detach() - before[name] for name, p in model.named_parameters()}, optimizer
+
+    muon = lambda theta, grad, model: Muon(grad, model, 0.5)
+    ours, _ = moved(muon)
+    adam, _ = moved(lambda theta, grad, _: Adam(theta, grad, 0.5))
+    rest = [name for name, d in ours.items() if "layers" not in name or d.ndim == 1]
+    assert all(torch.allclose(ours[name], adam[name], rtol=1e-3, atol=1e-6) for name in rest)
+    # all that it remembers of the first step is gone: its second is the step of a new one
+    again, optimizer = moved(muon, reset=True)
+    assert all(not torch.equal(again[name], d) for name, d in ours.items())
+    assert all(float(v["step"]) == 1 for v in optimizer.parts[1].state.values())
+    saved = optimizer.state_dict()
+    other = Muon(optimizer.grad, Llama(Config(num_hidden_layers=1)), 0.9)
+    other.load_state_dict(saved)
+    assert other.parts[1].param_groups[0]["betas"] == (0.9, 0.9)        # a new --beta2 holds
