@@ -4,9 +4,10 @@
 
 The same plans, network and steps, with --scaled; what they are set beside is read from
 results/headline_skip.json, not run again. 25% skipped in order has every seed, 50% the first. Where the share
-falls, each plan leaves out one stage less than the one before, and each has as many of the steps. With the
-first seed only: 1/rho^a in training with rho^(1 - a) in evaluation, which keeps the sum's size for any a; and
-paths drawn anew at every step, where a plan always leaves out the same stages together.
+falls, each plan leaves out one stage less than the one before, and each has as many of the steps. "a":
+1/rho^a in training with rho^(1 - a) in evaluation, which keeps the sum's size for any a (the first seed only,
+but for a = 0 in equal time). "Drawn anew": other paths at every step, where a plan always leaves out the same
+stages together (the first seed only).
 
     torchrun --nproc-per-node 8 -m experiments.scale --power=0.5 ...    train.py's options; this a
     torchrun --nproc-per-node 8 -m experiments.scale --drawn ...        paths drawn anew
@@ -29,7 +30,9 @@ from skippipe import share_of_visits
 SKIPPED = {"25% skipped, in order": False, "50% skipped": True}         # with the first seed only
 FALLS = (0.25, "no-swaps")      # from this share on, on such paths
 UNSCALED = ", unscaled"
-POWERS = {"25% skipped, in order": ("0.5", "0"), "50% skipped": ("0.5", "0")}
+POWERS = {"25% skipped, in order": ("0.5", "0"), "25% skipped, in order, equal time": ("0",),
+          "50% skipped": ("0.5", "0")}
+DRAWN = "25% skipped, in order", "50% skipped"
 
 
 def runs(steps):
@@ -49,9 +52,9 @@ def runs(steps):
     for run in plain:
         stages, name = run.label.split(", ", 1)
         for a in POWERS.get(name, ()):
-            yield replace(run, label=f"{run.label} (a = {a})", first=True,
+            yield replace(run, label=f"{run.label} (a = {a})", first="equal time" not in name,
                           program=f"-m experiments.scale --power={a}")
-        if name in POWERS and stages == "8 stages":
+        if name in DRAWN and stages == "8 stages":
             anew = replace(run, label=f"{run.label} (drawn anew)", first=True,
                            program="-m experiments.scale --drawn")
             yield scaled(anew)
