@@ -131,7 +131,7 @@ class Options:
     # the machine
     dtype: str = option("float32", "of compute; weights, optimizer and outer step stay fp32",
                         choices=["float32", "bfloat16"])
-    compile: bool = option(False, "torch.compile each layer")
+    compile: bool = option(False, "torch.compile each layer (needs a C++ compiler)")
     device: str = option("auto", "where to compute", choices=["auto", "cpu", "cuda"])
     backend: str = option("auto", "nccl needs a GPU for every process; gloo does without",
                           choices=["auto", "gloo", "nccl"])
