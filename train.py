@@ -349,11 +349,12 @@ class Routes:
             if plan is None:
                 self.network = job.together(self.links)
                 job.say([f"planning {o.routing} paths"])
-                self.plan = job.agree_on("plan", self.new_plan)
+                self.plan = job.agree_on("plan", lambda: self.new_plan(o.skip))
                 job.say(idle(self.plan, job.world))
             self.network = self.network or Network(**self.plan["network"])
             self.watch = Watch(self) if o.replan else None
-            self.fall = Falling(self, begins=plan is None) if o.falling else None
+            if o.falling:
+                Falling(self, begins=plan is None)
 
     def links(self):
         """What --links says, or the measured network (on rank 0)."""
@@ -362,9 +363,9 @@ class Routes:
         found = measure(self.pipeline, self.stages, self.job)
         return Network(*found, self.stages) if self.job.rank == 0 else None
 
-    def new_plan(self, dead=()):
+    def new_plan(self, skip, dead=()):
         o = self.o
-        return plan_paths(self.network, o.routing, o.skip, o.microbatches, o.seed, dead)
+        return plan_paths(self.network, o.routing, skip, o.microbatches, o.seed, dead)
 
     def at(self, step):
         plan = self.in_force()

@@ -26,8 +26,8 @@ METHODS = ("DDP", "DiLoCo", "NoLoCo")
 PLAIN = "as it is"
 BETA2 = "beta2 0.99"
 OFTEN = "Muon, every 2 steps in one byte"
-RATES = ("6e-3", "1.2e-2", "2.4e-2")                            # of Muon, with the first seed
-MUON = {"DDP": "1.2e-2", "DiLoCo": "1.2e-2", "NoLoCo": "1.2e-2"}      # the best of them
+RATES = ("6e-3", "1.2e-2", "2.4e-2")    # of Muon, with the first seed
+MUON = "1.2e-2"                         # the best of them
 
 
 def runs(steps):
@@ -44,8 +44,8 @@ def runs(steps):
     for method in METHODS:
         for rate in RATES:
             yield run(method, f"Muon, rate {rate}", f"--batch 8 --lr {rate} --optimizer muon",
-                      first=rate != MUON[method])
-    often = f"--batch 8 --lr {MUON['NoLoCo']} --inner-steps 2 --wire int8"
+                      first=rate != MUON)
+    often = f"--batch 8 --lr {MUON} --inner-steps 2 --wire int8"
     yield run("NoLoCo", OFTEN, f"{often} --optimizer muon")
     for method in METHODS:
         yield run(method, "4 times the batch and tokens", "--batch 32 --lr 6e-3")
@@ -90,7 +90,7 @@ def table(found):
               "| over DDP's with the same, Muon at its best rate | over DDP's as it is")
     for label, seeds in runs.items():
         method, way = label.split(", ", 1)
-        same = f"Muon, rate {MUON['DDP']}" if "Muon" in way else way
+        same = f"Muon, rate {MUON}" if "Muon" in way else way
         same = same.removeprefix("hypercube").removeprefix(", ") or PLAIN
         bases = f"{method}, {PLAIN}", f"DDP, {same}", f"DDP, {PLAIN}"
         cells = [spread_of(over_runs(seeds, runs[base]), "+.1%") for base in bases]

@@ -32,7 +32,6 @@ FALLS = (0.25, "no-swaps")      # from this share on, on such paths
 UNSCALED = ", unscaled"
 POWERS = {"25% skipped, in order": ("0.5", "0"), "25% skipped, in order, equal time": ("0",),
           "50% skipped": ("0.5", "0")}
-DRAWN = "25% skipped, in order", "50% skipped"
 
 
 def runs(steps):
@@ -51,10 +50,11 @@ def runs(steps):
         yield replace(run, label=run.label + UNSCALED)
     for run in plain:
         stages, name = run.label.split(", ", 1)
+        first = "equal time" not in name
         for a in POWERS.get(name, ()):
-            yield replace(run, label=f"{run.label} (a = {a})", first="equal time" not in name,
+            yield replace(run, label=f"{run.label} (a = {a})", first=first,
                           program=f"-m experiments.scale --power={a}")
-        if name in DRAWN and stages == "8 stages":
+        if name in POWERS and first and stages == "8 stages":
             anew = replace(run, label=f"{run.label} (drawn anew)", first=True,
                            program="-m experiments.scale --drawn")
             yield scaled(anew)
@@ -69,12 +69,13 @@ class Drawn(train.Routes):
     """Other paths at every step, in order, that leave out as many stages as the plan's."""
 
     def at(self, step):
-        o, last = self.o, len(self.stages) - 1
+        o, stages = self.o, len(self.stages)
+        kept = round((1 - o.skip) * stages)
         draw = random.Random(f"drawn {o.seed} {step}")
         paths = []
         for whole in train.random_paths(self.stages, o.microbatches, step, o.seed):
-            kept = sorted(draw.sample(range(1, last + 1), last - round(o.skip * len(self.stages))))
-            paths.append((whole[0], *(whole[i] for i in kept)))
+            later = sorted(draw.sample(range(1, stages), kept - 1))
+            paths.append((whole[0], *(whole[i] for i in later)))
         return paths, None
 
 

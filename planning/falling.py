@@ -6,7 +6,7 @@ many of the steps: many short iterations at first, and a whole model at the end.
 """
 from functools import partial
 
-from planning.routing import idle, plan_paths
+from planning.routing import idle
 
 
 class Falling:
@@ -22,13 +22,9 @@ class Falling:
         self.shares = falling(routes.o.skip, len(routes.stages))
         self.plans = [routes.plan] if begins else []
         for share in self.shares[len(self.plans):]:
-            self.plans.append(routes.job.agree_on(f"plan/{share}", partial(self.plan, share)))
+            self.plans.append(routes.job.agree_on(f"plan/{share}", partial(routes.new_plan, share)))
             routes.job.say(idle(self.plans[-1], routes.job.world))
         routes.job.say([self.summary()])
-
-    def plan(self, share):
-        o = self.routes.o
-        return plan_paths(self.routes.network, o.routing, share, o.microbatches, o.seed)
 
     def at(self, step):
         self.routes.plan = self.plans[step * len(self.plans) // self.routes.o.steps]

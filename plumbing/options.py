@@ -195,10 +195,11 @@ def layout(o, world):
     if len(depths) != len(sizes) or min(depths) < 1 or sum(depths) != o.layers:
         raise BadInput(f"{len(sizes)} stages must share the model's {o.layers} layers, at least one each; "
                        f"got {depths}")
-    if o.skip and (len(sizes) < 3 or round((1 - o.skip) * len(sizes)) < 1):
+    kept = round((1 - o.skip) * len(sizes))
+    if o.skip and (len(sizes) < 3 or kept < 1):
         raise BadInput("--skip needs at least 3 stages, of which round((1 - skip) x stages) >= 1 are kept; "
                        f"got {len(sizes)} and {o.skip}")
-    if o.falling and round((1 - o.skip) * len(sizes)) == len(sizes):
+    if o.falling and kept == len(sizes):
         raise BadInput(f"--falling: --skip {o.skip} leaves out none of {len(sizes)} stages to begin with")
     if o.routing == "fixed" and sizes[0] * o.microbatches < max(sizes):
         raise BadInput("--routing fixed leaves replicas without work for ever: give at least "

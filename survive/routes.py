@@ -48,7 +48,7 @@ class SurvivingRoutes(Routes):
         key = f"plan/{step}"
         if self.job.rank == 0:
             try:
-                plan = self.new_plan(tuple(sorted(dead)))
+                plan = self.new_plan(self.o.skip, tuple(sorted(dead)))
             except BadInput as error:
                 plan = dict(error=str(error))
             self.job.store.set(key, json.dumps(plan))
