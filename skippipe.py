@@ -19,13 +19,14 @@ its chain being due on node j:
 (`origin_overhead` after an origin's first forward of a microbatch.) A node runs one task at a time and
 holds at most `memory` microbatches: a forward takes a slot, the same microbatch's backward frees it.
 
-With --scaled (ours), a stage that a share rho of the iteration's microbatches visits adds more in training:
+What paths that leave stages out have trained is evaluated (ours) with each residual of a stage that a share
+rho of the iteration's microbatches visits as
 
-    y = x + (blocks(x) - x) / rho         x, y: the residual stream before and after              (6)
+    x = x + rho f(x)                      f: the attention or the MLP of a layer (model.py)           (6)
 
-So a stage adds on average what it adds in the whole model, whose evaluation needs no scale. (Stochastic
-depth, 1603.09382, scales by rho there instead; LayerDrop, 1909.11556, nowhere.) Unscaled, the whole model
-would add more than any path in training did.
+So the whole model adds on average what paths in training added (planning/scale.py; --unscaled: f(x)). That
+is stochastic depth's rule, 1603.09382; LayerDrop, 1909.11556, does not scale. 1/rho in training instead, as
+in inverted dropout, gained nothing here (docs/results.md).
 
 From top to bottom: simple paths, the network, the simulator, the constraints (CC1, CC2, CC3, TC1, TC2)
 and the search. What goes beyond the paper's search is in planning/, and so is the command line:

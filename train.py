@@ -35,6 +35,7 @@ from model import Llama
 from noloco import DiLoCo, NoLoCo, flatten
 from planning.falling import Falling
 from planning.routing import PLANNERS, Watch, idle, measure, plan_paths, read_links
+from planning.scale import Scale
 from plumbing import options
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
 from plumbing.data import load_data
@@ -45,7 +46,7 @@ from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import layout, numbers, option, shape
 from plumbing.processes import Job, restarts
 from plumbing.report import Meter, banner
-from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths, share_of_visits
+from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
 # ---------------------------------------------------------------- options
 
@@ -91,7 +92,7 @@ class Options:
                                 "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
     falling: bool = option(False, "with --skip, the share falls to 0 over the run, one stage less at a time")
-    scaled: bool = option(False, "with --skip, what a visited stage adds is times 1/rho in training (Eq. 6)")
+    unscaled: bool = option(False, "with --skip, evaluate as the papers do, without Eq. 6 of skippipe.py")
     links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
     replan: float = option(0.0, "plan anew when ranks got slower or faster and the iteration is this share "
                                 "longer than it need be, e.g. 0.2 (0: never)")
@@ -190,15 +191,13 @@ class Pipeline:
     """Runs paths: forward along them, loss at home, backward the same way back, gradients summed into the
     parameters.
 
-    shape: (B, T, C) of a message. bytes_sent counts. scaled: whether Eq. 6 of skippipe.py holds. Others
-    override take, task, give, send, receive, wait and run.
+    shape: (B, T, C) of a message. bytes_sent counts. Others override take, task, give, send, receive, wait
+    and run.
     """
-    scaled = False
 
     def __init__(self, model, job, stages, shape, dtype=torch.float32):
         self.model, self.job, self.shape, self.dtype = model, job, shape, dtype
         self.rank, self.device = job.rank, job.device
-        self.replicas = next(ranks for ranks in stages if job.rank in ranks)    # of its stage, itself too
         self.bytes_sent = 0
         self.seconds = 0.0                                                  # that the last run took
         self.trace = bool(os.environ.get("TRACE"))
@@ -217,7 +216,6 @@ class Pipeline:
         """
         start = time.perf_counter()
         self.paths, self.batches, self.train = paths, batches, train
-        self.rho = share_of_visits(paths, self.replicas) if train and self.scaled else 1.0
         ends = [None if train else len(path) + 1 for path in paths]         # evaluation ends with the loss
         self.chains = [chain(path)[:end] for path, end in zip(paths, ends)]
         mine = order[self.rank] if order else tasks(self.chains, self.rank)
@@ -260,7 +258,7 @@ class Pipeline:
                 loss = self.model.loss(x.requires_grad_(self.train).float(), self.batches[u][:, 1:])
             else:
                 x = x.requires_grad_(self.train) if hop else self.model.embed(self.batches[u][:, :-1])
-                y = self.blocks(x.float()).to(self.dtype)       # the residual stream is fp32 everywhere
+                y = self.model.blocks(x.float()).to(self.dtype)     # the residual stream is fp32 everywhere
         if what == FORWARD:
             if self.train:
                 self.saved[u, hop] = x, y
@@ -270,10 +268,6 @@ class Pipeline:
         if self.train:
             loss.backward()
         return x.grad
-
-    def blocks(self, x):
-        y = self.model.blocks(x)
-        return y if self.rho == 1 else torch.lerp(x, y, 1 / self.rho)       # x + (y - x) / rho, Eq. 6
 
     def give(self, u, hop, out):
         """To the next hop of the chain, if there is one."""
@@ -449,7 +443,7 @@ def make_outer(job, o, params, replicas, inner, wires=WIRES, **more):
 
 def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     """This rank's share of the run. survive/, tools/ and experiments/ bring parts of their own."""
-    t = SimpleNamespace(job=job, o=o, step=0, lr=0.0, meter=Meter(), counts=dict, stale=[])
+    t = SimpleNamespace(job=job, o=o, step=0, lr=0.0, rho=None, meter=Meter(), counts=dict, stale=[])
     t.stages, t.layers = job.together(layout, o, job.world)
     t.stage = next(s for s, ranks in enumerate(t.stages) if job.rank in ranks)
     replicas, ends = t.stages[t.stage], t.stage == 0
@@ -470,11 +464,12 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     t.outer = make_outer(job, o, t.model.parameters(), replicas, t.inner)
     t.average = job.averager(replicas) if o.method == "ddp" or o.warm_start else None
     t.pipeline = Pipeline(t.model, job, t.stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
-    t.pipeline.scaled = o.scaled
     t.checkpoints = Checkpoints(job, t.folder)
     plan = go_on(t) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(t, MODELS[o.model]["lr"]))
     t.routes = Routes(job, o, t.pipeline, t.stages, plan)
+    if o.routing in PLANNERS and not o.unscaled:
+        Scale(t)
     return t
 
 

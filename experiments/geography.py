@@ -17,8 +17,10 @@ LINKS = Links(200, {3: 50, 4: 50, 7: 25})
 PLANS = {           # name: options
     "full, in the order of ranks": "--routing dtfm",
     "full, planned": "--routing no-swaps",
-    "25% skipped, random paths": "--routing dtfm-skip --skip 0.25",
-    "25% skipped, SkipPipe": "--routing skippipe --skip 0.25",
+    "25% skipped, random paths": "--routing dtfm-skip --skip 0.25 --unscaled",
+    "25% skipped, SkipPipe": "--routing skippipe --skip 0.25 --unscaled",
+    "25% skipped, SkipPipe, Eq. 6": "--routing skippipe --skip 0.25",
+    "50% skipped, SkipPipe, Eq. 6": "--routing skippipe --skip 0.5",
 }
 COMMON = (f"{TINY} --stages 2,2,2,2 --microbatches 3 --batch 4 --warmup {FIRST} "
           "--eval-sequences 16 --method noloco --inner-steps 10")

@@ -212,14 +212,15 @@ def built(job, argv, **parts):
 
 
 def mean_model(folder):
-    """(the run's options, the whole model with the mean over the replicas of each stage, its corpus)."""
+    """(the run's options, the whole model with the mean over the replicas of each stage, its corpus, rho of
+    each stage, which is not in the weights yet)."""
     o = train.parse(["--resume", str(folder)])
     stages, layers = train.layout(o, sum(o.stages))
-    _, theta = export.newest(Job(), folder, stages)
+    _, parts = export.newest(Job(), folder, stages)
     model = Llama(train.shape(o))
     for flat, ranks in zip(export.by_stage(model, layers), stages):
-        flat.copy_(sum(theta[r] for r in ranks) / len(ranks))
-    return o, model, load_data(o, 0, 1)[0]
+        flat.copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
+    return o, model, load_data(o, 0, 1)[0], export.rho_of(o, parts[0])
 
 
 def heldout(o, model, corpus):
@@ -230,7 +231,8 @@ def heldout(o, model, corpus):
 
 def mean_of_replicas(folder):
     """Held-out loss of the mean over the replicas, which one all-reduce at the very end would give."""
-    return dict(mean=heldout(*mean_model(folder)))
+    o, model, corpus, _ = mean_model(folder)
+    return dict(mean=heldout(o, model, corpus))
 
 
 # ---------------------------------------------------------------- tables

@@ -1,16 +1,16 @@
-"""What the scale of Eq. 6 (skippipe.py) does to the runs of experiments/skip.py, and a share that falls to 0.
+"""The runs of experiments/skip.py with Eq. 6 (skippipe.py), with its relatives, and with a share that falls.
 
     python -m experiments.scale [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-The same plans, network and steps, with --scaled; what they are set beside is read from
-results/headline_skip.json, not run again. 25% skipped in order has every seed, 50% the first. Where the share
-falls, each plan leaves out one stage less than the one before, and each has as many of the steps. "a":
-1/rho^a in training with rho^(1 - a) in evaluation, which keeps the sum's size for any a (the first seed only,
-but for a = 0 in equal time). "Drawn anew": other paths at every step, where a plan always leaves out the same
-stages together (the first seed only).
+The same plans, network and steps; what they are set beside is read from results/headline_skip.json, not run
+again. Falling: each plan leaves out one stage less than the one before, and each has as many of the steps.
+Relatives, with the first seed: what a stage adds as a whole is times 1/rho^a in training and rho^(1 - a) in
+evaluation, which keeps the sum's size for any a (a = 1: as inverted dropout; a = 0: Eq. 6, but that a stage's
+layers still see all of each other). "Drawn anew": other paths at every step, where a plan always leaves out
+the same stages together.
 
     torchrun --nproc-per-node 8 -m experiments.scale --power=0.5 ...    train.py's options; this a
-    torchrun --nproc-per-node 8 -m experiments.scale --drawn ...        paths drawn anew
+    torchrun --nproc-per-node 8 -m experiments.scale --drawn ...        paths drawn anew (--drawn=1: a = 1)
 """
 import random
 import sys
@@ -27,42 +27,48 @@ from planning.falling import falling
 from plumbing.processes import Job
 from skippipe import share_of_visits
 
-SKIPPED = {"25% skipped, in order": False, "50% skipped": True}         # with the first seed only
 FALLS = (0.25, "no-swaps")      # from this share on, on such paths
-UNSCALED = ", unscaled"
-POWERS = {"25% skipped, in order": ("0.5", "0"), "25% skipped, in order, equal time": ("0",),
-          "50% skipped": ("0.5", "0")}
+SCALED = ("25% skipped, in order", "37.5% skipped", "50% skipped")
+# The first seed only.
+RELATIVES = {"25% skipped, in order": ("--power=1", "--power=0.5", "--power=0"),
+             "25% skipped, in order, equal time": ("--power=1",),
+             "50% skipped": ("--power=1", "--power=0.5", "--power=0")}
+ANEW = {"25% skipped, in order": ("--drawn", "--drawn=1"), "50% skipped": ("--drawn", "--drawn=1")}
 
 
 def runs(steps):
-    plain = list(skip.runs(steps))
+    plain = [run for run in skip.runs(steps) if name(run).removesuffix(", equal time") in SCALED]
     for run in plain:
-        for name, first in SKIPPED.items():
-            if run.label.removesuffix(", equal time").endswith(f" {name}"):
-                yield scaled(replace(run, first=first))
-    share, routing = FALLS
+        yield replace(run, label=f"{run.label} (Eq. 6)", options=run.options.replace(skip.UNSCALED, ""))
     for stages in skip.KINDS:
-        kinds = [(less, routing) for less in falling(share, stages)]
-        fitting = skip.equal_time(steps or 300, stages, kinds)
-        run = skip.run(f"{stages} stages, 25% falling to 0, in order, equal time", stages, *FALLS, fitting)
-        run.options += " --falling"
-        yield scaled(run)
-        yield replace(run, label=run.label + UNSCALED)
+        run = falls(stages, steps or 300)
+        yield run
+        yield relative(run, "--power=1")
     for run in plain:
-        stages, name = run.label.split(", ", 1)
-        first = "equal time" not in name
-        for a in POWERS.get(name, ()):
-            yield replace(run, label=f"{run.label} (a = {a})", first=first,
-                          program=f"-m experiments.scale --power={a}")
-        if name in POWERS and first and stages == "8 stages":
-            anew = replace(run, label=f"{run.label} (drawn anew)", first=True,
-                           program="-m experiments.scale --drawn")
-            yield scaled(anew)
-            yield replace(anew, label=anew.label + UNSCALED)
+        anew = ANEW.get(name(run), ()) if run.label.startswith("8 stages") else ()
+        for program in RELATIVES.get(name(run), ()) + anew:
+            yield replace(relative(run, program), first=True)
 
 
-def scaled(run):
-    return replace(run, options=f"{run.options} --scaled")
+def name(run):
+    """Without the number of stages."""
+    return run.label.split(", ", 1)[1]
+
+
+def relative(run, program):
+    way, _, a = program.partition("=")
+    ways = "drawn anew" if way == "--drawn" else f"a = {a}"
+    if way == "--drawn" and a:
+        ways += f", a = {a}"
+    return replace(run, label=f"{run.label} ({ways})", program=f"-m experiments.scale {program}")
+
+
+def falls(stages, steps):
+    share, routing = FALLS
+    kinds = [(less, routing) for less in falling(share, stages)]
+    fitting = skip.equal_time(steps, stages, kinds)
+    run = skip.run(f"{stages} stages, 25% falling to 0, in order, equal time", stages, *FALLS, fitting)
+    return replace(run, options=f"{run.options} --falling")
 
 
 class Drawn(train.Routes):
@@ -84,52 +90,59 @@ class Power(train.Pipeline):
     a = 1.0
     visited = 1.0       # rho, of the last step
 
+    def __init__(self, model, job, stages, *more):
+        super().__init__(model, job, stages, *more)
+        self.ranks = next(ranks for ranks in stages if job.rank in ranks)
+        self.plain, model.blocks = model.blocks, self.blocks
+
     def run(self, paths, batches, train=True, order=None):
         if train:
-            self.visited = share_of_visits(paths, self.replicas)
+            self.visited = share_of_visits(paths, self.ranks)
         return super().run(paths, batches, train, order)
 
     def blocks(self, x):
         power = -self.a if self.train else 1 - self.a
-        return torch.lerp(x, self.model.blocks(x), self.visited ** power)
+        return torch.lerp(x, self.plain(x), self.visited ** power)
 
 
-def program(argv):
+def program(word):
     """What a run with --drawn or --power=a puts into train.build; None: it is the headline's."""
-    way, _, a = "".join(argv[:1]).partition("=")
-    if way == "--power":
+    way, _, a = word.partition("=")
+    parts = {"--power": dict(Pipeline=Power), "--drawn": dict(Routes=Drawn)}.get(way)
+    if parts and a:
         Power.a = float(a)
-    return {"--drawn": dict(Routes=Drawn), "--power": dict(Pipeline=Power)}.get(way)
+        parts = dict(parts, Pipeline=Power)
+    return parts
 
 
 # ---------------------------------------------------------------- the table
 
 
 def beside(label):
-    """The label in experiments/skip.py of the run that neither scales nor falls."""
-    return label.removesuffix(UNSCALED).split(" (")[0].replace("falling to 0", "skipped")
+    """The label in experiments/skip.py of the run that has the paper's way."""
+    return label.split(" (")[0].replace("falling to 0", "skipped")
 
 
 def table(found):
     theirs = published("skip")
-    show_head("stages, share skipped, scaled unless it says not | seeds | held-out nats per byte "
-              "| as it was | perplexity over that | over the planned full pipeline's, equal time "
-              "| 75% of the stages, over as it was | half")
+    show_head("stages, share skipped | seeds | held-out nats per byte | as the papers do "
+              "| perplexity over that | over a full pipeline's: DT-FM's, in equal time the planned one's "
+              "| 75% of the stages, over as the papers do | half")
     for label, seeds in results(found).items():
+        same = "0% skipped, in order, equal time" if "equal time" in label else "0% skipped"
+        full = theirs[f"{label.split(',')[0]}, {same}"]
         plain = same_seeds(seeds, theirs[beside(label)])
-        full = theirs[f"{label.split(',')[0]}, 0% skipped, in order, equal time"]
         missing = [over(skip.losses_without(seeds, share), skip.losses_without(plain, share))
                    for share in ("0.75", "0.5")]
         cells = [over_runs(seeds, plain), over_runs(seeds, full), *missing]
-        to_plain, to_full, *left_out = [spread_of(cell, "+.1%") for cell in cells]
-        if "(a = " in label:            # missing stages are evaluated without the factor
-            left_out = "", ""
-        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(finals(plain)), to_plain,
-                 to_full if "equal time" in label else "", *left_out)
+        if "a = 0" in label:            # missing stages are evaluated without what it does in evaluation
+            cells = cells[:2]
+        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(finals(plain)),
+                 *(spread_of(cell, "+.1%") for cell in cells), *[""] * (4 - len(cells)))
 
 
 if __name__ == "__main__":
-    if parts := program(sys.argv[1:]):
-        train.train(built(Job(), sys.argv[2:], **parts))
+    if parts := program("".join(sys.argv[1:2])):
+        train.train(built(Job(), [*sys.argv[2:], skip.UNSCALED.strip()], **parts))
     else:
         headline("scale", __doc__, runs, table)

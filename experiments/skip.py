@@ -5,7 +5,8 @@ missing at inference.
 
 8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance;
 gradients are averaged at every step, so that what differs is the paths. 0% skipped is DT-FM's pipeline;
-"in order" means no swapped neighbours; "equal time": as many steps as fit into the full pipeline's time.
+"in order" means no swapped neighbours; "equal time": as many steps as fit into the full pipeline's time. All
+are evaluated as the papers do; experiments/scale.py has the same with Eq. 6.
 """
 import itertools
 import random
@@ -17,6 +18,7 @@ from experiments.runs import (Run, band, finals, headline, heldout, losses, mean
                               results, spread_of)
 from model import Llama
 from planning.instance import CITIES, city_delays, city_links
+from planning.scale import last_matrices, multiply, with_stages_missing
 from skippipe import Network
 from tools.partial import some_choices
 from train import layout
@@ -31,6 +33,7 @@ KINDS = {
 COLOUR = {FULL: 0, (0.0, "no-swaps"): 1, (0.25, "skippipe"): 2, (0.25, "no-swaps"): 3,
           (0.375, "skippipe"): 4, (0.5, "skippipe"): 5, (0.0, "skippipe"): 6}
 
+UNSCALED = " --unscaled"
 
 # The nodes of each stage, as `assign_stages` found them for the full pipeline. Pinned, so that the tables can
 # be made again: with the simulator's ties as they are now its search ends elsewhere (8 stages: an all-reduce
@@ -73,7 +76,8 @@ def run(label, stages, skip, routing, steps):
     network, _ = network_of(stages)
     links = keep_links(network, f"headline-links-{stages}.json")
     options = (f"--method ddp --layers 8 --lr 4e-3 --microbatches 6 --batch 2 --links {links} "
-               f"--stages {','.join(['2'] * stages)} --routing {routing} --skip {skip:g}")
+               f"--stages {','.join(['2'] * stages)} --routing {routing} --skip {skip:g}"
+               f"{UNSCALED * bool(skip)}")
     return Run(label, f"{options} --steps {steps}", 2 * stages, missing_stages)
 
 
@@ -94,7 +98,7 @@ def missing_stages(folder):
     """Held-out loss of the mean of all replicas with only some of its stages: of three shares of them (0.5:
     the paper's case, half of the stages gone), and of what is left when half of the later stages' nodes are
     dead, where a stage is there while one of its two nodes is."""
-    o, whole, corpus = mean_model(folder)
+    o, whole, corpus, rho = mean_model(folder)
     weights = whole.state_dict()
     _, layers = layout(o, sum(o.stages))
     draw = random.Random(0)
@@ -105,6 +109,9 @@ def missing_stages(folder):
         if stages not in losses:
             model = Llama(whole.config, [i for s in stages for i in layers[s]])
             model.load_state_dict({name: weights[name] for name in model.state_dict()})
+            raised = with_stages_missing(rho, len(stages))
+            for s in stages:
+                multiply(raised[s], last_matrices(model.model.layers[str(i)] for i in layers[s]))
             losses[stages] = heldout(o, model, corpus)
         return losses[stages]
 
@@ -112,11 +119,11 @@ def missing_stages(folder):
         nodes = [s for s in range(1, count) for _ in range(o.stages[s])]
         return (0, *sorted(set(draw.sample(nodes, len(nodes) - len(nodes) // 2))))
 
-    shares = {}
+    missing = {}
     for share in (1.0, 0.75, 0.5):
         choices = some_choices(range(1, count), round(share * count) - 1, draw)
-        shares[str(share)] = [loss((0, *choice)) for choice in choices]
-    return dict(mean=loss(tuple(range(count))), shares=shares, dead=[loss(survivors()) for _ in range(16)])
+        missing[str(share)] = [loss((0, *choice)) for choice in choices]
+    return dict(mean=loss(tuple(range(count))), shares=missing, dead=[loss(survivors()) for _ in range(16)])
 
 
 # ---------------------------------------------------------------- the table

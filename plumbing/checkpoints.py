@@ -171,7 +171,8 @@ def state_of(t):
     counted = dict(sync=t.meter.sync + sent(t), pipeline=t.meter.pipeline + t.pipeline.bytes_sent)
     return dict(step=t.step, cursor=t.cursor, theta=t.theta, adam=t.inner.state_dict(),
                 outer=t.outer and t.outer.state_dict(), rng=torch.get_rng_state(), plan=t.routes.plan,
-                corpus=t.corpus and t.corpus.digest, meter=dict(t.meter.state(), counts=counts(t), **counted))
+                rho=t.rho, corpus=t.corpus and t.corpus.digest,
+                meter=dict(t.meter.state(), counts=counts(t), **counted))
 
 
 def go_on(t):
@@ -180,7 +181,7 @@ def go_on(t):
     t.job.together(fits, t, state)
     if not state:
         return None
-    t.step = state["step"]
+    t.step, t.rho = state["step"], state.get("rho")
     t.theta.copy_(state["theta"])
     t.inner.load_state_dict(state["adam"])
     t.meter = Meter(**state["meter"])

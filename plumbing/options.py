@@ -47,8 +47,7 @@ FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "ski
 # A checkpoint fits only the same. SHAPE is in the order of Config's fields.
 SHAPE = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
 LAYOUT = (*SHAPE, "stages", "layers_per_stage", "method", "warm_start", "model", "init_from", "seq_len",
-          "seed", "data", "tokenizer", "routing", "skip", "falling", "scaled", "microbatches", "batch",
-          "optimizer")
+          "seed", "data", "tokenizer", "routing", "skip", "falling", "microbatches", "batch", "optimizer")
 LEAST = dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1,
              inner_steps=1, group_size=2, lr=0.0, warm_start=0, clip=1e-6, survive=0.0, replan=0.0)
 
@@ -152,8 +151,11 @@ def default_text(f, tables):
 
 def resumed(Options, folder):
     try:
-        return asdict(Options(**json.loads((Path(folder) / "config.json").read_text())))
-    except (OSError, ValueError, TypeError) as error:
+        found = json.loads((Path(folder) / "config.json").read_text())
+        if found.pop("scaled", False):
+            raise BadInput(f"--resume {folder}: was trained with --scaled, which this version does not have")
+        return asdict(Options(**found))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadInput(f"--resume {folder}: no readable config.json there ({error})")
 
 

@@ -1,5 +1,6 @@
 """Oracles of several test files: a Llama in float64, blocking channels, all plans by trying everything."""
 
+import copy
 import itertools
 from collections import deque
 
@@ -8,6 +9,7 @@ import torch
 
 import skippipe
 import train
+from model import rotary
 from skippipe import chain
 
 
@@ -44,6 +46,17 @@ def reference_logits(tokens, w, config):
         gate = h @ part("mlp.gate_proj").T
         x = x + (gate / (1 + (-gate).exp()) * (h @ part("mlp.up_proj").T)) @ part("mlp.down_proj").T
     return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def scaled_blocks(model, x, rho):
+    """The layers of a Llama on x, each residual times rho, in float64."""
+    config, whole = model.config, copy.deepcopy(model).double()
+    angles = rotary(x.shape[1], config.hidden_size // config.num_attention_heads, config.rope_theta, x.device)
+    x = x.double()
+    for layer in whole.model.layers.values():
+        x = x + rho * layer.self_attn(layer.input_layernorm(x), *angles)
+        x = x + rho * layer.mlp(layer.post_attention_layernorm(x))
+    return x
 
 
 def any_paths(stages, count, r):

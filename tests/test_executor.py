@@ -1,17 +1,17 @@
 """The executor beyond test_minimal.py: paths, planned orders, and messages in bfloat16."""
 
+import itertools
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import skippipe
 import train
+from planning.scale import shares, with_stages_missing
 from planning.search import plan
-from skippipe import (FORWARD, Network, chain, full_paths, kind, random_paths, random_valid_paths,
-                      share_of_visits)
+from skippipe import Network, chain, full_paths, random_paths, random_valid_paths, share_of_visits
 from test_minimal import _gradients
 from tests.harness import processes
 from tests.oracles import random_network, replay
@@ -57,50 +57,31 @@ def test_bfloat16_messages_give_nearly_the_same_gradients():
     assert max(processes(4, _gradients, stages, [full_paths(stages, 2)], (2, 16, 32), torch.bfloat16)) < 0.05
 
 
-# ---- the scale of what a stage adds (skippipe.py, Eq. 6); its gradients are in test_minimal.py
-
-FIVE = [[r] for r in range(5)]
-ADDS = {1: 3.0, 2: -5.0, 3: 7.0, 4: 11.0}      # by the later stages' ranks, to whatever comes
-
-
-def added(paths, train_=True, scaled=True):
-    """{rank: what it added to each microbatch}, by that rank's own executor."""
-    found = {rank: [] for rank in ADDS}
-    x = torch.ones(1, 1, 1)
-    for rank, constant in ADDS.items():
-        job = SimpleNamespace(rank=rank, world=1, device=x.device, nccl=False)
-        pipeline = train.Pipeline(SimpleNamespace(blocks=lambda x: x + constant), job, FIVE, x.shape)
-        pipeline.scaled = scaled
-        pipeline.take = lambda u, hop: x.clone()
-
-        def give(u, hop, out):
-            if kind(paths[u], hop) == FORWARD:
-                found[rank].append((out - x).item())
-        pipeline.give = give
-        pipeline.run(paths, {}, train_)
-    return found
+# ---- the shares of Eq. 6 (skippipe.py); what they do is in test_minimal.py
 
 
 def test_shares_of_visits_by_hand():
     stages, paths = [[0, 1], [2, 3], [4], [5]], [(0, 2, 4), (1, 4), (0, 3), (1, 4, 2)]
     assert [share_of_visits(paths, ranks) for ranks in stages] == [1, 0.75, 0.75, 0]
     assert share_of_visits([], [0]) == 0        # every path had a dead node: there is no task either
+    assert shares(paths, stages) == [1, 0.75, 0.75, 0]
 
 
-def test_stages_add_on_average_what_the_whole_model_adds():
-    network = Network([[0.0] * 5] * 5, 1.0, FIVE, memory=7)
-    paths = random_valid_paths(network, 4, 7, seed=1)
-    scaled = added(paths)
-    assert {len(visits) for visits in scaled.values()} == {5, 6}       # 21 visits, 4 stages: two shares
-    assert {rank: sum(visits) / 7 for rank, visits in scaled.items()} == pytest.approx(ADDS)
-    for plain in (added(paths, scaled=False), added(paths, train_=False)):
-        assert all(set(visits) == {ADDS[rank]} for rank, visits in plain.items())
+def test_with_stages_missing_each_adds_more_by_hand():
+    rho = [1, 0.75, 0.5, 0]                     # nobody visits the last one
+    assert with_stages_missing(rho, 4) == with_stages_missing(rho, 3) == rho
+    assert with_stages_missing(rho, 2) == with_stages_missing(rho, 1) == [1, 1, 1, 0]
+    assert with_stages_missing([1, 0.5, 0.25, 0.25], 3) == [1, 0.75, 0.375, 0.375]
 
 
-def test_where_no_path_skips_nothing_is_scaled(monkeypatch):
-    """So the bits are those of a run without it."""
-    monkeypatch.delattr(torch, "lerp")
-    for paths in (full_paths(FIVE, 3), [(0, 2, 1, 3, 4), (0, 1, 2, 4, 3)]):
-        assert added(paths) == {rank: [constant] * len(paths) for rank, constant in ADDS.items()}
-    with pytest.raises(AttributeError):
-        added([(0, 1), (0, 2)])
+@pytest.mark.parametrize("there", (8, 7, 6))
+def test_stages_that_are_there_add_on_average_what_paths_added_in_training(there):
+    stages = [[rank] for rank in range(8)]
+    network = Network([[0.0] * 8] * 8, 1.0, stages, memory=9)
+    paths = random_valid_paths(network, 5, 13, seed=1)
+    rho = shares(paths, stages)
+    assert sum(rho) == pytest.approx(5) and len(set(rho)) > 2
+    raised = with_stages_missing(rho, there)
+    assert max(raised[1:]) < 1
+    choices = [(raised[0], *chosen) for chosen in itertools.combinations(raised[1:], there - 1)]
+    assert sum(map(sum, choices)) / len(choices) == pytest.approx(5)

@@ -264,15 +264,17 @@ def test_drawn_paths_are_in_order_and_leave_out_as_many_stages_as_the_plans():
 @pytest.mark.parametrize("a", (0.0, 0.5, 1.0))
 def test_any_power_keeps_what_a_stage_adds_on_average(a):
     """rho times what it adds in training is what it adds in evaluation, over rho^(1 - a) and 1/rho^a."""
-    pipeline = scale.Power.__new__(scale.Power)
-    pipeline.model = types.SimpleNamespace(blocks=lambda x: x + 3)
-    pipeline.a, pipeline.visited = a, 0.25
-    x = torch.zeros(2)
-    pipeline.train = True
-    added = pipeline.blocks(x)
-    pipeline.train = False
-    assert added.tolist() == [3 * 4 ** a] * 2
-    assert torch.equal(pipeline.blocks(x), 0.25 * added)
+    x, paths = torch.zeros(1, 1, 1), [(0, 1), (0, 2), (0, 2), (0, 2)]
+    model = types.SimpleNamespace(blocks=lambda x: x + 3)
+    job = types.SimpleNamespace(rank=1, world=1, device=x.device, nccl=False)
+    pipeline = scale.Power(model, job, [[0], [1], [2]], x.shape)
+    pipeline.a, pipeline.take = a, lambda u, hop: x.clone()
+    added = []
+    pipeline.give = lambda u, hop, out: added.append(out.item()) if hop == 1 else None
+    pipeline.run(paths, {})
+    pipeline.run([(0, 1, 2)], {}, train=False)
+    in_training, in_evaluation = added
+    assert in_training == 3 * 4 ** a and in_evaluation == 0.25 * in_training
 
 
 def test_pairs_of_a_hypercube_hold_the_mean_of_all_after_log_n_steps():

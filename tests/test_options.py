@@ -11,7 +11,7 @@ import torch
 
 import train
 from plumbing import report
-from plumbing.processes import BadInput, Job
+from plumbing.processes import BadInput
 from tests.harness import SMALL, options, processes, run, train_main
 
 
@@ -170,17 +170,15 @@ def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_
         assert help_of[option].endswith(f"(default: {defaults})"), help_of[option]
 
 
-def test_a_run_goes_on_with_the_scale_that_it_began_with(corpus, tmp_path, monkeypatch, capsys):
+def test_runs_from_before_go_on_unless_they_were_trained_with_a_scale(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for more in ([], ["--scaled"]):
-        name = "-".join(["x", *more])
-        t = train.build(Job(), options("--data", corpus, "--name", name, *more, *SMALL))
-        assert t.pipeline.scaled == bool(more)
-        config = vars(t.o)
-        Path("runs", name, "config.json").write_text(json.dumps(config))
-        assert options("--resume", f"runs/{name}").scaled == bool(more)
-    with pytest.raises(BadInput, match="--scaled True differs from the False of runs/x"):
-        options("--resume", "runs/x", "--scaled")
-    config.pop("scaled")                        # from before there was a scale
-    Path("runs/x/config.json").write_text(json.dumps(config))
-    assert not options("--resume", "runs/x").scaled
+    Path("runs/x").mkdir(parents=True)
+    config = vars(options("--data", corpus, "--name", "x", *SMALL))
+    config.pop("unscaled")
+    for before in ({}, {"scaled": False}):
+        Path("runs/x/config.json").write_text(json.dumps({**config, **before}))
+        assert not options("--resume", "runs/x").unscaled
+        assert options("--resume", "runs/x", "--unscaled").unscaled
+    Path("runs/x/config.json").write_text(json.dumps({**config, "scaled": True}))
+    with pytest.raises(BadInput, match="trained with --scaled, which this version does not have"):
+        options("--resume", "runs/x")

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,14 +95,39 @@ def test_partial_inference_equals_the_layers_in_one_process(skip_run, corpus):
     for model, rank in zip(models, (0, 3)):
         flatten(model.parameters())[0].copy_(checkpoint(folder, 3, rank)["theta"])
     last, total = len(heldout) - o.seq_len - 1, 0.0
+    assert checkpoint(folder, 3, 0)["rho"] == [1, 0.5, 0.5]     # so one of the two adds all it has learnt
     for i in range(8):
         row = heldout[round(i * last / 7) :][: o.seq_len + 1].long()[None]
-        total += (
-            models[0]
-            .loss(models[1].blocks(models[0].blocks(models[0].embed(row[:, :-1]))), row[:, 1:])
-            .item()
-        )
+        x = models[1].blocks(models[0].blocks(models[0].embed(row[:, :-1])))
+        total += models[0].loss(x, row[:, 1:]).item()
     assert dead[0]["heldout_loss"] == pytest.approx(total / (8 * o.seq_len), abs=1e-5)
+
+
+def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monkeypatch, capsys):
+    """So a plain Llama has the loss that training evaluated (Eq. 6 of skippipe.py). --unscaled: neither."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    monkeypatch.chdir(shutil.copytree(skip_run, tmp_path / "skip"))
+    line, states = metrics(Path("runs/x"))[-1], [checkpoint(Path("runs/x"), 3, r) for r in range(5)]
+    rho = [sum(path[1] in ranks for path in states[0]["plan"]["paths"]) / 8 for ranks in ([2], [3, 4])]
+    assert states[0]["rho"] == [1.0, *rho] and sum(rho) == 1.0 and min(rho) > 0
+    config = json.loads(Path("runs/x/config.json").read_text())
+    losses = []
+    for unscaled in (False, True):
+        Path("runs/x/config.json").write_text(json.dumps({**config, "unscaled": unscaled}))
+        export.main(["runs/x", f"out{unscaled}", "--replica", "1"])
+        losses.append([float(loss) for loss in re.findall(r"replica \d +(\S+)", capsys.readouterr().out)])
+        weights = safetensors.load_file(f"out{unscaled}/model.safetensors")
+        for share, layers, rank in ((rho[0], [1], 2), (rho[1], [2, 3], 4)):
+            trained = Llama(Config(256, 32, 64, 4, 2, 2), layers, ends=False)
+            flatten(trained.parameters())[0].copy_(states[rank]["theta"])
+            for name, w in trained.named_parameters():
+                last = ("o_proj" in name or "down_proj" in name) and not unscaled
+                assert torch.equal(weights[name], w.detach() * (share if last else 1.0))
+    run(5, "runs/x", "--shares", "1", cwd=".", main=partial.main)
+    unscaled = json.loads(Path("runs/x/partial.json").read_text())[0]["heldout_loss"]
+    assert sorted(losses[0]) == pytest.approx([line["heldout_min"], line["heldout_max"]], abs=2e-6)
+    assert unscaled == pytest.approx(sum(losses[1]) / 2, abs=2e-6)
+    assert abs(unscaled - line["heldout_loss"]) > 1e-4
 
 
 def test_partial_inference_deletes_nothing(skip_run, tmp_path):

@@ -2,7 +2,8 @@
 
     python -m tools.export runs/NAME OUT [--replica mean]
 
-Prints the held-out loss of each replica and of the mean, whichever is written.
+Prints the held-out loss of each replica and of the mean, whichever is written. Where paths left stages out
+the weights that are written have the scale of Eq. 6 (skippipe.py), unless the run was --unscaled.
 """
 import argparse
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from model import Llama
 from noloco import flatten
+from planning.scale import last_matrices, multiply
 from plumbing.checkpoints import Checkpoints, read
 from plumbing.data import load_data
 from plumbing.huggingface import save_pretrained, save_tokenizer
@@ -41,16 +43,18 @@ def export(parser, argv, job):
         raise BadInput(f"--replica takes {', '.join(names)}, not {a.replica}")
     if a.out.exists() and (not a.out.is_dir() or any(a.out.iterdir())):
         raise BadInput(f"{a.out}: exists and is not an empty folder")
-    step, theta = newest(job, Path(a.run), stages)
+    step, parts = newest(job, Path(a.run), stages)
     corpus, _ = load_data(o, 0, 1)
     model = Llama(shape(o), device=job.device)
     flat = by_stage(model, layers)
+    rho = rho_of(o, parts[0])
     pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     print(f"{a.run}, step {step}; held-out loss in nats per token, corpus {corpus.digest}")
     for name in sorted(names, key=a.replica.__eq__):        # that one comes last and stays in the model
         for s, ranks in enumerate(stages):
             chosen = ranks if name == "mean" else [routes[int(name)][s]]
-            flat[s].copy_(sum(theta[r] for r in chosen) / len(chosen))
+            flat[s].copy_(sum(parts[r]["theta"] for r in chosen) / len(chosen))
+            multiply(rho[s], last_matrices(model.model.layers[str(i)] for i in layers[s]))
         label = "mean of all" if name == "mean" else f"replica {name}"
         print(f"{label:<12}{evaluate(pipeline, [[0]], corpus, o):.6f}")
     try:
@@ -62,14 +66,20 @@ def export(parser, argv, job):
 
 
 def newest(job, folder, stages):
-    """(step, {rank: theta}) of the newest checkpoint of which all parts are here."""
+    """(step, {rank: its part}) of the newest checkpoint of which all parts are here."""
     checkpoints = Checkpoints(job, folder)
     held = {r: checkpoints.parts(r, ranks) for ranks in stages for r in ranks}
     steps = set.intersection(*map(set, held.values()))
     if not steps:
         raise BadInput(f"{folder} has no checkpoint with the parts of all {len(held)} ranks: bring those "
                        "that are on other machines here")
-    return max(steps), {r: read(parts[max(steps)])["theta"] for r, parts in held.items()}
+    return max(steps), {r: read(files[max(steps)]) for r, files in held.items()}
+
+
+def rho_of(o, part):
+    """Of each stage, as the checkpoint that this is a part of was evaluated."""
+    known = None if o.unscaled else part.get("rho")
+    return known or [1.0] * len(o.stages)
 
 
 def by_stage(model, layers):

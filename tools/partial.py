@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 6 -m tools.partial runs/NAME --shares 1,0.75,0.5 [--dead 3,5]
 
 As many processes as the run has ranks; each loads its part of the newest checkpoint. Stage 0 always runs,
-of the others all choices or 16 drawn ones. The numbers are kept in runs/NAME/partial.json.
+of the others all choices or 16 drawn ones, with the scale of planning/scale.py unless the run was --unscaled.
+The numbers are kept in runs/NAME/partial.json.
 """
 import argparse
 import json
