@@ -20,9 +20,10 @@ import torch
 
 import train
 from experiments import skip
-from experiments.pictures import show_head, show_row
-from experiments.runs import (built, finals, headline, over, over_runs, published, results, same_seeds,
-                              spread_of)
+from experiments.clock import hours
+from experiments.pictures import COLOURS, kept, show_head, show_row
+from experiments.runs import (ROOT, band, built, finals, headline, losses, over, over_runs, published,
+                              results, same_seeds, spread_of)
 from planning.falling import falling
 from plumbing.processes import Job
 from skippipe import share_of_visits
@@ -141,8 +142,29 @@ def table(found):
                  *(spread_of(cell, "+.1%") for cell in cells), *[""] * (4 - len(cells)))
 
 
+def draw(plt, found):
+    """What ends when the planned full pipeline does: it, and what skips in the two ways of evaluation."""
+    own, published = results(found), kept(ROOT, "headline_skip")
+    theirs = results(published)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for axis, stages in zip(axes, skip.KINDS):
+        def show(label, seeds, colour, **style):
+            x = hours(seeds[0], *skip.timing(published, seeds[0]))
+            band(axis, losses(seeds), x, label, colour, **style)
+
+        show("all stages, planned", theirs[f"{stages} stages, 0% skipped, in order, equal time"], COLOURS[0])
+        for share, colour in (("25% skipped, in order", COLOURS[1]), ("50% skipped", COLOURS[2])):
+            label = f"{stages} stages, {share}, equal time"
+            show(f"{share}, as the papers do", theirs[label], colour, ls=":")
+            show(f"{share}, Eq. 6", own[f"{label} (Eq. 6)"], colour)
+        axis.set(xlabel="simulated hours, gradients averaged at every step", ylim=(1.65, 2.6),
+                 ylabel="held-out nats per byte, whole model", title=f"{stages} stages of two nodes")
+        axis.legend()
+    return figure
+
+
 if __name__ == "__main__":
     if parts := program("".join(sys.argv[1:2])):
         train.train(built(Job(), [*sys.argv[2:], skip.UNSCALED.strip()], **parts))
     else:
-        headline("scale", __doc__, runs, table)
+        headline("scale", __doc__, runs, table, draw)
