@@ -49,13 +49,13 @@ def table(found):
 
 
 def draw(plt, found):
-    figure, axis = plt.subplots(figsize=(5.5, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
     runs = results(found)
     for colour, name in zip(COLOURS, PLANS):
         lines(axis, runs[name], name, colour)
     axis.set(xlabel="seconds, measured", ylabel="held-out nats per byte",
              title="4 stages of 2 hosts, links of 200, 50 and 25 Mbit/s")
-    axis.legend()
+    figure.legend(loc="outside right upper")
     return figure
 
 
