@@ -175,9 +175,9 @@ def draw(plt, found):
     goal = statistics.mean(finals(runs["DDP, full pipeline"]))
     a.axhline(goal, color="black", ls=":", lw=0.8)
     a.set(xscale="log", xlabel="simulated hours on the published instance, 20 nodes in 12 cities",
-          ylabel="held-out nats per byte", title="loss against time", ylim=(goal - 0.1, goal + 1.2))
+          ylabel="held-out nats per byte", title="loss against time", ylim=(goal - 0.2, goal + 1.2))
     b.set(xlabel="steps of 30 microbatches", ylabel="held-out nats per byte", title="loss against steps",
-          ylim=(goal - 0.1, goal + 1.2))
+          ylim=(goal - 0.2, goal + 1.2))
     a.set_xticks((0.5, 1, 2, 5, 10), ("0.5", "1", "2", "5", "10"))
     a.set_xticks((), minor=True)
     b.legend()
