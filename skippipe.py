@@ -26,7 +26,7 @@ rho of the iteration's microbatches visits as
 
 So the whole model adds on average what paths in training added (planning/scale.py; --unscaled: f(x)). That
 is stochastic depth's rule, 1603.09382; LayerDrop, 1909.11556, does not scale. 1/rho in training instead, as
-in inverted dropout, gained nothing here (docs/results.md).
+in inverted dropout, gained nothing here that holds (docs/results.md).
 
 From top to bottom: simple paths, the network, the simulator, the constraints (CC1, CC2, CC3, TC1, TC2)
 and the search. What goes beyond the paper's search is in planning/, and so is the command line:

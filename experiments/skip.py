@@ -6,7 +6,7 @@ missing at inference.
 8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance;
 gradients are averaged at every step, so that what differs is the paths. 0% skipped is DT-FM's pipeline;
 "in order" means no swapped neighbours; "equal time": as many steps as fit into the full pipeline's time. All
-are evaluated as the papers do; experiments/scale.py has the same with Eq. 6.
+are evaluated as the papers do; experiments/scale.py has most of them with Eq. 6.
 """
 import itertools
 import random

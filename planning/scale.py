@@ -51,7 +51,7 @@ def with_stages_missing(rho, there):
 def times(rho, layers):
     """These layers with Eq. 6, then as they were, to the bit."""
     matrices = last_matrices(layers) if rho < 1 else []
-    kept = [w.clone() for w in matrices]                # some 40% of a stage's weights, for so long
+    kept = [w.clone() for w in matrices]                # some 30% of a stage's weights, for so long
     try:
         multiply(rho, matrices)
         yield
