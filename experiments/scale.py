@@ -4,10 +4,10 @@
 
 The same plans, network and steps; what they are set beside is read from results/headline_skip.json, not run
 again. Falling: each plan leaves out one stage less than the one before, and each has as many of the steps.
-Relatives, mostly with the first seed: what a stage adds as a whole is times 1/rho^a in training and rho^(1 - a) in
-evaluation, which keeps the sum's size for any a (a = 1: as inverted dropout; a = 0: Eq. 6, but that a stage's
-layers still see all of each other). "Drawn anew": other paths at every step, where a plan always leaves out
-the same stages together.
+Relatives, mostly with the first seed: what a stage adds as a whole is times 1/rho^a in training and
+rho^(1 - a) in evaluation, which keeps the sum's size for any a (a = 1: as inverted dropout; a = 0: Eq. 6, but
+that a stage's layers still see all of each other). "Drawn anew": other paths at every step, where a plan
+always leaves out the same stages together.
 
     torchrun --nproc-per-node 8 -m experiments.scale --power=0.5 ...    train.py's options; this a
     torchrun --nproc-per-node 8 -m experiments.scale --drawn ...        paths drawn anew (--drawn=1: a = 1)
