@@ -9,7 +9,6 @@ import io
 import random
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,13 +23,12 @@ from noloco import DiLoCo, NoLoCo, flatten, gamma_bound, outer_update, random_gr
 from plumbing.data import load_data
 from planning.bound import lower_bound
 from planning.instance import published_network
-from planning.scale import Scale
 from planning.search import plan
 from skippipe import Deadlock, Network, full_paths, random_paths, simulate
 from tests.harness import SMALL, checkpoint, connected_job, gloo, processes, run, write_corpus
 from tests.oracles import (
     PUBLISHED_ROUTES, any_paths, assert_possible, every_order, random_network, reference_logits, replay,
-    scaled_blocks, valid_combinations,
+    valid_combinations,
 )
 
 
@@ -396,24 +394,6 @@ def test_pipeline_gradients_equal_one_process(sizes):
     sets = [full_paths(stages, 3)] + [random_paths(stages, 3, step, 0) for step in range(12)]
     sets += [any_paths(stages, r.randint(1, 4), r) for _ in range(12)]
     assert max(processes(sum(sizes), _gradients, stages, sets, (2, 8, 16), torch.float32)) < 1e-5
-
-
-def test_evaluation_scales_what_a_stage_adds_by_the_share_of_paths_that_visit_it():
-    """Eq. 6 of skippipe.py. Training, and the weights afterwards, are those without it, to the bit."""
-    model = Llama(Config(hidden_size=32, num_attention_heads=2, num_key_value_heads=2))
-    x = torch.randn(2, 8, 32)
-    before = model.blocks(x)
-    t = SimpleNamespace(model=model, stages=[[0, 1], [2], [3, 4]], stage=2, rho=None)
-    t.pipeline = SimpleNamespace(run=lambda *_: model.blocks(x))
-    t.routes = SimpleNamespace(in_force=lambda: dict(paths=[(0, 2, 3), (1, 4)]))    # all visit our stage
-    t.job = SimpleNamespace(say=lambda lines: None)
-    Scale(t)
-    assert torch.equal(t.pipeline.run([(0, 2, 3)], {}, False), before)
-    assert torch.equal(t.pipeline.run([(0, 2, 3), (1, 3), (0, 4), (1, 2)], {}), before)     # three of four do
-    got = t.pipeline.run([(0, 2, 3)], {}, False)
-    assert torch.allclose(got.double(), scaled_blocks(model, x, 0.75), rtol=0, atol=1e-5)
-    assert not torch.allclose(got, before, rtol=0, atol=1e-2)
-    assert torch.equal(model.blocks(x), before) and t.rho == [1.0, 0.5, 0.75]
 
 
 def test_ddp_on_two_processes_equals_one_process(tmp_path):
