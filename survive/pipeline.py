@@ -2,15 +2,18 @@
 and so is what could only have come from that; the rest goes on, and later iterations go round it.
 
 Each pair of ranks has a Gloo group of its own, because a wait that is broken off closes all connections of
-its group. Who cannot deliver sends a message that says so, so every live rank still makes all its planned
-sends and receives. Who is dead in an iteration is written down by the first rank to begin it (compare_set);
-nobody waits to agree.
+its group; and a thread that waits for its messages, because who waits for one that was half on its way when
+the connection broke is never told by Gloo (2.13). Who cannot deliver sends a message that says so, so every
+live rank still makes all its planned sends and receives. Who is dead in an iteration is written down by the
+first rank to begin it (compare_set); nobody waits to agree.
 """
 import contextlib
 import math
+import queue
 import sys
 import threading
 import time
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 
 import torch
@@ -45,13 +48,15 @@ class SurvivingPipeline(Pipeline):
         job = self.job
         self.lost, self.step = 0, 0
         self.dead, self.agreed = set(), set()
-        self.groups = {}
+        self.groups, self.works = {}, {}
         for a, b in pairs:                                  # in one order for all: nobody waits in a circle
             if self.rank in (a, b):
-                group = gloo_group(job.store, f"pair/{a}/{b}", int(self.rank == b), 2, DAY)
-                self.groups[a + b - self.rank] = group
+                peer = a + b - self.rank
+                self.groups[peer] = gloo_group(job.store, f"pair/{a}/{b}", int(self.rank == b), 2, DAY)
+                self.works[peer] = queue.SimpleQueue()
+                threading.Thread(target=await_each, args=[self.works[peer]], daemon=True).start()
         self.nothing = lost(self.shape, self.dtype)
-        self.waiting = None                                 # the peer that this rank waits for
+        self.waiting = self.arrival = None                  # the peer that this rank waits for, and for what
         self.since = self.grace = math.inf                  # at work until then; the first run may compile
         self.stopped = threading.Event()
         self.watcher = threading.Thread(target=self.watch, daemon=True)
@@ -124,9 +129,13 @@ class SurvivingPipeline(Pipeline):
 
     def wait(self, work, peer):
         """False when the message is lost with its peer."""
+        if work is None:
+            return False
         try:
+            self.arrival = arrival = Future()
             self.waiting = peer
-            return work is not None and (work.wait() or True)
+            self.works[peer].put((work, arrival))
+            return arrival.result()
         except RuntimeError as error:
             return bool(self.bury(peer, error))
         finally:
@@ -184,6 +193,8 @@ class SurvivingPipeline(Pipeline):
                 silent = peer is not None
             if silent and self.waiting == peer:
                 self.drop(store, peer)
+            if peer is not None:
+                self.probe(peer)
 
     def is_silent(self, store, peer, seen, now):
         last = store.get(f"beat/{peer}") if store.check([f"beat/{peer}"]) else b""
@@ -198,6 +209,16 @@ class SurvivingPipeline(Pipeline):
         with contextlib.suppress(RuntimeError):
             self.groups[peer].recv([torch.empty(1)], int(peer > self.rank), 0).wait(timedelta(milliseconds=1))
 
+    def probe(self, peer):
+        """Break off the wait for a message that was half on its way when the connection broke: then nothing
+        can be posted any more. (Nobody sends with tag 0.)"""
+        arrival = self.arrival
+        try:
+            self.groups[peer].recv([torch.empty(1)], int(peer > self.rank), 0)
+        except RuntimeError as error:
+            if self.waiting == peer:
+                settle(arrival, error)
+
     def pause(self, seconds):
         """What comes now may take so much longer than a task."""
         self.since = time.monotonic() + seconds
@@ -205,5 +226,27 @@ class SurvivingPipeline(Pipeline):
 
     def stop(self):
         self.stopped.set()
+        for works in self.works.values():
+            works.put(None)
         if self.groups:
             self.watcher.join()
+
+
+def await_each(works):
+    """A thread: wait for a peer's messages, (work, Future) by (work, Future). For a message that never comes
+    it waits as long as the process lives."""
+    for work, arrival in iter(works.get, None):
+        try:
+            work.wait()
+            settle(arrival)
+        except RuntimeError as error:
+            settle(arrival, error)
+
+
+def settle(arrival, error=None):
+    """The first to say what became of a message is right."""
+    with contextlib.suppress(InvalidStateError):
+        if error:
+            arrival.set_exception(error)
+        else:
+            arrival.set_result(True)

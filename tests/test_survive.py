@@ -26,6 +26,7 @@ import plumbing.report
 from model import Llama
 from plumbing.processes import Job
 from survive.outer import SurvivingNoLoCo
+from survive.parts import SurvivingJob
 from survive.pipeline import SurvivingPipeline
 from tests.harness import (
     HERE, SMALL, checkpoint, fork, metrics, processes, rank_process, run, store_host, train_main
@@ -419,6 +420,32 @@ def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
         assert torch.equal(
             checkpoint(restarted, 10, rank)["theta"], checkpoint(tmp_path / "runs/whole", 10, rank)["theta"]
         )
+
+
+def _half_way(rank, world, sends, number):
+    """Rank 1 falls in the midst of a message of 64 MB: whether rank 0 has it, and who is dead to rank 0."""
+    job = SurvivingJob(Job(), 3.0, joining=False)
+    pipeline = SurvivingPipeline(torch.nn.Linear(1, 1), job, [[0], [1]], (1, 4096, 4096))
+    posted = f"posted/{1 - sends}"
+    if rank == sends:                           # the receive first, or the message would not leave
+        job.store.wait([posted])
+        work, message, peer = pipeline.send(torch.zeros(pipeline.shape), 1 - rank, 0, 1)
+    else:
+        work, message, peer = pipeline.receive(1 - rank, 0, 1)
+    if rank == 1 and sends:
+        os.kill(os.getpid(), number)
+    job.store.set(f"posted/{rank}", "")
+    if rank == 1:
+        os.kill(os.getpid(), number)
+    arrived = pipeline.wait(work, peer)
+    pipeline.stop()
+    return arrived, pipeline.dead
+
+
+@pytest.mark.parametrize("sends, number", [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)])
+def test_a_message_cut_off_in_its_midst_holds_nobody(sends, number):
+    """Gloo tells nobody who waits for a message that is half on its way that its connection broke."""
+    assert processes(2, _half_way, sends, number, fallen=[1], limit=30)[0] == (False, {1})
 
 
 @pytest.mark.soak
