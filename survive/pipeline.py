@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from plumbing.processes import DAY, gloo_group
+from plumbing.processes import DAY, gloo_devices, gloo_group
 from skippipe import BACKWARD, kind
 from survive.meeting import Gone, notice_silence
 from train import Pipeline, tag
@@ -57,6 +57,7 @@ class SurvivingPipeline(Pipeline):
                 threading.Thread(target=await_each, args=[self.works[peer]], daemon=True).start()
         self.nothing = lost(self.shape, self.dtype)
         self.waiting = self.arrival = None                  # the peer that this rank waits for, and for what
+        self.broken = set()                                 # peers to whom the connection is
         self.since = self.grace = math.inf                  # at work until then; the first run may compile
         self.stopped = threading.Event()
         self.watcher = threading.Thread(target=self.watch, daemon=True)
@@ -132,11 +133,14 @@ class SurvivingPipeline(Pipeline):
         if work is None:
             return False
         try:
+            if peer in self.broken:             # its thread may be held; what could still come has come
+                return work.wait(timedelta(milliseconds=1))
             self.arrival = arrival = Future()
-            self.waiting = peer
+            self.waiting = peer                 # in this order: `probe` asks in the other
             self.works[peer].put((work, arrival))
             return arrival.result()
         except RuntimeError as error:
+            self.broken.add(peer)
             return bool(self.bury(peer, error))
         finally:
             self.waiting = None
@@ -177,8 +181,9 @@ class SurvivingPipeline(Pipeline):
 
     def watch(self):
         """A thread: say every now and then that this rank is alive, which it is while it waits or its task
-        is not overdue; and break off waiting for a peer that has not said so for a third of the timeout. (A
-        third: the other replicas then still wait in the outer step for those who were held up.)"""
+        is not overdue; and break off waiting for a peer that has not said so for a third of the timeout, or
+        to whom the connection broke. (A third: the other replicas then still wait in the outer step for those
+        who were held up.)"""
         store = self.job.store.clone()                      # of its own: a client that waits serves no other
         notice_silence(store, self.job.timeout)
         beat, seen = 0, {}
@@ -203,21 +208,28 @@ class SurvivingPipeline(Pipeline):
         return now - seen[peer][1] > self.job.timeout / 3
 
     def drop(self, store, peer):
-        """Break off the wait, by one on the pair's group that times out at once."""
+        """Close the connections, by a wait on each that times out at once."""
         with contextlib.suppress(RuntimeError):             # said before the connection closes: when it wakes
             store.set(f"dropped/{peer}", str(self.rank))    # the peer must not take us for dead
-        with contextlib.suppress(RuntimeError):
-            self.groups[peer].recv([torch.empty(1)], int(peer > self.rank), 0).wait(timedelta(milliseconds=1))
+        for number in range(len(gloo_devices())):
+            with contextlib.suppress(RuntimeError):
+                self.ask(peer, number).wait(timedelta(milliseconds=1))
 
     def probe(self, peer):
         """Break off the wait for a message that was half on its way when the connection broke: then nothing
-        can be posted any more. (Nobody sends with tag 0.)"""
+        can be posted any more."""
         arrival = self.arrival
         try:
-            self.groups[peer].recv([torch.empty(1)], int(peer > self.rank), 0)
+            for number in range(len(gloo_devices())):
+                self.ask(peer, number)
         except RuntimeError as error:
             if self.waiting == peer:
                 settle(arrival, error)
+
+    def ask(self, peer, number):
+        """A receive of what nobody sends, over one of the connections (one an interface: Gloo takes that of
+        the tag modulo their number). Gloo forgets it when nobody holds it."""
+        return self.groups[peer].recv([torch.empty(1)], int(peer > self.rank), number)
 
     def pause(self, seconds):
         """What comes now may take so much longer than a task."""
@@ -233,14 +245,15 @@ class SurvivingPipeline(Pipeline):
 
 
 def await_each(works):
-    """A thread: wait for a peer's messages, (work, Future) by (work, Future). For a message that never comes
-    it waits as long as the process lives."""
+    """A thread: wait for a peer's messages, (work, Future) by (work, Future). For one that never comes it
+    waits for a day."""
     for work, arrival in iter(works.get, None):
         try:
             work.wait()
             settle(arrival)
         except RuntimeError as error:
             settle(arrival, error)
+        del work, arrival                       # they hold the message
 
 
 def settle(arrival, error=None):

@@ -423,29 +423,33 @@ def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
 
 
 def _half_way(rank, world, sends, number):
-    """Rank 1 falls in the midst of a message of 64 MB: whether rank 0 has it, and who is dead to rank 0."""
+    """Rank 1 falls in the midst of the first message, 128 MB: which of two rank 0 has, who is dead to it, and
+    whether the first had begun to come."""
     job = SurvivingJob(Job(), 3.0, joining=False)
-    pipeline = SurvivingPipeline(torch.nn.Linear(1, 1), job, [[0], [1]], (1, 4096, 4096))
-    posted = f"posted/{1 - sends}"
-    if rank == sends:                           # the receive first, or the message would not leave
-        job.store.wait([posted])
-        work, message, peer = pipeline.send(torch.zeros(pipeline.shape), 1 - rank, 0, 1)
+    pipeline = SurvivingPipeline(torch.nn.Linear(1, 1), job, [[0], [1]], (1, 8192, 4096))
+    peer, word = 1 - rank, [torch.ones(1)]
+    if rank == sends:
+        pipeline.groups[peer].recv(word, peer, 1).wait()        # the peer's receives were posted before
+        second = pipeline.send(torch.zeros(pipeline.shape), peer, 0, 2)
+        if rank == 1:
+            assert pipeline.wait(second[0], peer)
+        first = pipeline.send(torch.zeros(pipeline.shape), peer, 0, 1)
     else:
-        work, message, peer = pipeline.receive(1 - rank, 0, 1)
-    if rank == 1 and sends:
-        os.kill(os.getpid(), number)
-    job.store.set(f"posted/{rank}", "")
+        first, second = (pipeline.receive(peer, 0, hop) for hop in (1, 2))
+        first[1].view(-1)[0] = 1
+        pipeline.groups[peer].send(word, peer, 1).wait()
     if rank == 1:
         os.kill(os.getpid(), number)
-    arrived = pipeline.wait(work, peer)
+    arrived = [pipeline.wait(work, peer) for work, _, peer in (first, second)]
     pipeline.stop()
-    return arrived, pipeline.dead
+    return arrived, pipeline.dead, float(first[1].view(-1)[0]) == 0
 
 
 @pytest.mark.parametrize("sends, number", [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)])
 def test_a_message_cut_off_in_its_midst_holds_nobody(sends, number):
     """Gloo tells nobody who waits for a message that is half on its way that its connection broke."""
-    assert processes(2, _half_way, sends, number, fallen=[1], limit=30)[0] == (False, {1})
+    [found, _] = processes(2, _half_way, sends, number, fallen=[1], limit=30)
+    assert found == ([False, sends == 1], {1}, True)        # what had come before is there
 
 
 @pytest.mark.soak
