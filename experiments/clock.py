@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 import train
 from planning.instance import city_delays, city_links
 from planning.routing import plan_paths
@@ -76,3 +78,8 @@ def reaches(goal, losses, hours):
     for (before, above), (after, value) in zip(points, points[1:]):
         if value <= goal:
             return before + (above - goal) / (above - value) * (after - before)
+
+
+def loss_at(second, run):
+    """The run's loss then, on straight lines between evaluations as measured; after its end, the last."""
+    return float(np.interp(second, run.curves["seconds"], run.losses))

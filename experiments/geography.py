@@ -11,7 +11,7 @@ import statistics
 
 from experiments.hosts import FIRST, FREE, TINY, Links, how_long, seconds_to
 from experiments.pictures import COLOURS, show_head, show_row
-from experiments.runs import Run, finals, headline, lines, results, spread_of
+from experiments.runs import Run, finals, headline, lines, results, spread_of, spread_of_reached
 
 LINKS = Links(200, {3: 50, 4: 50, 7: 25})
 PLANS = {           # name: options
@@ -30,7 +30,7 @@ def runs(steps):
     program, length = how_long(steps)
     for name, options in PLANS.items():
         yield Run(name, f"{COMMON}{length} {options}", program=program, hosts=LINKS.options())
-    for name in ("full, in the order of ranks", "25% skipped, SkipPipe"):
+    for name in ("full, in the order of ranks", "25% skipped, SkipPipe", "50% skipped, SkipPipe, Eq. 6"):
         options = f"{COMMON} --steps {steps or 60} {PLANS[name]}"
         yield Run(f"{name}, {FREE}", options, hosts=Links(0).options(), first=True)
 
@@ -45,7 +45,7 @@ def table(found):
         over = [a / b for a, b in zip(took, planned)]
         show_row(name, len(seeds), spread_of([run.steps[-1] for run in seeds], ".0f"), spread_of(took),
                  spread_of(planned), spread_of(over, ".2f"), spread_of(finals(seeds)),
-                 seconds_to(runs["full, planned"], seeds))
+                 spread_of_reached(seconds_to(runs["full, planned"], seeds), ".0f"))
 
 
 def draw(plt, found):

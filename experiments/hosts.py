@@ -15,9 +15,10 @@ there:
 (the rate at that moment, where it changes) for a ring's all-reduce (DDP, DiLoCo: n = 8) and for a pair that
 swaps its weights (NoLoCo: n = 2).
 
-    python -m experiments.hosts --train SECONDS ...     train.py's options: as many steps as fit
+    python -m experiments.hosts --train SECONDS ...     train.py's options: about as many steps as fit
 """
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,23 +28,26 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 import train
-from experiments.clock import every, reaches
+from experiments.clock import every, loss_at, reaches
 from experiments.pictures import COLOURS, show_head, show_row
-from experiments.runs import (Run, built, ends, finals, headline, lines, results, same_seeds, spread_of,
-                              spread_of_reached)
+from experiments.runs import (Run, built, ends, finals, headline, lines, over, results, same_seeds,
+                              spread_of, spread_of_reached)
 from model import count_parameters
 from noloco import random_groups
 from plumbing.options import shape
-from plumbing.processes import Job
+from plumbing.processes import BadInput, Job
 from plumbing.report import Meter, replace
 
 SECONDS, EVALUATIONS, FIRST = 100, 8, 20
 # few of DDP's steps fit, so it is tried with less warm-up and a larger rate
 METHODS = {"DDP": "ddp"}
 METHODS |= {"DDP, warm-up 5": "ddp --warmup 5", "DDP, warm-up 5, 6e-3": "ddp --warmup 5 --lr 6e-3"}
-METHODS |= {f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (5, 20)}
-METHODS |= {f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (5, 20)}
-METHODS |= {f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5)}
+METHODS |= {f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (2, 5, 10, 20)}
+METHODS |= {f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (2, 5, 10, 20)}
+METHODS |= {f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5, 10)}
+TRIES = ("DDP", "DDP, warm-up 5", "DDP, warm-up 5, 6e-3", "DiLoCo, every 5", "DiLoCo, every 20",
+         "NoLoCo, every 5", "NoLoCo, every 20", "NoLoCo, every 2, one byte", "NoLoCo, every 5, one byte")
+QUICK = "DDP", "DiLoCo, every 5", "NoLoCo, every 5", "NoLoCo, every 5, one byte"
 TURN, END = 20, 300         # seconds: links change so often, and for longer than a run takes
 START, PAUSE = 17, 4        # seconds, about: before the first step, and of an evaluation
 
@@ -51,13 +55,13 @@ START, PAUSE = 17, 4        # seconds, about: before the first step, and of an e
 @dataclass
 class Links:
     """mbit: of all links. slow: {host: Mbit/s of its link}. changing: hosts whose links have mbit and `low`
-    by turns, all of them at once. best: of METHODS those that did best with the first seed, so all seeds take
-    them (or all). tried: whether the first seed takes the others too."""
+    by turns, all of them at once. tries: of METHODS, what the first seed takes. best: what did best then,
+    and all seeds take."""
     mbit: float
     slow: dict = field(default_factory=dict)
     changing: tuple = ()
     best: tuple = ()
-    tried: bool = True
+    tries: tuple = TRIES
     low: float = 20
 
     def options(self):
@@ -77,8 +81,8 @@ BEST = "DDP, warm-up 5, 6e-3", "DiLoCo, every 20", "NoLoCo, every 20", "NoLoCo, 
 LINKS = {
     "50 Mbit/s": Links(50, best=("DDP", "DiLoCo, every 20", "NoLoCo, every 20", "NoLoCo, every 2, one byte")),
     "200 Mbit/s, one host 20": Links(200, {5: 20}, best=BEST),
-    "200 Mbit/s, two hosts 20 by turns": Links(200, changing=(2, 5), best=("DDP", *BEST), tried=False),
-    "200 Mbit/s": Links(200, best=("DDP", "DiLoCo, every 5", "NoLoCo, every 5", "NoLoCo, every 5, one byte")),
+    "200 Mbit/s, two hosts 20 by turns": Links(200, changing=(2, 5), best=("DDP", *BEST), tries=()),
+    "200 Mbit/s": Links(200, best=QUICK, tries=tuple(METHODS)),
 }
 FREE = "no limit"
 TINY = "--hidden 128 --mlp 512 --heads 4"       # train.py's own
@@ -89,17 +93,15 @@ COMMON = f"{TINY} --microbatches 1 --batch 1 --eval-sequences 16 --warmup {FIRST
 def runs(steps):
     """A try (steps): one of each on the first links, on two hosts, by train.py itself."""
     program, length = how_long(steps)
-    count, links, methods = 8, list(LINKS), list(METHODS)
+    count, links = 8, LINKS
     if steps:
-        count, links = 2, links[:1]
-        methods = ["DDP", *(name for name in methods if "every 5" in name)]
-    for name in links:
-        wires = LINKS[name]
-        for method in methods if wires.tried else wires.best:
-            options = f"{COMMON}{length} --method {METHODS[method]}"
-            first = method not in wires.best
-            yield Run(f"{name}: {method}", options, count, program=program, first=first,
-                      hosts=wires.options())
+        count, links = 2, {"50 Mbit/s": Links(50, best=QUICK, tries=())}
+    for name, wires in links.items():
+        for method in METHODS:
+            if method not in (*wires.best, *wires.tries):
+                continue
+            yield Run(f"{name}: {method}", f"{COMMON}{length} --method {METHODS[method]}", count,
+                      program=program, first=method not in wires.best, hosts=wires.options())
     for method in ("ddp", "local"):
         options = f"{COMMON} --steps {steps or 100} --method {method}"
         yield Run(f"{FREE}: {method}", options, count, hosts=Links(0).options(), first=True)
@@ -132,9 +134,9 @@ class Clock(Meter):
 
     def add(self, *numbers):
         super().add(*numbers)
-        if self.t.step == FIRST:                            # outer steps of these are done
+        if self.t.step == self.t.o.warmup:                  # outer steps of these are done
             self.t.o.eval_every = 0                         # not known yet
-            self.fit("first pace", time.perf_counter() - self.clock, FIRST + 1)
+            self.fit("first pace", time.perf_counter() - self.clock, self.t.step + 1)
 
     def fit(self, key, seconds, steps):
         """Steps in all; and between evaluations, which come just after an outer step. (These once: the log
@@ -142,8 +144,8 @@ class Clock(Meter):
         o, m, gap = self.t.o, self.t.o.inner_steps or 1, self.whole / EVALUATIONS
 
         def rounds():                                       # of m steps, in a second; by rank 0's clock
-            ends = o.eval_every and self.whole - seconds < 1.5 * gap    # the last part stays as planned
-            return 0.0 if ends else steps / seconds / m
+            nearly_over = o.eval_every and self.whole - seconds < 1.5 * gap
+            return 0.0 if nearly_over else steps / seconds / m          # the last part stays as planned
 
         pace = self.t.job.agree_on(key, rounds)
         if pace:
@@ -151,17 +153,30 @@ class Clock(Meter):
         o.eval_every = o.eval_every or max(1, round(gap * pace)) * m
 
 
-def clocked(seconds, argv):
-    """train.main, for so long. The first steps, of the warm-up, are the first measure of the pace."""
+def clocked(argv):
+    """train.main, for so long: argv begins with the seconds. The first steps, of the warm-up, are the first
+    measure of the pace."""
     job = Job()
+    seconds = job.together(read_seconds, argv)
     if job.world == 1:
         job.refuse("--train is for several processes: start torchrun with --nproc-per-node 2 or more")
-    argv = [*argv, "--eval-every", "1000000", "--steps", "1000000"]
-    t = built(job, argv)
+    if "--survive" in argv:
+        job.refuse("--train has no clock for --survive: see experiments/cuts.py")
+    t = built(job, [*argv[1:], "--eval-every", "1000000", "--steps", "1000000"])
     t.meter = Clock(t=t, whole=seconds)
     train.train(t)
     if job.rank == 0:
         replace(t.folder / "config.json", json.dumps(vars(t.o), indent=1))        # with the steps that fitted
+
+
+def read_seconds(argv):
+    try:
+        seconds = float(argv[0])
+    except (IndexError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise BadInput(f"--train takes the seconds to train, then train.py's options, got {argv[:1]}")
+    return seconds
 
 
 # ---------------------------------------------------------------- what the rates alone would give
@@ -207,6 +222,9 @@ def by_links(found):
     return runs, free
 
 
+KINDS = "DDP", "DiLoCo", "NoLoCo", "NoLoCo, one byte"
+
+
 def best(runs, method):
     """The name of its try with the least loss at the end, of those with most seeds."""
     first, one_byte = method.split(",")[0], method.endswith("byte")
@@ -217,10 +235,23 @@ def best(runs, method):
 
 
 def seconds_to(others, seeds):
-    """Until the loss is reached that the other run of the same seed ends with."""
-    found = [reaches(other.final, run.losses, run.curves["seconds"])
-             for run, other in zip(seeds, same_seeds(seeds, others))]
-    return spread_of_reached(found, ".0f")
+    """Until each run reaches the loss that the other of its seed ends with; None: it does not."""
+    return [reaches(other.final, run.losses, run.curves["seconds"])
+            for run, other in zip(seeds, same_seeds(seeds, others))]
+
+
+def share_of(others, seeds):
+    """The same as a share of the other's time."""
+    found = zip(seconds_to(others, seeds), ends(same_seeds(seeds, others)))
+    return spread_of_reached([second and second / whole for second, whole in found], ".0%")
+
+
+def over_at_the_end(others, seeds):
+    """Perplexity over the other's, when the shorter run of both ends."""
+    pairs = list(zip(seeds, same_seeds(seeds, others)))
+    moments = [min(ends(pair)) for pair in pairs]
+    losses = zip(*([loss_at(moment, run) for run in pair] for moment, pair in zip(moments, pairs)))
+    return spread_of(over(*losses), "+.0%")
 
 
 def held(run):
@@ -237,13 +268,26 @@ def table(found):
         goals = [methods[best(methods, name)] for name in ("DDP", "DiLoCo")]
         for name, seeds in methods.items():
             expected = [predicted(run, free["local"], LINKS[links])[-1] for run in seeds]
-            over = [a / b for a, b in zip(expected, ends(seeds))]
+            shares = [a / b for a, b in zip(expected, ends(seeds))]
             sent = statistics.mean(run.curves["sync_bytes"][-1] for run in seeds) / 1e6
             show_row(links, name, len(seeds), spread_of([run.steps[-1] for run in seeds], ".0f"),
                      spread_of(finals(seeds)), spread_of(ends(seeds), ".0f"),
-                     *(seconds_to(others, seeds) for others in goals),
-                     spread_of([held(run) for run in seeds], ".0%"), f"{sent:.0f}", spread_of(over, ".2f"))
+                     *(spread_of_reached(seconds_to(others, seeds), ".0f") for others in goals),
+                     spread_of([held(run) for run in seeds], ".0%"), f"{sent:.0f}", spread_of(shares, ".2f"))
+    verdicts(runs)
     print("seconds of a step without a limit:", ", ".join(f"{name} {s:.3f}" for name, s in free.items()))
+
+
+def verdicts(runs):
+    """NoLoCo's best beside DDP's and DiLoCo's best, seed by seed."""
+    show_head("links | method | seeds | DDP's last loss, in so much of its time | DiLoCo's "
+              "| perplexity per byte over DiLoCo's")
+    for links, methods in runs.items():
+        ddp, diloco, *ours = [best(methods, kind) for kind in KINDS]
+        for name in ours:
+            seeds = methods[name]
+            show_row(links, name, len(seeds), share_of(methods[ddp], seeds), share_of(methods[diloco], seeds),
+                     over_at_the_end(methods[diloco], seeds))
 
 
 def draw(plt, found):
@@ -253,7 +297,7 @@ def draw(plt, found):
     figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), layout="constrained",
                                 sharey=True, squeeze=False)
     for axis, (links, methods) in zip(axes.flat, runs.items()):
-        for colour, method in zip(COLOURS, ("DDP", "DiLoCo", "NoLoCo", "NoLoCo, one byte")):
+        for colour, method in zip(COLOURS, KINDS):
             name = best(methods, method)
             lines(axis, methods[name], name, colour)
             for run in methods[name]:
@@ -269,6 +313,6 @@ def draw(plt, found):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--train"]:
-        clocked(float(sys.argv[2]), sys.argv[3:])
+        clocked(sys.argv[2:])
     else:
         headline("hosts", __doc__, runs, table, draw)

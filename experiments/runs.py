@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from model import Llama
 from plumbing.data import load_data
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
+from survive import parts as surviving
 from tools import export
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +41,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000"
 # Of metrics.jsonl.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds", "seconds",
-        "sync_seconds", "sync_seconds_longest", "iteration_seconds", "steps_alone")
+        "sync_seconds", "sync_seconds_longest", "iteration_seconds", "steps_alone", "ranks")
 
 
 @dataclass
@@ -101,6 +103,7 @@ def headline(name, description, runs, table, draw=None, seconds=None):
 
     runs(steps) -> [Run], table(found) prints, draw(plt, found) -> figure, seconds() -> simulated times.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # so that what was started ends too
     Job().together(run_or_show, name, description, runs, table, draw, seconds)
 
 
@@ -150,11 +153,19 @@ def command_line(processes, *words, hosts=()):
 
 
 def torchrun(processes, *words, hosts=(), **kwargs):
-    """That command, run to its end."""
+    """That command, run to its end, which it finds also when we are interrupted; what it printed, with
+    stdout=PIPE."""
     line = command_line(processes, *words, hosts=hosts)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
-    return subprocess.run(line, check=True, env=env, **kwargs)
+    with subprocess.Popen(line, env=env, text=True, **kwargs) as process:
+        try:
+            out, _ = process.communicate()
+        finally:
+            process.terminate()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, line)
+    return out
 
 
 def seed_of(row):
@@ -204,6 +215,8 @@ def cpu_seconds():
 def built(job, argv, **parts):
     """The parts of train.build, as train.main has them, but for our own."""
     o = train.Options(**job.agree(train.parse, argv))
+    if o.survive:
+        return surviving.build(job, o, argv, **parts)           # has its own
     job.connect(o)
     return train.build(job, o, **parts)
 

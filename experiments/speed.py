@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -347,7 +348,7 @@ def start(o, job):
 def told(folder, module, *options):
     """[the seconds after launch that a rank told, for each rank]"""
     launch = time.time()
-    out = torchrun(8, "-m", module, *options, cwd=folder, capture_output=True, text=True).stdout
+    out = torchrun(8, "-m", module, *options, cwd=folder, stdout=subprocess.PIPE)
     times = {}
     for line in out.splitlines():
         if line.startswith("at "):

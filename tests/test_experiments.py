@@ -126,7 +126,7 @@ def test_a_clock_gives_the_steps_that_fit():
         asked.append(key)
         return function()
 
-    o = types.SimpleNamespace(inner_steps=3, steps=10**6, eval_every=10**6)
+    o = types.SimpleNamespace(inner_steps=3, steps=10**6, eval_every=10**6, warmup=hosts.FIRST)
     t = types.SimpleNamespace(o=o, job=types.SimpleNamespace(agree_on=agree_on), step=hosts.FIRST)
     meter = hosts.Clock(t=t, whole=100.0)
     meter.clock = time.perf_counter() - 2.5 * 21
@@ -141,7 +141,7 @@ def test_a_clock_gives_the_steps_that_fit():
 
 def test_a_clocked_run_evaluates_just_after_outer_steps(corpus, tmp_path):
     argv = ["--data", corpus, "--name", "x", *SMALL, "--inner-steps", 3]
-    run(2, *argv, cwd=tmp_path, main=functools.partial(hosts.clocked, 1.0))
+    run(2, 1.0, *argv, cwd=tmp_path, main=hosts.clocked)
     steps = [row["step"] for row in metrics(tmp_path / "runs/x")]
     assert steps[0] > hosts.FIRST and not any(step % 3 for step in steps)
     assert len(steps) >= 2 and len({b - a for a, b in zip(steps, steps[1:-1])}) <= 1
