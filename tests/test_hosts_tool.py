@@ -112,11 +112,14 @@ def test_cut_drops_both_directions_until_restored(able):
 def test_nothing_is_left_behind(able, command, number, status):
     before = networks()
     with subprocess.Popen([*TOOL, "2", "--", "sh", "-c", command], cwd=ROOT, stdout=subprocess.PIPE) as tool:
-        if number:
-            assert tool.stdout.readline() == b"here\n"
-            assert len(networks() - before) >= 3            # two hosts and the switch
-            tool.send_signal(number)
-        assert tool.wait(60) == status
+        try:
+            if number:
+                assert tool.stdout.readline() == b"here\n"
+                assert len(networks() - before) >= 3        # two hosts and the switch
+                tool.send_signal(number)
+            assert tool.wait(60) == status
+        finally:
+            tool.kill()
     deadline = time.monotonic() + 30
     while networks() - before and time.monotonic() < deadline:
         time.sleep(0.02)
