@@ -53,7 +53,7 @@ hosts: .venv/ready
 	$(if $(QUICK),,$(BIN)/python -m experiments.cuts --out $(OUT))
 	$(if $(QUICK),,$(BIN)/python -m experiments.geography --out $(OUT))
 
-# the trainer beside others, and the table of it: about 15 minutes on 2 idle cores, 22 GB of memory
+# the trainer beside others, and the table of it: about 19 minutes on 2 cores, 14 GB of memory
 speed: .venv/ready
 	$(BIN)/python -m experiments.speed --out .
 

@@ -19,15 +19,6 @@ its chain being due on node j:
 (`origin_overhead` after an origin's first forward of a microbatch.) A node runs one task at a time and
 holds at most `memory` microbatches: a forward takes a slot, the same microbatch's backward frees it.
 
-What paths that leave stages out have trained is evaluated (ours) with each residual of a stage that a share
-rho of the iteration's microbatches visits as
-
-    x = x + rho f(x)                      f: the attention or the MLP of a layer (model.py)           (6)
-
-So the whole model adds on average what paths in training added (planning/scale.py; --unscaled: f(x)). That
-is stochastic depth's rule, 1603.09382; LayerDrop, 1909.11556, does not scale. 1/rho in training instead, as
-in inverted dropout, gained nothing here that holds (docs/results.md).
-
 From top to bottom: simple paths, the network, the simulator, the constraints (CC1, CC2, CC3, TC1, TC2)
 and the search. What goes beyond the paper's search is in planning/, and so is the command line:
 
@@ -78,13 +69,6 @@ def random_paths(stages, microbatches, step, seed):
     """
     draws = [random.Random(f"routes {seed} {step} {boundary}") for boundary in range(len(stages) - 1)]
     return deal(stages, microbatches, lambda boundary, ranks: draws[boundary].sample(ranks, len(ranks)))
-
-
-def share_of_visits(paths, ranks):
-    """rho of Eq. 6: the share of the paths that visit one of these ranks, all replicas of a stage. 1 for
-    stage 0 and wherever no path skips."""
-    ranks = set(ranks)
-    return sum(not ranks.isdisjoint(path) for path in paths) / max(1, len(paths))
 
 
 def deal(stages, microbatches, shuffle):

@@ -21,9 +21,9 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
-from types import SimpleNamespace
+from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)         # no traceback; in training plumbing/ending.py
@@ -31,46 +31,26 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # or each broken connec
 import torch
 import torch.distributed as dist
 
-from model import Llama
+from model import Config, Llama
 from noloco import DiLoCo, NoLoCo, flatten
-from planning.falling import Falling
-from planning.routing import PLANNERS, Watch, idle, measure, plan_paths, read_links
-from planning.scale import Scale
+from planning.replan import Replanning, Timed
+from planning.rho import scaled, shares, with_stages_missing
+from planning.training import PLANNERS, idle, measure, plan_paths, read_links
 from plumbing import options
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
-from plumbing.data import load_data
+from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import Adam, speed_up
 from plumbing.huggingface import initial_weights
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
-from plumbing.options import layout, numbers, option, shape
+from plumbing.options import METHODS, MODELS, layout, numbers, option, whole_config
 from plumbing.processes import Job, restarts
 from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
 # ---------------------------------------------------------------- options
 
-# The paper's table (arXiv 2506.10911); tiny is for two laptop cores. Rates are those of the inner optimizer.
-COMMON = dict(vocab=128000, seq_len=1024, steps=25000, warmup=1000)
-MODELS = {
-    "tiny": dict(hidden=128, layers=4, heads=4, mlp=512, lr=3e-3,
-                 vocab=256, seq_len=128, steps=300, warmup=30),
-    "small": dict(hidden=768, layers=12, heads=16, mlp=3072, lr=6e-4, **COMMON),
-    "medium": dict(hidden=2048, layers=24, heads=32, mlp=8192, lr=2e-4, **COMMON),
-    "large": dict(hidden=4096, layers=32, heads=32, mlp=16384, lr=1.2e-4, **COMMON),
-}
-METHODS = {
-    "noloco": dict(inner_steps=50, alpha=0.5, beta=0.7, gamma=None, group_size=2),      # gamma: as beta
-    "diloco": dict(inner_steps=100, alpha=0.3, beta=0.7),
-    "ddp": {},
-    "local": {},
-}
 WIRES = {"fp32": NoLoCo, "int8": OneByteNoLoCo}
-# The papers' values are for 25 000 steps; these are the best we found for a short run of a tiny model.
-TINY = {
-    "noloco": dict(inner_steps=10, alpha=0.0, beta=1.0),
-    "diloco": dict(inner_steps=20, alpha=0.0, beta=1.0),
-}
 
 
 @dataclass
@@ -84,15 +64,13 @@ class Options:
     gamma: float = option(None, "pull between slow weights (Eq. 2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)")
     wire: str = option("fp32", "a weight between partners: int8 is one byte (noloco)", choices=list(WIRES))
-    warm_start: int = option(0, "first steps with gradients averaged over the replicas, as in ddp")
     # the pipeline
     stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)", type=numbers(int))
     layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)", type=numbers(int))
     routing: str = option(None, "paths: random at every boundary, always the same, or planned (default: "
                                 "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
-    falling: bool = option(False, "with --skip, the share falls to 0 over the run, one stage less at a time")
-    unscaled: bool = option(False, "with --skip, evaluate as the papers do, without Eq. 6 of skippipe.py")
+    unscaled: bool = option(False, "with --skip, evaluate as the papers do, without the rho rule (planning/)")
     links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
     replan: float = option(0.0, "plan anew when ranks got slower or faster and the iteration is this share "
                                 "longer than it need be, e.g. 0.2 (0: never)")
@@ -144,19 +122,18 @@ class Options:
 
 def parse(argv, world=1):
     """The run's Options. Raises BadInput."""
-    return options.parse(Options, (MODELS, METHODS, TINY), argv, world, __doc__.splitlines()[0])
+    return options.parse(Options, argv, world, __doc__.splitlines()[0])
 
 
 # ---------------------------------------------------------------- the executor
 
-DEPTH = 1       # d of the order: larger holds fewer activations, smaller starts microbatches sooner
 AHEAD = 8       # receives posted before they are needed: a Gloo send completes only when its receive is there
 
 
 def tasks(chains, rank):
     """This rank's tasks (microbatch, hop) in the order in which it runs them.
 
-    Sorted by (d * microbatch + hop, microbatch, origin), the microbatch counted within its origin. Every
+    Sorted by (microbatch + hop, microbatch, origin), the microbatch counted within its origin. Every
     chain ascends in this key, so the smallest unfinished task of all ranks can always run and nothing
     deadlocks, whatever the paths; and any two ranks send and receive in the same order.
     """
@@ -164,7 +141,7 @@ def tasks(chains, rank):
     for u, ranks in enumerate(chains):
         origin = ranks[0]
         m = seen[origin] = seen.get(origin, -1) + 1
-        mine += [(DEPTH * m + hop, m, origin, u, hop) for hop, r in enumerate(ranks) if r == rank]
+        mine += [(m + hop, m, origin, u, hop) for hop, r in enumerate(ranks) if r == rank]
     return [task[3:] for task in sorted(mine)]
 
 
@@ -179,8 +156,13 @@ def incoming(chains, rank, mine, order=None):
         return receives
     sent = {}
     for r, work in enumerate(order):
-        sent[r] = iter([(u, hop + 1) for u, hop in work if chains[u][hop + 1:hop + 2] == (rank,)])
+        sent[r] = iter([(u, hop + 1) for u, hop in work if next_rank(chains[u], hop) == rank])
     return [(r, *next(sent[r])) for r, *_ in receives]
+
+
+def next_rank(ranks, hop):
+    """Where a chain goes on after this hop; None at its end."""
+    return ranks[hop + 1] if hop + 1 < len(ranks) else None
 
 
 def tag(u, hop):
@@ -191,20 +173,21 @@ class Pipeline:
     """Runs paths: forward along them, loss at home, backward the same way back, gradients summed into the
     parameters.
 
-    shape: (B, T, C) of a message. bytes_sent counts. Others override take, task, give, send, receive, wait
-    and run.
+    message_shape: (B, T, C). bytes_sent: so far. Subclasses may override take, task, give, send, receive,
+    wait and run.
     """
 
-    def __init__(self, model, job, stages, shape, dtype=torch.float32):
-        self.model, self.job, self.shape, self.dtype = model, job, shape, dtype
+    def __init__(self, model, job, stages, message_shape, dtype=torch.float32):
+        self.model, self.job, self.message_shape, self.dtype = model, job, message_shape, dtype
         self.rank, self.device = job.rank, job.device
         self.bytes_sent = 0
-        self.seconds = 0.0                                                  # that the last run took
+        self.lost = 0                                       # microbatches that never came home (survive/)
+        self.seconds = 0.0                                  # that the last run took
         self.trace = bool(os.environ.get("TRACE"))
         bf16 = dtype == torch.bfloat16
         self.cast = torch.autocast(job.device.type, dtype) if bf16 else contextlib.nullcontext()
-        self.wire = job.device if job.nccl else torch.device("cpu")         # Gloo sends host memory only
-        self.pin = job.device != self.wire
+        self.message_device = job.device if job.nccl else torch.device("cpu")   # Gloo sends host memory
+        self.pin = job.device != self.message_device
         self.connect([(a, b) for a, b in combinations(range(job.world), 2) if crosses(a, b, stages)])
 
     def run(self, paths, batches, train=True, order=None):
@@ -243,11 +226,11 @@ class Pipeline:
     def task(self, u, hop, x):
         """One task of microbatch u; x and what it returns, for the next hop, are (B, T, C)."""
         what = kind(self.paths[u], hop)
-        count = self.shape[0] * self.shape[1]
+        count = self.message_shape[0] * self.message_shape[1]
         if what == BACKWARD:
             forward = 2 * len(self.paths[u]) - hop
             inputs, y = self.saved.pop((u, forward))
-            torch.dot(y.flatten(), x.flatten()).backward()      # y.backward(x) imports sympy: half a second
+            y.backward(x)
             self.tokens += count
             if (u, forward + 1) in self.sent:                   # long there, since its gradient is back
                 work, _, peer = self.sent.pop((u, forward + 1))
@@ -271,7 +254,7 @@ class Pipeline:
 
     def give(self, u, hop, out):
         """To the next hop of the chain, if there is one."""
-        to = (*self.chains[u], None)[hop + 1]
+        to = next_rank(self.chains[u], hop)
         if to == self.rank:
             self.inbox[u, hop + 1] = out
         elif to is not None:
@@ -310,7 +293,8 @@ class Pipeline:
             print(line, file=sys.stderr, flush=True)
 
     def receive(self, source, u, hop):
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire, pin_memory=self.pin)
+        buffer = torch.empty(self.message_shape, dtype=self.dtype, device=self.message_device,
+                             pin_memory=self.pin)
         return dist.irecv(buffer, source, group=self.lane(source, self.rank), tag=tag(u, hop)), buffer, source
 
     def wait(self, work, peer):
@@ -330,25 +314,22 @@ def crosses(a, b, stages):
 class Routes:
     """The paths of a step's microbatches, and the order of each rank's tasks (None: `tasks`).
 
-    plan: of a run that goes on. scale: seconds of ours per second of the plan. watch: of the ranks' speed,
-    for --replan.
+    plan: what the checkpoint of a resumed run holds, as `plan_paths` returns it.
     """
-    scale = 1.0
-    watch = None
+    pace = 1.0          # seconds of ours per second of the plan (tools/emulate.py)
 
     def __init__(self, job, o, pipeline, stages, plan=None):
         self.job, self.o, self.pipeline, self.stages = job, o, pipeline, stages
         self.network, self.plan = None, plan
-        if o.routing in PLANNERS:
-            if plan is None:
-                self.network = job.together(self.links)
-                job.say([f"planning {o.routing} paths"])
-                self.plan = job.agree_on("plan", lambda: self.new_plan(o.skip))
-                job.say(idle(self.plan, job.world))
-            self.network = self.network or Network(**self.plan["network"])
-            self.watch = Watch(self) if o.replan else None
-            if o.falling:
-                Falling(self, begins=plan is None)
+        if o.routing not in PLANNERS:
+            return
+        if plan:
+            self.network = Network(**plan["network"])
+            return
+        self.network = job.together(self.links)
+        job.say([f"planning {o.routing} paths"])
+        self.plan = job.agree_on("plan", lambda: self.new_plan())
+        job.say(idle(self.plan, job.world))
 
     def links(self):
         """What --links says, or the measured network (on rank 0)."""
@@ -357,30 +338,28 @@ class Routes:
         found = measure(self.pipeline, self.stages, self.job)
         return Network(*found, self.stages) if self.job.rank == 0 else None
 
-    def new_plan(self, skip, dead=()):
+    def new_plan(self, dead=()):
         o = self.o
-        return plan_paths(self.network, o.routing, skip, o.microbatches, o.seed, dead)
+        return plan_paths(self.network, o.routing, o.skip, o.microbatches, o.seed, dead)
 
     def at(self, step):
-        plan = self.in_force()
-        if plan:
-            return plan["paths"], plan["order"]
+        """(paths, order) of a step."""
+        if self.plan:
+            return self.plan["paths"], self.plan["order"]
         if self.o.routing == "random":
             return random_paths(self.stages, self.o.microbatches, step, self.o.seed), None
         return full_paths(self.stages, self.o.microbatches), None
 
-    def in_force(self):
-        """The plan that paths are taken from."""
-        return self.plan
-
     def makespan(self):
         """Simulated seconds of an iteration (None: no plan)."""
-        plan = self.in_force()
-        return plan and plan["makespan"]
+        return self.plan and self.plan["makespan"]
 
     def living(self):
         """The ranks of each stage: all, unless survive/ goes round the dead."""
         return self.stages
+
+    def renew(self, step):
+        """Nothing, unless --replan plans anew here."""
 
 
 # ---------------------------------------------------------------- one step
@@ -394,22 +373,23 @@ def schedule(step, o):
     return o.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def inner_step(pipeline, inner, batches, paths, order, lr, clip, average=None):
-    """Forward, backward, clip, the optimizer's step: (loss, tokens at home, the gradient's norm or None where
-    none came).
+def inner_step(run, batches, paths, order):
+    """Forward, backward, clip, the optimizer's step: (loss, tokens at home, norm of the gradient).
 
-    A norm that is not finite means no step: one Inf would soon reach every replica.
+    The norm is None if no gradient reached this rank. A norm that is not finite means no step: one Inf
+    would soon reach every replica.
     """
+    inner = run.inner
     inner.grad.zero_()
-    loss, home, tokens = pipeline.run(paths, batches, order=order)
-    if average:                                                 # ddp, warm start: over the stage's replicas
-        tokens = average(inner.grad, tokens)
+    loss, home, tokens = run.pipeline.run(paths, batches, order=order)
+    if run.average:
+        tokens = run.average(inner.grad, tokens)
     if not tokens:
         return loss, home, None
     norm = torch.linalg.vector_norm(inner.grad) / tokens
     if torch.isfinite(norm):
-        inner.grad.mul_((clip / norm).clamp(max=1.0) / tokens)   # the mean over what came through
-        inner.step(lr)
+        inner.grad.mul_((run.o.clip / norm).clamp(max=1.0) / tokens)    # the mean over what came through
+        inner.step(run.lr)
     return loss, home, float(norm)
 
 
@@ -419,12 +399,9 @@ def evaluate(pipeline, stages, corpus, o):
     paths = full_paths(stages, 1) * rounds
     batches = {}
     if corpus:
-        last = len(corpus.heldout) - o.seq_len - 1              # the same sequences on all replicas
-        starts = [round(i * last / max(1, rounds * o.batch - 1)) for i in range(rounds * o.batch)]
-        rows = torch.stack([corpus.heldout[a:a + o.seq_len + 1] for a in starts]).long().to(pipeline.device)
-        for u, path in enumerate(paths):
-            if path[0] == pipeline.rank:
-                batches[u] = rows[u // len(stages[0]) * o.batch:][:o.batch]
+        rows = heldout_sequences(corpus, rounds * o.batch, o.seq_len).to(pipeline.device)
+        mine = [u for u, path in enumerate(paths) if path[0] == pipeline.rank]
+        batches = dict(zip(mine, rows.split(o.batch)))
     loss, home, _ = pipeline.run(paths, batches, train=False)
     return float(loss) / home if home else None
 
@@ -441,36 +418,61 @@ def make_outer(job, o, params, replicas, inner, wires=WIRES, **more):
         return DiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
 
 
+@dataclass
+class Run:
+    """One rank's share of a run: `build` makes the parts, `train` uses them."""
+    job: Job                # this process among those of the run
+    o: Options
+    stages: list            # the ranks of each stage
+    stage: int              # this rank's own
+    config: Config          # of the whole model
+    corpus: object          # the data and this rank's reader of its part; None on a rank that is no origin
+    reader: object
+    model: Llama            # the layers of this rank's stage
+    theta: torch.Tensor     # all its parameters, in one vector
+    inner: object           # Adam or Muon
+    folder: Path            # runs/NAME
+    outer: object = None            # NoLoCo or DiLoCo; None for ddp and local
+    average: object = None          # of gradients over the stage's replicas, for ddp
+    pipeline: object = None
+    routes: object = None
+    checkpoints: object = None
+    meter: Meter = field(default_factory=Meter)
+    log: object = None
+    step: int = 0                   # inner steps done
+    cursor: object = None           # the reader's, after those steps
+    lr: float = 0.0                 # of the last step
+    rho: list = None                # of each stage, by the paths that trained last (planning/rho.py)
+    stale: list = field(default_factory=list)       # steps of checkpoints that this run makes again
+
+
 def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     """This rank's share of the run. survive/, tools/ and experiments/ bring parts of their own."""
-    t = SimpleNamespace(job=job, o=o, step=0, lr=0.0, rho=None, meter=Meter(), counts=dict, stale=[])
-    t.stages, t.layers = job.together(layout, o, job.world)
-    t.stage = next(s for s, ranks in enumerate(t.stages) if job.rank in ranks)
-    replicas, ends = t.stages[t.stage], t.stage == 0
-    t.config = job.together(shape, o)
+    stages, layers = job.together(layout, o, job.world)
+    stage = next(s for s, ranks in enumerate(stages) if job.rank in ranks)
+    replicas, ends = stages[stage], stage == 0
+    config = job.together(whole_config, o)
     if o.links and not o.resume:
-        job.together(read_links, o.links, t.stages)                     # refused before any work
-    t.corpus, t.reader = job.together(origin_data, o, job.rank, t.stages[0])
-    t.model = speed_up(Llama(t.config, t.layers[t.stage], ends, o.seed, job.device))
+        job.together(read_links, o.links, stages)                       # refused before any work
+    corpus, reader = job.together(origin_data, o, job.rank, stages[0])
+    model = speed_up(Llama(config, layers[stage], ends, o.seed, job.device))
     if o.init_from and not o.resume:
-        job.together(initial_weights, t.model, o)
-    t.theta, grad = flatten(t.model.parameters())               # all there is to train, in one vector
+        job.together(initial_weights, model, o)
+    theta, grad = flatten(model.parameters())
     muon = o.optimizer == "muon"
-    t.inner = job.together(Muon, grad, t.model, o.beta2) if muon else Adam(t.theta, grad, o.beta2)
-    t.folder = take_folder(o, job)
+    inner = job.together(Muon, grad, model, o.beta2) if muon else Adam(theta, grad, o.beta2)
+    run = Run(job, o, stages, stage, config, corpus, reader, model, theta, inner, take_folder(o, job))
     if o.compile:
-        for layer in t.model.model.layers.values():
+        for layer in model.model.layers.values():
             layer.compile()
-    t.outer = make_outer(job, o, t.model.parameters(), replicas, t.inner)
-    t.average = job.averager(replicas) if o.method == "ddp" or o.warm_start else None
-    t.pipeline = Pipeline(t.model, job, t.stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
-    t.checkpoints = Checkpoints(job, t.folder)
-    plan = go_on(t) if (o.resume or restarts()) and not job.joining else None
-    job.say(banner(t, MODELS[o.model]["lr"]))
-    t.routes = Routes(job, o, t.pipeline, t.stages, plan)
-    if o.routing in PLANNERS and not o.unscaled:
-        Scale(t)
-    return t
+    run.outer = make_outer(job, o, model.parameters(), replicas, inner)
+    run.average = job.averager(replicas) if o.method == "ddp" else None
+    run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
+    run.checkpoints = Checkpoints(job, run.folder)
+    plan = go_on(run) if (o.resume or restarts()) and not job.joining else None
+    job.say(banner(run, MODELS[o.model]["lr"]))
+    run.routes = Routes(job, o, run.pipeline, stages, plan)
+    return run
 
 
 def origin_data(o, rank, origins):
@@ -478,58 +480,65 @@ def origin_data(o, rank, origins):
     return load_data(o, origins.index(rank), len(origins)) if rank in origins else (None, None)
 
 
-def train(t):
-    o, job, outer = t.o, t.job, t.outer
-    log = t.log = begin(t)
-    t.cursor = t.reader and t.reader.cursor
+def train(run):
+    o, job, outer = run.o, run.job, run.outer
+    log = run.log = begin(run)
+    run.cursor = run.reader and run.reader.cursor
 
     def save():
-        t.checkpoints.save(t.step, state_of(t))
+        run.checkpoints.save(run.step, state_of(run))
 
-    with job.rescue(t, save):
-        while t.step < o.steps:
+    with job.rescue(run, save):
+        while run.step < o.steps:
             job.stop_if_asked(save)
-            before = t.step
-            warm = before < o.warm_start
-            paths, order = t.routes.at(t.step)
+            before = run.step
+            paths, order = run.routes.at(run.step)
             mine = [u for u, path in enumerate(paths) if path[0] == job.rank]
-            batches = {u: t.reader.next(o.batch).to(job.device) for u in mine}
-            average = t.average if warm or o.method == "ddp" else None
-            t.lr = schedule(t.step, o)
-            loss, home, norm = inner_step(t.pipeline, t.inner, batches, paths, order, t.lr, o.clip, average)
-            t.meter.add(loss, home, norm, t.pipeline.seconds)
-            t.step += 1
-            t.cursor = t.reader and t.reader.cursor
-            if outer and t.step == o.warm_start:            # the method begins
-                outer.phi.copy_(t.theta)
-                outer.steps = t.step
-            elif outer and not warm:
-                t.meter.time(outer.step)
-                t.step = outer.steps = min(outer.steps, o.steps)        # survive: a late one may leap
+            batches = {u: run.reader.next(o.batch).to(job.device) for u in mine}
+            run.rho = [1.0] * len(run.stages) if o.unscaled else shares(paths, run.stages)
+            run.lr = schedule(run.step, o)
+            loss, home, norm = inner_step(run, batches, paths, order)
+            run.meter.add(loss, home, norm, run.pipeline.seconds)
+            run.step += 1
+            run.cursor = run.reader and run.reader.cursor
+            if outer:
+                run.meter.time(outer.step)
+                run.step = outer.steps = min(outer.steps, o.steps)      # survive: a late one may leap
             log.progress(loss, home)
-            evaluates = t.step == o.steps or t.step // o.eval_every > before // o.eval_every
-            saves = t.step == o.steps or t.step // o.save_every > before // o.save_every
+            evaluates = run.step == o.steps or run.step // o.eval_every > before // o.eval_every
+            saves = run.step == o.steps or run.step // o.save_every > before // o.save_every
             if not (evaluates or saves):
                 continue
-            t.meter.pause()
-            row = log.row(evaluate(t.pipeline, t.routes.living(), t.corpus, o)) if evaluates else None
-            if evaluates and t.routes.watch and t.step < o.steps:
-                t.routes.watch.renew(t.step)                # before the checkpoint, which has the plan
+            run.meter.pause()
+            if evaluates:
+                stages = run.routes.living()
+                rho = with_stages_missing(run.rho, len(stages))         # 1 unless paths skip
+                with scaled(run.model, rho[run.stage]):
+                    row = log.row(evaluate(run.pipeline, stages, run.corpus, o))
+                if run.step < o.steps:
+                    run.routes.renew(run.step)              # before the checkpoint, which has the plan
             if saves:                                       # before anyone is waited for
                 save()
             if evaluates:
-                log.report(row, f"{t.step // o.eval_every}/{t.step == o.steps}")
-            t.meter.go_on()
+                log.report(row, f"{run.step // o.eval_every}/{run.step == o.steps}")
+            run.meter.go_on()
         if outer:
             outer.settle()
     log.summary()
     with contextlib.suppress(RuntimeError):                 # all is saved: the store may go
         job.close()
-        t.checkpoints.seal()
+        run.checkpoints.seal()
 
 
-def main(argv=None, **own):
-    """own: parts for `build` (not with --survive, which has its own)."""
+class TimedPipeline(Timed, Pipeline):
+    """For --replan."""
+
+
+class ReplanningRoutes(Replanning, Routes):
+    """For --replan."""
+
+
+def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
@@ -539,7 +548,8 @@ def main(argv=None, **own):
         from survive import parts
         return train(parts.build(job, o, argv))
     job.connect(o)
-    train(build(job, o, **own))
+    replans = dict(Pipeline=TimedPipeline, Routes=ReplanningRoutes)
+    train(build(job, o, **replans if o.replan else {}))
 
 
 if __name__ == "__main__":

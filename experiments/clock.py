@@ -8,7 +8,7 @@ import numpy as np
 
 import train
 from planning.instance import city_delays, city_links
-from planning.routing import plan_paths
+from planning.training import plan_paths
 
 MODEL_BYTES = 4 * 500e6         # the 500M model whose messages the published instance has, fp32
 

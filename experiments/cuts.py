@@ -57,9 +57,9 @@ class Running(Meter):
 
 def timed(argv):
     """train.main, by that clock."""
-    t = built(Job(), argv)
-    t.meter = Running()
-    train.train(t)
+    run = built(Job(), argv)
+    run.meter = Running()
+    train.train(run)
 
 
 def pairs(found):

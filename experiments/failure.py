@@ -38,9 +38,9 @@ class Losing(train.Pipeline):
 
 def lose(share, argv):
     """train.py with such a pipeline."""
-    t = built(Job(), argv, Pipeline=functools.partial(Losing, share))
-    t.counts = lambda: dict(lost=t.pipeline.lost)
-    train.train(t)
+    run = built(Job(), argv, Pipeline=functools.partial(Losing, share))
+    run.counts = lambda: dict(lost=run.pipeline.lost)
+    train.train(run)
 
 
 def runs(steps):

@@ -23,7 +23,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -34,7 +33,7 @@ from experiments.runs import (Run, built, ends, finals, headline, lines, over, r
                               spread_of, spread_of_reached)
 from model import count_parameters
 from noloco import random_groups
-from plumbing.options import shape
+from plumbing.options import whole_config
 from plumbing.processes import BadInput, Job
 from plumbing.report import Meter, replace
 
@@ -124,7 +123,7 @@ def how_long(steps):
 class Clock(Meter):
     """Stands still while all evaluate: from when the last replica has come until all go on. Gives the run as
     many steps as fit, at the pace so far."""
-    t: SimpleNamespace = None       # the parts of train.build
+    run: object = None              # a train.Run
     whole: float = 0.0              # seconds
 
     def pause(self):
@@ -132,27 +131,27 @@ class Clock(Meter):
         super().pause()
 
     def go_on(self):
-        if self.t.step:
-            self.fit(f"pace/{self.t.step}", self.seconds, self.t.step)
+        if self.run.step:
+            self.fit(f"pace/{self.run.step}", self.seconds, self.run.step)
         dist.barrier()
         super().go_on()
 
     def add(self, *numbers):
         super().add(*numbers)
-        if self.t.step == self.t.o.warmup:                  # outer steps of these are done
-            self.t.o.eval_every = 0                         # not known yet
-            self.fit("first pace", time.perf_counter() - self.clock, self.t.step + 1)
+        if self.run.step == self.run.o.warmup:                  # outer steps of these are done
+            self.run.o.eval_every = 0                         # not known yet
+            self.fit("first pace", time.perf_counter() - self.clock, self.run.step + 1)
 
     def fit(self, key, seconds, steps):
         """Steps in all; and between evaluations, which come just after an outer step. (These once: the log
         numbers evaluations by it.)"""
-        o, m, gap = self.t.o, self.t.o.inner_steps or 1, self.whole / EVALUATIONS
+        o, m, gap = self.run.o, self.run.o.inner_steps or 1, self.whole / EVALUATIONS
 
         def rounds():                                       # of m steps, in a second; by rank 0's clock
             nearly_over = o.eval_every and self.whole - seconds < 1.5 * gap
             return 0.0 if nearly_over else steps / seconds / m          # the last part stays as planned
 
-        pace = self.t.job.agree_on(key, rounds)
+        pace = self.run.job.agree_on(key, rounds)
         if pace:
             o.steps = max(steps // m + 1, round(self.whole * pace)) * m
         o.eval_every = o.eval_every or max(1, round(gap * pace)) * m
@@ -167,11 +166,11 @@ def clocked(argv):
         job.refuse("--train is for several processes: start torchrun with --nproc-per-node 2 or more")
     if "--survive" in argv:
         job.refuse("--train has no clock for --survive: see experiments/cuts.py")
-    t = built(job, [*argv[1:], "--eval-every", "1000000", "--steps", "1000000"])
-    t.meter = Clock(t=t, whole=seconds)
-    train.train(t)
+    run = built(job, [*argv[1:], "--eval-every", "1000000", "--steps", "1000000"])
+    run.meter = Clock(run=run, whole=seconds)
+    train.train(run)
     if job.rank == 0:
-        replace(t.folder / "config.json", json.dumps(vars(t.o), indent=1))        # with the steps that fitted
+        replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))  # the steps that fitted
 
 
 def read_seconds(argv):
@@ -190,7 +189,7 @@ def read_seconds(argv):
 def predicted(run, compute, links):
     """Seconds at each evaluation, by (H). compute: seconds of an inner step."""
     o, m = run.o, every(run.o)
-    size = count_parameters(shape(o))[0] * (1 if o.wire == "int8" else 4)
+    size = count_parameters(whole_config(o))[0] * (1 if o.wire == "int8" else 4)
     ready, found = [0.0] * run.ranks, []
     for step in range(1, int(run.steps[-1]) + 1):
         ready = [moment + compute for moment in ready]

@@ -58,12 +58,12 @@ class TellingNoLoCo(NoLoCo):
 
 def tell(argv):
     """train.main with it; each rank keeps what it has found."""
-    t = built(Job(), argv, make_outer=lambda *args: train.make_outer(*args, {"fp32": TellingNoLoCo}))
-    train.train(t)
-    last = t.outer.beyond[-max(1, t.o.steps // t.o.inner_steps // 10):]     # a tenth of the outer steps
-    share = [sum(row[bound] for row in last) / len(last) / len(t.theta) for bound in BOUNDS]
-    row = dict(largest=t.outer.largest, beyond=share)
-    (t.folder / f"margin{t.job.rank}.json").write_text(json.dumps(row))
+    run = built(Job(), argv, make_outer=lambda *args: train.make_outer(*args, {"fp32": TellingNoLoCo}))
+    train.train(run)
+    last = run.outer.beyond[-max(1, run.o.steps // run.o.inner_steps // 10):]     # a tenth of the outer steps
+    share = [sum(row[bound] for row in last) / len(last) / len(run.theta) for bound in BOUNDS]
+    row = dict(largest=run.outer.largest, beyond=share)
+    (run.folder / f"margin{run.job.rank}.json").write_text(json.dumps(row))
 
 
 def what_was_told(folder):

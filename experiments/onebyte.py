@@ -113,10 +113,10 @@ def short(argv):
         return ShortDiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta) \
             if o.method == "diloco" else None
 
-    t = built(Job(), argv, make_outer=make_outer)
-    if t.average:
-        t.average = ShortAverage(t.average.all_reduce, t.average.replicas)
-    train.train(t)
+    run = built(Job(), argv, make_outer=make_outer)
+    if run.average:
+        run.average = ShortAverage(run.average.all_reduce, run.average.replicas)
+    train.train(run)
 
 
 # ---------------------------------------------------------------- the table

@@ -230,7 +230,7 @@ def mean_model(folder):
     o = train.parse(["--resume", str(folder)])
     stages, layers = train.layout(o, sum(o.stages))
     _, parts = export.newest(Job(), folder, stages)
-    model = Llama(train.shape(o))
+    model = Llama(train.whole_config(o))
     for flat, ranks in zip(export.by_stage(model, layers), stages):
         flat.copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
     return o, model, load_data(o, 0, 1)[0], export.rho_of(o, parts[0])

@@ -24,11 +24,9 @@ from experiments.clock import hours
 from experiments.pictures import COLOURS, kept, show_head, show_row
 from experiments.runs import (ROOT, band, built, finals, headline, losses, over, over_runs, published,
                               results, same_seeds, spread_of)
-from planning.falling import falling
 from plumbing.processes import Job
-from skippipe import share_of_visits
+from planning.rho import shares
 
-FALLS = (0.25, "no-swaps")      # from this share on, on such paths
 SCALED = ("25% skipped, in order", "37.5% skipped", "50% skipped")
 # The first seed only.
 RELATIVES = {"25% skipped, in order": ("--power=1", "--power=0.5", "--power=0"),
@@ -41,10 +39,6 @@ def runs(steps):
     plain = [run for run in skip.runs(steps) if name(run).removesuffix(", equal time") in SCALED]
     for run in plain:
         yield replace(run, label=f"{run.label} (Eq. 6)", options=run.options.replace(skip.UNSCALED, ""))
-    for stages in skip.KINDS:
-        run = falls(stages, steps or 300)
-        yield run
-        yield relative(run, "--power=1")
     for run in plain:
         anew = ANEW.get(name(run), ()) if run.label.startswith("8 stages") else ()
         for program in RELATIVES.get(name(run), ()) + anew:
@@ -62,14 +56,6 @@ def relative(run, program):
     if way == "--drawn" and a:
         ways += f", a = {a}"
     return replace(run, label=f"{run.label} ({ways})", program=f"-m experiments.scale {program}")
-
-
-def falls(stages, steps):
-    share, routing = FALLS
-    kinds = [(less, routing) for less in falling(share, stages)]
-    fitting = skip.equal_time(steps, stages, kinds)
-    run = skip.run(f"{stages} stages, 25% falling to 0, in order, equal time", stages, *FALLS, fitting)
-    return replace(run, options=f"{run.options} --falling")
 
 
 class Drawn(train.Routes):
@@ -98,7 +84,7 @@ class Power(train.Pipeline):
 
     def run(self, paths, batches, train=True, order=None):
         if train:
-            self.visited = share_of_visits(paths, self.ranks)
+            self.visited = shares(paths, [self.ranks])[0]
         return super().run(paths, batches, train, order)
 
     def blocks(self, x):

@@ -18,7 +18,7 @@ from experiments.runs import (Run, band, finals, headline, heldout, losses, mean
                               results, spread_of)
 from model import Llama
 from planning.instance import CITIES, city_delays, city_links
-from planning.scale import last_matrices, multiply, with_stages_missing
+from planning.rho import multiply, with_stages_missing
 from skippipe import Network
 from tools.partial import some_choices
 from train import layout
@@ -111,7 +111,7 @@ def missing_stages(folder):
             model.load_state_dict({name: weights[name] for name in model.state_dict()})
             raised = with_stages_missing(rho, len(stages))
             for s in stages:
-                multiply(raised[s], last_matrices(model.model.layers[str(i)] for i in layers[s]))
+                multiply(raised[s], [model.model.layers[str(i)] for i in layers[s]])
             losses[stages] = heldout(o, model, corpus)
         return losses[stages]
 

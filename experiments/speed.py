@@ -28,7 +28,7 @@ from experiments.runs import torchrun
 from experiments.sync import quartiles
 from model import Config, Llama, count_parameters
 from noloco import NoLoCo, flatten
-from planning.routing import Watch, measure
+from planning.training import Watch, measure
 from plumbing.fast import Adam, speed_up
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job

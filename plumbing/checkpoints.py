@@ -164,53 +164,54 @@ def read(file):
     return of_our_form(file, load(file))
 
 
-# ---- a run (t: the parts of train.build) in a checkpoint, and back
+# ---- a run (a train.Run) in a checkpoint, and back
 
 
-def state_of(t):
-    counted = dict(sync=t.meter.sync + sent(t), pipeline=t.meter.pipeline + t.pipeline.bytes_sent)
-    return dict(step=t.step, cursor=t.cursor, theta=t.theta, adam=t.inner.state_dict(),
-                outer=t.outer and t.outer.state_dict(), rng=torch.get_rng_state(), plan=t.routes.plan,
-                rho=t.rho, corpus=t.corpus and t.corpus.digest,
-                meter=dict(t.meter.state(), counts=counts(t), **counted))
+def state_of(run):
+    counted = dict(sync=run.meter.sync + sent(run), pipeline=run.meter.pipeline + run.pipeline.bytes_sent)
+    return dict(step=run.step, cursor=run.cursor, theta=run.theta, adam=run.inner.state_dict(),
+                outer=run.outer and run.outer.state_dict(), rng=torch.get_rng_state(), plan=run.routes.plan,
+                rho=run.rho, corpus=run.corpus and run.corpus.digest,
+                meter=dict(run.meter.state(), counts=counts(run), **counted))
 
 
-def go_on(t):
+def go_on(run):
     """Load the newest checkpoint that all ranks hold; returns its plan. After a restart there may be none."""
-    state, t.stale = t.job.together(t.checkpoints.newest, t.stages[t.stage])
-    t.job.together(fits, t, state)
+    state, run.stale = run.job.together(run.checkpoints.newest, run.stages[run.stage])
+    run.job.together(fits, run, state)
     if not state:
         return None
-    t.step, t.rho = state["step"], state.get("rho")
-    t.theta.copy_(state["theta"])
-    t.inner.load_state_dict(state["adam"])
-    t.meter = Meter(**state["meter"])
+    run.step, run.rho = state["step"], state.get("rho")
+    run.theta.copy_(state["theta"])
+    run.inner.load_state_dict(state["adam"])
+    run.meter = Meter(**state["meter"])
     torch.set_rng_state(state["rng"].cpu())
-    if t.outer:
-        t.outer.load_state_dict(state["outer"])
-    if t.reader:
-        t.reader.cursor = state["cursor"]
+    if run.outer:
+        run.outer.load_state_dict(state["outer"])
+    if run.reader:
+        run.reader.cursor = state["cursor"]
     return state["plan"]
 
 
-def begin(t):
+def begin(run):
     """The log of a run that begins or goes on. One that has done all its steps says so, and ends here."""
-    if t.step == t.o.steps and not t.job.joining:
-        t.job.say([f"{t.folder} is finished, all its {t.step} steps are done: give more --steps to go on"])
+    if run.step == run.o.steps and not run.job.joining:
+        run.job.say([f"{run.folder} is finished, all its {run.step} steps are done: "
+                     "give more --steps to go on"])
         with contextlib.suppress(RuntimeError):
-            t.job.close()
+            run.job.close()
         sys.exit(0)
-    t.job.together(t.checkpoints.forget, t.stale)           # training passes there again
-    return t.job.together(Log, t)
+    run.job.together(run.checkpoints.forget, run.stale)           # training passes there again
+    return run.job.together(Log, run)
 
 
-def fits(t, state):
+def fits(run, state):
     if not state and not restarts():
-        raise BadInput(f"{t.folder} has no checkpoint that all {t.job.world} ranks hold")
-    if state and state["step"] > t.o.steps:
-        raise BadInput(f"--steps {t.o.steps}: {t.folder} has done {state['step']} already; give more")
-    if state and t.corpus and state["corpus"] != t.corpus.digest:
-        raise BadInput(f"the data differ from those of {t.folder} (corpus {t.corpus.digest}, then "
+        raise BadInput(f"{run.folder} has no checkpoint that all {run.job.world} ranks hold")
+    if state and state["step"] > run.o.steps:
+        raise BadInput(f"--steps {run.o.steps}: {run.folder} has done {state['step']} already; give more")
+    if state and run.corpus and state["corpus"] != run.corpus.digest:
+        raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, then "
                        f"{state['corpus']}): give the same --data or start a new run")
 
 

@@ -84,6 +84,13 @@ def load_corpus(o):
                   end if o.tokenizer or kind != "bin" else None, streamed=kind == "c4", alone=alone)
 
 
+def heldout_sequences(corpus, count, seq_len):
+    """(count, T + 1) held-out tokens, spread evenly: the same sequences for every replica."""
+    last = len(corpus.heldout) - seq_len - 1
+    starts = [round(i * last / max(1, count - 1)) for i in range(count)]
+    return torch.stack([corpus.heldout[a:a + seq_len + 1] for a in starts]).long()
+
+
 # ---- files
 
 

@@ -17,10 +17,10 @@ GONE = "gone"                       # what a rank tells that ends by itself, say
 
 
 class Ending:
-    """Around training. t: the parts of train.build."""
+    """Around training. run: a train.Run."""
 
-    def __init__(self, job, t):
-        self.job, self.t = job, t
+    def __init__(self, job, run):
+        self.job, self.run = job, run
         self.number = 0                                 # of the signal that came
         self.last = 0                                   # the step after which all stop
         self.decided = threading.Event()
@@ -40,7 +40,7 @@ class Ending:
         return self
 
     def __exit__(self, error, *_):
-        self.tell(self.job.store, GONE if error and not self.last else self.t.step)
+        self.tell(self.job.store, GONE if error and not self.last else self.run.step)
         if self.main:
             signal.set_wakeup_fd(self.before)
             for number, handler in self.handlers.items():       # torchrun may repeat the signal
@@ -62,8 +62,8 @@ class Ending:
         heard = self.ear.recv(1)
         if heard:
             self.number = heard[0]
-            self.tell(self.store, self.t.step + 1)
-            self.last = self.agree() if self.store else self.t.step
+            self.tell(self.store, self.run.step + 1)
+            self.last = self.agree() if self.store else self.run.step
             self.decided.set()
 
     def agree(self):
@@ -81,13 +81,13 @@ class Ending:
 
     def due(self):
         """Whether all stop here."""
-        return self.number and self.decided.wait() and self.t.step >= self.last
+        return self.number and self.decided.wait() and self.run.step >= self.last
 
     def stop(self, save):
         """Raises SystemExit."""
-        if self.t.outer:
-            self.t.outer.settle()
-        self.t.meter.pause()
+        if self.run.outer:
+            self.run.outer.settle()
+        self.run.meter.pause()
         save()
         with contextlib.suppress(RuntimeError):
             self.job.close()
@@ -95,7 +95,7 @@ class Ending:
         sys.exit(128 + self.number)
 
     def say(self, more=""):
-        self.t.log.close()
+        self.run.log.close()
         if self.job.rank == 0:
-            print(f"stopped at step {self.t.step}{more}; go on with --resume {self.t.folder}",
+            print(f"stopped at step {self.run.step}{more}; go on with --resume {self.run.folder}",
                   file=sys.stderr, flush=True)

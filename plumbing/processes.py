@@ -179,26 +179,26 @@ class Job:
         return ranks, gloo_group(self.store, key, ranks.index(self.rank), len(ranks), DAY)
 
     def averager(self, replicas):
-        """Of gradients, for ddp and a warm start; None for one replica."""
+        """Of gradients, for ddp; None for one replica."""
         if len(replicas) == 1:
             return None
         group = dist.new_group(replicas, use_local_synchronization=True)
         return Average(lambda t: dist.all_reduce(t, group=group, async_op=True), len(replicas))
 
     @contextlib.contextmanager
-    def rescue(self, t, save):
+    def rescue(self, run, save):
         """Around training, which needs every process. (survive/ saves here what can be saved.)"""
         try:
-            with Ending(self, t) as self.ending:
+            with Ending(self, run) as self.ending:
                 yield
         except (BadInput, OSError) as error:        # a full disk, most often
-            t.log.close()
-            self.give_up(f"{one_line(error)}; once that is put right go on with --resume {t.folder}")
+            run.log.close()
+            self.give_up(f"{one_line(error)}; once that is put right go on with --resume {run.folder}")
         except RuntimeError:                        # most often a peer's connection that broke
             if self.another_gave_up():
                 sys.exit(2)
-            print(f"stopped: rank {self.rank} at step {t.step}; if another process is gone, go on with "
-                  f"--resume {t.folder}", file=sys.stderr, flush=True)
+            print(f"stopped: rank {self.rank} at step {run.step}; if another process is gone, go on with "
+                  f"--resume {run.folder}", file=sys.stderr, flush=True)
             if self.ending.number:
                 sys.exit(2)
             raise

@@ -121,42 +121,45 @@ def squares_of(piece, members, link, patience):
     return squares - square(total) / len(members)
 
 
-def sent(t):
+def sent(run):
     """Bytes that this process has sent to synchronise."""
-    return sum(part.bytes_sent for part in (t.outer, t.average) if part)
+    return sum(part.bytes_sent for part in (run.outer, run.average) if part)
 
 
-def counts(t):
+def counts(run):
     """What survive/ counts: microbatches lost, outer steps done alone; with those before a resume."""
-    return {key: n + t.meter.counts.get(key, 0) for key, n in t.counts().items()}
+    now = dict(lost=run.pipeline.lost, alone=getattr(run.outer, "alone", 0))
+    return {key: n + run.meter.counts.get(key, 0) for key, n in now.items()}
 
 
-def banner(t, rate):
+def banner(run, rate):
     """What runs, in a few lines."""
-    o, job, corpus = t.o, t.job, t.corpus
+    o, job, corpus = run.o, run.job, run.corpus
     stages = "x".join(map(str, o.stages))
     alone = "replicas of the whole model"
     pipelines = f"stages {stages}, {o.routing} routing" if len(o.stages) > 1 else alone
     over = f" over {'NCCL' if job.nccl else 'Gloo'}" if job.world > 1 else ""
     yield f"{o.method}, {pipelines}, {job.world} processes on {job.device.type}{over}"
-    whole, inner = count_parameters(t.config)
+    whole, inner = count_parameters(run.config)
     yield (f"{o.init_from or o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without "
            f"embedding and head; {o.dtype}")
-    yield from settings(o, t.stages[0], rate)
+    yield from settings(o, run.stages[0], rate)
     amount = f"{len(corpus.train)} shards to stream" if corpus.streamed else \
         f"{sum(map(len, corpus.train)) / 1e6:.1f}M training"
     size = f", {corpus.bytes_per_token:.3f} bytes per token" if o.tokenizer else ""
     yield f"{amount} and {len(corpus.heldout) / 1e6:.2f}M held-out tokens, corpus {corpus.digest}{size}"
-    replicas = [len(ranks) for ranks in t.stages if len(ranks) > 1 and o.method == "noloco"]
+    replicas = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
     bounds = [gamma_bound(o.alpha, o.group_size, n) for n in replicas]
     if bounds and not 0 < o.gamma < min(bounds):
         yield (f"warning: gamma {o.gamma} is outside 0 < gamma < {min(bounds):.3f} (noloco.gamma_bound): the "
                "replicas will drift apart")
-    if t.step and (before := json.loads((t.folder / "config.json").read_text())["steps"]) != o.steps:
-        also = ", and so is the fall of --skip: stages may be left out again" * o.falling
-        yield (f"warning: --steps {o.steps}, until now {before}: from step {t.step} on the cosine of the "
-               f"learning rate is stretched to that{also}")
-    if t.outer and o.steps < o.inner_steps:
+    if run.step and (before := json.loads((run.folder / "config.json").read_text())["steps"]) != o.steps:
+        yield (f"warning: --steps {o.steps}, until now {before}: from step {run.step} on the cosine of the "
+               f"learning rate is stretched to that")
+    if o.skip and o.routing != "dtfm" and not o.unscaled:
+        yield ("evaluated with what a stage adds times the share of the microbatches that visit it (the rho "
+               "rule of planning/rho.py; without: --unscaled)")
+    if run.outer and o.steps < o.inner_steps:
         yield (f"warning: {o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never "
                "synchronise")
 
@@ -183,61 +186,62 @@ def settings(o, origins, rate):
 
 
 class Log:
-    """t: the parts of train.build. Only rank 0 writes; all tell it their numbers."""
+    """run: a train.Run. Only rank 0 writes; all tell it their numbers."""
 
-    def __init__(self, t):
-        self.t, self.o, self.job = t, t.o, t.job
-        self.file = t.folder / "metrics.jsonl"
+    def __init__(self, run):
+        self.run, self.o, self.job = run, run.o, run.job
+        self.file = run.folder / "metrics.jsonl"
         self.heldout = None
         self.latest = {}                        # rank: its last row, also of those that answer no longer
         if self.job.rank == 0:
-            replace(t.folder / "config.json", json.dumps(vars(t.o), indent=1))
+            replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
             replace(self.file, "".join(line + "\n" for line in self.kept()))
-            print(f"{t.folder}{f', from step {t.step}' if t.step else ''}")
-        self.bar = tqdm(total=self.o.steps, initial=t.step, disable=self.job.rank != 0, unit="step",
+            print(f"{run.folder}{f', from step {run.step}' if run.step else ''}")
+        self.bar = tqdm(total=self.o.steps, initial=run.step, disable=self.job.rank != 0, unit="step",
                         dynamic_ncols=True)
-        t.meter.go_on()
+        run.meter.go_on()
 
     def kept(self):
         """The lines up to the checkpoint; the others come again. A crash may have cut one short."""
-        if not self.t.step or not self.file.exists():
+        if not self.run.step or not self.file.exists():
             return
         for line in self.file.read_text().splitlines():
             with contextlib.suppress(ValueError):
-                if json.loads(line)["step"] <= self.t.step:
+                if json.loads(line)["step"] <= self.run.step:
                     yield line
 
     def progress(self, loss, home):
-        if self.t.step % 10 == 0 or self.t.step == 1:
+        if self.run.step % 10 == 0 or self.run.step == 1:
             heldout = f", held-out {self.heldout:.3f}" if self.heldout else ""
             self.bar.set_postfix_str(f"loss {float(loss) / max(1, home):.3f}{heldout}", refresh=False)
-        self.bar.update(self.t.step - self.bar.n)
+        self.bar.update(self.run.step - self.bar.n)
 
     def row(self, heldout):
         """This rank's numbers."""
-        t, meter = self.t, self.t.meter
-        waits = meter.waits + (t.average.waits if t.average else [])
+        run, meter = self.run, self.run.meter
+        waits = meter.waits + (run.average.waits if run.average else [])
         row = dict(loss=float(meter.loss), tokens=meter.tokens, heldout=heldout, seen=meter.seen,
                    syncs=len(waits), waited=sum(waits), longest=max(waits, default=0.0),
-                   skipped=meter.skipped, norm=meter.norm, sync=meter.sync + sent(t),
-                   pipeline=meter.pipeline + t.pipeline.bytes_sent, bad=t.reader.bad_lines if t.reader else 0,
+                   skipped=meter.skipped, norm=meter.norm, sync=meter.sync + sent(run),
+                   pipeline=meter.pipeline + run.pipeline.bytes_sent,
+                   bad=run.reader.bad_lines if run.reader else 0,
                    iteration=sorted(meter.iterations)[len(meter.iterations) // 2],
-                   simulated=t.routes.makespan(), **counts(t))
+                   simulated=run.routes.makespan(), **counts(run))
         meter.loss, meter.tokens, meter.iterations = 0.0, 0, []
         return row
 
     def report(self, row, moment):
         """One line of metrics.jsonl from every rank's row."""
-        replicas = next(ranks for ranks in self.t.routes.living() if self.job.rank in ranks)
-        key = f"spread/{self.t.stage}/{moment}"
-        row["spread"], row["weights"] = weight_spread(self.t.theta, replicas[:64], self.job, key)
+        replicas = next(ranks for ranks in self.run.routes.living() if self.job.rank in ranks)
+        key = f"spread/{self.run.stage}/{moment}"
+        row["spread"], row["weights"] = weight_spread(self.run.theta, replicas[:64], self.job, key)
         rows = self.job.collect(f"row/{moment}", row)
         if self.job.rank == 0:
             self.latest.update(rows)
             self.write(self.line(rows), self.job.news())
 
     def line(self, rows):
-        t = self.t
+        run = self.run
         origins = [row for row in rows.values() if row["tokens"]]
         heldout = [row["heldout"] for row in rows.values() if row["heldout"] is not None] or [math.nan]
 
@@ -246,11 +250,11 @@ class Log:
 
         mean = sum(heldout) / len(heldout)
         spread = total("spread", rows)
-        per_byte = t.corpus.bytes_per_token
+        per_byte = run.corpus.bytes_per_token
         iteration = max(row["iteration"] for row in rows.values())
         return dict(
-            step=t.step, tokens=total("seen"), seconds=t.meter.seconds,
-            tokens_per_second=total("seen") / t.meter.seconds, lr=t.lr,
+            step=run.step, tokens=total("seen"), seconds=run.meter.seconds,
+            tokens_per_second=total("seen") / run.meter.seconds, lr=run.lr,
             train_loss=sum(row["loss"] for row in origins) / max(1, sum(row["tokens"] for row in origins)),
             heldout_loss=mean, heldout_min=min(heldout), heldout_max=max(heldout),
             perplexity=perplexity(mean),
@@ -261,7 +265,7 @@ class Log:
             ranks=len(rows), sync_seconds=total("waited") / max(1, total("syncs")),
             sync_seconds_longest=max(row["longest"] for row in self.latest.values()),
             sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
-            iteration_seconds=iteration / t.routes.scale, simulated_seconds=rows[0]["simulated"])
+            iteration_seconds=iteration / run.routes.pace, simulated_seconds=rows[0]["simulated"])
 
     def write(self, line, news):
         for event in news:
@@ -285,7 +289,7 @@ class Log:
     def summary(self):
         self.close()
         if self.job.rank == 0:
-            print(f"kept in         {self.t.folder}")
+            print(f"kept in         {self.run.folder}")
             print("\n".join(last_lines(json.loads(self.file.read_text().splitlines()[-1]))))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from plumbing.processes import Average, Job, gloo_group
+from plumbing.processes import Job
 from survive.meeting import Gone, absent, come_back, meet, notice_silence
 from survive.onebyte import SurvivingOneByte
 from survive.outer import SurvivingNoLoCo
@@ -79,28 +79,20 @@ class SurvivingJob(Job):
         come_back(self.store, self.rank)
         return meet(self.store, key, self.rank, ranks, 2 * self.patience)
 
-    def averager(self, replicas):
-        """For the warm start, which needs every process."""
-        if len(replicas) == 1 or self.joining:
-            return None
-        key = f"warm/{replicas[0]}"
-        group = gloo_group(self.store, key, replicas.index(self.rank), len(replicas), 10 * self.timeout)
-        return SurvivingAverage(lambda t: group.allreduce([t]), len(replicas))
-
     @contextlib.contextmanager
-    def rescue(self, t, save):
+    def rescue(self, run, save):
         """When what training needs is gone: a checkpoint and one line."""
         try:
-            with super().rescue(t, save):
+            with super().rescue(run, save):
                 try:
                     yield
                 except (Gone, dist.DistError) as error:
                     save_what_can_be(save)
                     reason = str(error) if isinstance(error, Gone) else "the store on node 0 is lost"
-                    sys.exit(f"stopped: rank {self.rank} at step {t.step}: {reason}; go on with --resume "
-                             f"{t.folder}")
+                    sys.exit(f"stopped: rank {self.rank} at step {run.step}: {reason}; go on with --resume "
+                             f"{run.folder}")
         finally:
-            t.pipeline.stop()
+            run.pipeline.stop()
 
     def another_gave_up(self):
         """The others go on without this one, so each says why it does not."""
@@ -110,14 +102,6 @@ class SurvivingJob(Job):
 def save_what_can_be(save):
     with contextlib.suppress(RuntimeError):         # telling that it is saved fails where the store is lost
         save()
-
-
-class SurvivingAverage(Average):
-    def __call__(self, grad, tokens):
-        try:
-            return super().__call__(grad, tokens)
-        except RuntimeError:
-            raise Gone("--warm-start needs every process, and one is gone")
 
 
 def build(job, o, argv):
@@ -131,12 +115,11 @@ def build(job, o, argv):
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
     if o.join and (o.method != "noloco" or len(o.stages) > 1):
         job.refuse("--join is for --method noloco on one stage; others go on from a checkpoint: --resume")
-    t = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
-    t.routes.outer = t.outer
-    t.counts = lambda: dict(lost=t.pipeline.lost, alone=getattr(t.outer, "alone", 0))
+    run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
+    run.routes.outer = run.outer
     if o.join:
-        join(t)
-    return t
+        join(run)
+    return run
 
 
 def make_outer(job, o, params, replicas, inner):
@@ -151,18 +134,18 @@ def make_outer(job, o, params, replicas, inner):
                             timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=inner.reset)
 
 
-def join(t):
-    rank = t.job.rank
+def join(run):
+    rank = run.job.rank
     line = f"rank {rank} asks to join: it gets its weights after a living replica's next outer step"
     print(line, flush=True)
     try:
-        t.outer.join()
+        run.outer.join()
     except RuntimeError as error:
-        t.job.refuse(f"--join: no living replica answered ({str(error)[:100]})")
-    t.step = t.outer.steps
-    print(f"rank {rank} joined at step {t.step}", flush=True)
-    if not t.corpus.streamed:
-        t.reader.cursor = t.step * t.o.microbatches * t.o.batch
-    elif held := t.checkpoints.steps():             # (a stream is read again from there, or from its start)
-        file = t.checkpoints.place(held[-1]) / f"rank{rank}.pt"
-        t.reader.cursor = torch.load(file, weights_only=True, mmap=True)["cursor"]
+        run.job.refuse(f"--join: no living replica answered ({str(error)[:100]})")
+    run.step = run.outer.steps
+    print(f"rank {rank} joined at step {run.step}", flush=True)
+    if not run.corpus.streamed:
+        run.reader.cursor = run.step * run.o.microbatches * run.o.batch
+    elif held := run.checkpoints.steps():             # (a stream is read again from there, or from its start)
+        file = run.checkpoints.place(held[-1]) / f"rank{rank}.pt"
+        run.reader.cursor = torch.load(file, weights_only=True, mmap=True)["cursor"]

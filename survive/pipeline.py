@@ -46,7 +46,7 @@ class SurvivingPipeline(Pipeline):
 
     def connect(self, pairs):
         job = self.job
-        self.lost, self.step = 0, 0
+        self.step = 0
         self.dead, self.agreed = set(), set()
         self.groups, self.works = {}, {}
         for a, b in pairs:                                  # in one order for all: nobody waits in a circle
@@ -55,7 +55,7 @@ class SurvivingPipeline(Pipeline):
                 self.groups[peer] = gloo_group(job.store, f"pair/{a}/{b}", int(self.rank == b), 2, DAY)
                 self.works[peer] = queue.SimpleQueue()
                 threading.Thread(target=await_each, args=[self.works[peer]], daemon=True).start()
-        self.nothing = lost(self.shape, self.dtype)
+        self.nothing = lost(self.message_shape, self.dtype)
         self.waiting = self.arrival = None                  # the peer that this rank waits for, and for what
         self.broken = set()                                 # peers to whom the connection is
         self.since = self.grace = math.inf                  # at work until then; the first run may compile
@@ -109,13 +109,13 @@ class SurvivingPipeline(Pipeline):
     # ---- the wire
 
     def send(self, tensor, to, u, hop):
-        tensor = self.nothing if tensor is None else tensor.to(self.wire).contiguous()
+        tensor = self.nothing if tensor is None else tensor.to(self.message_device).contiguous()
         self.count(tensor, to, u, hop)
         place = int(to > self.rank)
         return self.post(to, lambda group: group.send([tensor], place, tag(u, hop))), tensor, to
 
     def receive(self, source, u, hop):
-        buffer = torch.empty(self.shape, dtype=self.dtype, pin_memory=self.pin)
+        buffer = torch.empty(self.message_shape, dtype=self.dtype, pin_memory=self.pin)
         place = int(source > self.rank)
         return self.post(source, lambda group: group.recv([buffer], place, tag(u, hop))), buffer, source
 

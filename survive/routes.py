@@ -1,7 +1,7 @@
 """Paths round the dead: those of each iteration are drawn, or planned anew, from who is alive in it."""
 import json
 
-from planning.routing import living
+from planning.training import living
 from plumbing.processes import BadInput
 from survive.meeting import Gone
 from train import Routes
@@ -20,10 +20,10 @@ class SurvivingRoutes(Routes):
         idle = self.now and not self.now["order"][self.job.rank]
         if self.pipeline.begin(step, idle):
             self.go_round(step)
-        return super().at(step)
+        return (self.now["paths"], self.now["order"]) if self.now else super().at(step)
 
-    def in_force(self):
-        return self.now
+    def makespan(self):
+        return self.now and self.now["makespan"]
 
     def go_round(self, step):
         """Raises Gone when nothing leads round the dead."""
@@ -48,7 +48,7 @@ class SurvivingRoutes(Routes):
         key = f"plan/{step}"
         if self.job.rank == 0:
             try:
-                plan = self.new_plan(self.o.skip, tuple(sorted(dead)))
+                plan = self.new_plan(tuple(sorted(dead)))
             except BadInput as error:
                 plan = dict(error=str(error))
             self.job.store.set(key, json.dumps(plan))

@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ import torch
 import skippipe
 import train
 from model import Config, Llama
-from planning.scale import Scale, shares, with_stages_missing
+from planning.rho import scaled, shares, with_stages_missing
 from planning.search import plan
-from skippipe import Network, chain, full_paths, random_paths, random_valid_paths, share_of_visits
+from skippipe import Network, chain, full_paths, random_paths, random_valid_paths
 from test_minimal import _gradients
 from tests.harness import processes
 from tests.oracles import random_network, replay, scaled_blocks
@@ -59,32 +58,25 @@ def test_bfloat16_messages_give_nearly_the_same_gradients():
     assert max(processes(4, _gradients, stages, [full_paths(stages, 2)], (2, 16, 32), torch.bfloat16)) < 0.05
 
 
-# ---- Eq. 6 of skippipe.py: planning/scale.py
+# ---- the rho rule: planning/rho.py
 
 
-def test_evaluation_scales_what_a_stage_adds_by_the_share_of_paths_that_visit_it():
-    """Eq. 6 of skippipe.py. Training, and the weights afterwards, are those without it, to the bit."""
+def test_the_rho_rule_scales_what_layers_add_and_leaves_no_trace():
+    """The weights afterwards are those before, to the bit."""
     model = Llama(Config(hidden_size=32, num_attention_heads=2, num_key_value_heads=2))
     x = torch.randn(2, 8, 32)
     before = model.blocks(x)
-    t = SimpleNamespace(model=model, stages=[[0, 1], [2], [3, 4]], stage=2, rho=None)
-    t.pipeline = SimpleNamespace(run=lambda *_: model.blocks(x))
-    t.routes = SimpleNamespace(in_force=lambda: dict(paths=[(0, 2, 3), (1, 4)]))    # all visit our stage
-    t.job = SimpleNamespace(say=lambda lines: None)
-    Scale(t)
-    assert torch.equal(t.pipeline.run([(0, 2, 3)], {}, False), before)
-    assert torch.equal(t.pipeline.run([(0, 2, 3), (1, 3), (0, 4), (1, 2)], {}), before)     # three of four do
-    got = t.pipeline.run([(0, 2, 3)], {}, False)
+    with torch.no_grad(), scaled(model, 0.75):
+        got = model.blocks(x)
     assert torch.allclose(got.double(), scaled_blocks(model, x, 0.75), rtol=0, atol=1e-5)
     assert not torch.allclose(got, before, rtol=0, atol=1e-2)
-    assert torch.equal(model.blocks(x), before) and t.rho == [1.0, 0.5, 0.75]
+    assert torch.equal(model.blocks(x), before)
 
 
 def test_shares_of_visits_by_hand():
     stages, paths = [[0, 1], [2, 3], [4], [5]], [(0, 2, 4), (1, 4), (0, 3), (1, 4, 2)]
-    assert [share_of_visits(paths, ranks) for ranks in stages] == [1, 0.75, 0.75, 0]
-    assert share_of_visits([], [0]) == 0        # every path had a dead node: there is no task either
     assert shares(paths, stages) == [1, 0.75, 0.75, 0]
+    assert shares([], stages) == [0, 0, 0, 0]       # every path had a dead node: there is no task either
 
 
 def test_with_stages_missing_each_adds_more_by_hand():

@@ -67,9 +67,6 @@ def bad(*argv, error):
         bad("--replan", 0.2, error="--replan is for planned paths"),
         bad("--replan", 0.2, "--routing", "skippipe", "--survive", 5, error="and not with --survive"),
         bad("--replan", -1, error="--replan must be at least 0"),
-        bad("--falling", error="--falling is for --skip"),
-        bad("--skip", 0.3, "--falling", "--survive", 5, error="and not with --replan or --survive"),
-        bad("--skip", 0.3, "--falling", "--routing", "dtfm", error="on planned paths that skip"),
         bad("--skip", 0.9, "--stages", 1, error="at least 3 stages"),
         bad("--wire", "int8", "--gamma", 0.9, error="noloco with gamma = beta"),
         bad("--wire", "int8", "--method", "ddp", error="--wire int8 is for noloco"),
@@ -170,15 +167,16 @@ def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_
         assert help_of[option].endswith(f"(default: {defaults})"), help_of[option]
 
 
-def test_runs_from_before_go_on_unless_they_were_trained_with_a_scale(corpus, tmp_path, monkeypatch):
+def test_runs_of_older_versions_go_on_unless_they_used_what_is_gone(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs/x").mkdir(parents=True)
     config = vars(options("--data", corpus, "--name", "x", *SMALL))
     config.pop("unscaled")
-    for before in ({}, {"scaled": False}):
+    for before in ({}, {"scaled": False, "falling": False, "warm_start": 0}):
         Path("runs/x/config.json").write_text(json.dumps({**config, **before}))
         assert not options("--resume", "runs/x").unscaled
         assert options("--resume", "runs/x", "--unscaled").unscaled
-    Path("runs/x/config.json").write_text(json.dumps({**config, "scaled": True}))
-    with pytest.raises(BadInput, match="trained with --scaled, which this version does not have"):
-        options("--resume", "runs/x")
+    for gone in ({"scaled": True}, {"warm_start": 100}):
+        Path("runs/x/config.json").write_text(json.dumps({**config, **gone}))
+        with pytest.raises(BadInput, match="was started with --.*, which this version lacks"):
+            options("--resume", "runs/x")

@@ -17,11 +17,10 @@ import skippipe
 import train
 from model import Config, Llama
 from noloco import flatten
-from planning.falling import falling
 from planning.instance import published_network
-from planning.routing import PLANNERS, Watch, measure, plan_paths, read_links
+from planning.replan import Timed
+from planning.training import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
-from plumbing.options import layout
 from plumbing.processes import BadInput, Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
 from tests.harness import SMALL, checkpoint, connected_job, metrics, options, processes, run, train_main
@@ -175,55 +174,6 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(corpus, tmp_path):
     assert checkpoint(tmp_path / "runs/x", 2, 3)["plan"] == plan and 0 < plan["makespan"] < 60
 
 
-def test_a_share_that_falls_leaves_out_one_stage_less_in_each_part(tmp_path):
-    delay = [[0.1 * abs(a - b) for b in range(8)] for a in range(8)]
-    (tmp_path / "links.json").write_text(json.dumps(dict(delay=delay, compute=0.05)))
-    o = options("--stages", "2,2,2,2", "--skip", 0.5, "--falling", "--routing", "no-swaps", "--microbatches",
-                6, "--links", tmp_path / "links.json", "--steps", 8)
-    stages, _ = layout(o, 8)
-    said = []
-    job = SimpleNamespace(
-        world=8, say=said.extend, together=lambda f, *args: f(*args), agree_on=lambda _, f: f())
-    routes = train.Routes(job, o, None, stages)
-    steps = []
-    for step in range(8):
-        paths, order = routes.at(step)
-        steps.append(({len(path) for path in paths}, simulate(routes.network, paths, order=order).makespan))
-        assert steps[-1][1] == routes.makespan() and all(list(path) == sorted(path) for path in paths)
-    assert [lengths for lengths, _ in steps] == [{2}] * 3 + [{3}] * 3 + [{4}] * 2
-    first, middle, last = (steps[at][1] for at in (0, 3, 6))
-    assert first < middle < last
-    assert said[-1] == (f"of 4 stages paths leave out 2 from step 0 ({first:.3g} s), 1 from step 3 "
-                        f"({middle:.3g} s), 0 from step 6 ({last:.3g} s); simulated iterations")
-
-
-@pytest.mark.parametrize("share, stages, shares", [
-    (0.25, 4, [1 / 4, 0]), (0.375, 8, [3 / 8, 2 / 8, 1 / 8, 0]), (0.33, 3, [1 / 3, 0]), (0.1, 4, [0])])
-def test_shares_fall_by_a_stage_at_a_time(share, stages, shares):
-    assert falling(share, stages) == shares
-
-
-def test_a_share_of_less_than_half_a_stage_cannot_fall():
-    o = options("--stages", "1,1,1,1", "--skip", 0.1, "--falling")
-    with pytest.raises(BadInput, match="--skip 0.1 leaves out none of 4 stages"):
-        layout(o, 4)
-
-
-def test_a_falling_share_goes_on_where_it_was(corpus, tmp_path):
-    """As a run that never stopped, to the bit, and its last step visits every stage."""
-    run(
-        3, "--stages", "1,1,1", "--skip", 0.33, "--falling", "--steps", 3, "--save-every", 1,
-        "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path,
-    )
-    before, whole = (checkpoint(tmp_path / "runs/x", step, 1) for step in (2, 3))
-    lengths = [{len(path) for path in state["plan"]["paths"]} for state in (before, whole)]
-    assert lengths == [{2}, {3}]
-    shutil.rmtree(tmp_path / "runs/x/checkpoints/00000003")
-    run(3, "--resume", "runs/x", cwd=tmp_path)
-    again = checkpoint(tmp_path / "runs/x", 3, 1)
-    assert again["plan"] == whole["plan"] and torch.equal(again["theta"], whole["theta"])
-
-
 def test_ranks_without_work_in_a_plan_are_named(corpus, tmp_path):
     """One microbatch that visits two of three stages leaves out one rank."""
     delay = [[0, 0.1, 0.2], [0.1, 0, 0.3], [0.2, 0.3, 0]]
@@ -291,7 +241,7 @@ def planned(factor):
     return json.loads(json.dumps(plan_paths(slowed(FIVE, factor), "skippipe", 0.0, 4, 0)))
 
 
-class Slowing(emulate.EmulatedPipeline):
+class Slowing(emulate.TimedEmulation):
     """A node becomes slow after eight iterations."""
 
     def run(self, paths, batches, train=True, order=None):
@@ -301,7 +251,7 @@ class Slowing(emulate.EmulatedPipeline):
 
 
 def _slowing(argv):
-    emulate.EmulatedPipeline = Slowing
+    emulate.TimedEmulation = Slowing
     emulate.main(argv)
 
 
@@ -334,49 +284,58 @@ def test_training_goes_round_a_node_that_becomes_slow(corpus, tmp_path):
     assert torch.equal(checkpoint(folder, 16, 3)["theta"], theta)           # on the new plan, bit for bit
 
 
-def watched(replan=0.2):
-    """Rank 0's Watch; what it hears from all ranks is job.factors."""
-    job = Job()
-    job.share = lambda name, text: [str(f) for f in job.factors] if name.startswith("factor") else [text]
-    o = SimpleNamespace(routing="skippipe", skip=0.0, microbatches=4, seed=0, replan=replan)
-    pipeline = SimpleNamespace(train=True, paths=[(0, 1)], device=torch.device("cpu"), task=None)
-    return Watch(SimpleNamespace(job=job, o=o, pipeline=pipeline, network=FIVE, plan=planned(1)))
+class Clocked:
+    """A pipeline whose tasks take what `seconds` says, on the clock `now`."""
+    train, paths, device = True, [(0, 1)], torch.device("cpu")
+    now = seconds = 0.0
+
+    def task(self, u, hop, x):
+        Clocked.now += Clocked.seconds
+
+
+class TimedClock(Timed, Clocked):
+    pass
 
 
 def test_a_rank_knows_by_how_much_its_tasks_became_longer(monkeypatch):
-    watch, clock = watched(), SimpleNamespace(now=0.0)
-    monkeypatch.setattr("planning.routing.time.perf_counter", lambda: clock.now)
+    pipeline = TimedClock()
+    monkeypatch.setattr("planning.replan.time.perf_counter", lambda: Clocked.now)
     base = [1.0, 1.0, 0.5, 2.0, 2.0]        # forward, loss and backward, each in its own proportion
 
     def window(*factors):
         for factor in factors:
             for hop, seconds in enumerate(base):
-                watch.task = lambda u, hop, x, end=clock.now + seconds * factor: vars(clock).update(now=end)
-                watch.pipeline.task(0, hop, None)
-        return watch.measure()
+                Clocked.seconds = seconds * factor
+                pipeline.task(0, hop, None)
+        return pipeline.slower()
     assert window(1, 9, 1) == 1.0               # one hiccup
     assert window(1.05, 0.95, 1.05) == 1.0      # noise
-    watch.pipeline.train = False
+    pipeline.train = False
     assert window(3, 3, 3) == 1.0               # an evaluation
-    watch.pipeline.train = True
+    pipeline.train = True
     assert window() == 1.0                      # no work
     assert window(3, 3.5, 3) == pytest.approx(3)
-    before = watch.factor
+    before = pipeline.factor
     assert window(3.1, 2.9, 3.1) == before      # noise round the new figure
     assert window(1, 1, 1) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("factor, share, anew", [(1.0, 0.2, 0), (1.3, 0.2, 0), (3.0, 0.2, 1), (3.0, 0.5, 0)])
 def test_a_plan_is_made_anew_only_where_it_pays(factor, share, anew, monkeypatch):
-    watch, tried, slow = watched(share), [], slowed(FIVE, factor)
+    """Rank 0's routes; what they hear from all ranks is `factors`."""
+    factors = [factor if r == SLOW else 1.0 for r in range(5)]
+    job = Job()
+    job.share = lambda name, text: [str(f) for f in factors] if name.startswith("factor") else [text]
+    o = options("--stages", "1,2,2", "--routing", "skippipe", "--microbatches", 4, "--replan", share)
+    routes = train.ReplanningRoutes(job, o, SimpleNamespace(slower=lambda: 1.0), FIVE.stages, planned(1))
+    tried, slow = [], slowed(FIVE, factor)
 
-    def plan(network, *args):
+    def another(network, *args):
         tried.append(network)
         return planned(factor)
-    monkeypatch.setattr("planning.routing.plan_paths", plan)
-    watch.routes.job.factors = [factor if r == SLOW else 1.0 for r in range(5)]
+    monkeypatch.setattr("planning.replan.plan_paths", another)
     for step in (10, 20):
-        watch.renew(step)
+        routes.renew(step)
     assert tried == [slow] * (factor > 1)           # once, not at every evaluation
     assert (takes(slow, planned(1)) > (1 + share) * takes(slow, planned(factor))) == anew
-    assert watch.routes.plan == planned(factor if anew else 1) and len(watch.routes.job.news()) == anew
+    assert routes.plan == planned(factor if anew else 1) and len(job.news()) == anew

@@ -355,20 +355,6 @@ def test_a_stage_without_replicas_is_left_out_or_ends_the_run_with_a_checkpoint(
         assert [checkpoint(tmp_path / "runs/x", 23, r)["step"] for r in range(2)] == [23, 23]
 
 
-def test_a_death_in_the_warm_start_leaves_checkpoints_and_one_line(corpus, tmp_path):
-    world, _, victim = JOBS["one stage"]
-    results = failing(
-        "one stage", [(Fault.DIE_IN_FORWARD, victim, 4)], tmp_path, "--data", corpus, "--warm-start", 10,
-        fallen=[victim],
-    )
-    line = "stopped: rank {} at step 4: --warm-start needs every process, and one is gone; "
-    line += "go on with --resume runs/x"
-    assert [code for code, _ in (r for r in results if r)] == [
-        line.format(r) for r in range(world) if r != victim
-    ]
-    assert all(checkpoint(tmp_path / "runs/x", 4, r)["step"] == 4 for r in range(world) if r != victim)
-
-
 def test_survivors_checkpoints_serve_the_dead(corpus, tmp_path):
     world, _, victim = JOBS["one stage"]
     results = failing(

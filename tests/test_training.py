@@ -13,7 +13,7 @@ import torch
 
 import train
 from model import Config, Llama
-from noloco import flatten, random_groups
+from noloco import flatten
 from plumbing.data import load_corpus
 from plumbing.fast import Adam
 from plumbing.muon import Muon
@@ -100,37 +100,6 @@ def test_heldout_loss_equals_one_process_on_the_heldout_text(corpus, tmp_path):
     assert [line["heldout_min"], line["heldout_loss"], line["heldout_max"]] == pytest.approx(
         [min(losses), sum(losses) / 2, max(losses)], rel=1e-5
     )
-
-
-@pytest.mark.parametrize("stages, survive", [("4", 60), ("2,2", 60), ("4", 0)])
-def test_warm_start_is_ddp_and_then_the_method_begins(corpus, tmp_path, stages, survive):
-    """Six steps of DDP, bit for bit; then the first outer step is NoLoCo's from there.
-
-    That is the one of Eqs. 1-3 in float64 on what the inner steps made.
-    """
-    common = ["--stages", stages, "--routing", "fixed", "--data", corpus, "--lr", 3e-3, "--warmup", 2, *SMALL]
-    warm = [
-        "--method", "noloco", "--inner-steps", 4, "--alpha", 0.5, "--beta", 0.7, "--warm-start", 6,
-        "--survive", survive,
-    ]
-    run(4, *common, "--method", "ddp", "--steps", 8, "--save-every", 6, "--name", "ddp", cwd=tmp_path)
-    run(4, *common, *warm, "--steps", 8, "--save-every", 6, "--name", "noloco", cwd=tmp_path)
-    # the same without an outer step
-    run(4, *common, *warm, "--steps", 8, "--inner-steps", 100, "--name", "parting", cwd=tmp_path)
-    ranks = range(4) if stages == "4" else range(2)
-    at = lambda name, step: [checkpoint(tmp_path / "runs" / name, step, r) for r in ranks]
-    phi = [c["theta"] for c in at("ddp", 6)]
-    assert all(
-        torch.equal(phi[0], theta) and torch.equal(c["theta"], theta)
-        for c, theta in zip(at("noloco", 6), phi)
-    )
-    thetas, groups = [c["theta"].double() for c in at("parting", 8)], random_groups(list(ranks), 2, 1, 0)
-    for group in groups:
-        delta = 0.7 * (sum(thetas[r] for r in group) / len(group) - phi[0].double())
-        for r in group:
-            assert torch.allclose(
-                at("noloco", 8)[r]["outer"]["phi"].double(), phi[0].double() + delta, atol=1e-6
-            )
 
 
 @pytest.mark.parametrize(

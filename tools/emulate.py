@@ -12,11 +12,12 @@ import time
 
 import torch
 
-from planning.routing import read_links
+from planning.replan import Timed
+from planning.training import read_links
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from skippipe import WORK, kind
-from train import Options, Pipeline, build, parse, tag, train
+from train import Options, Pipeline, ReplanningRoutes, build, parse, tag, train
 
 NOTE = 2048     # added to a message's tag: a path has fewer hops
 
@@ -30,12 +31,13 @@ def main(argv=None):
     o = Options(**o)
     job.connect(o)
 
-    t = build(job, o, EmulatedPipeline)
-    t.routes.scale = scale
+    replans = dict(Pipeline=TimedEmulation, Routes=ReplanningRoutes)
+    run = build(job, o, **replans if o.replan else dict(Pipeline=EmulatedPipeline))
+    run.routes.pace = scale
     # as the file says, whatever the plan is for by now
-    network = job.together(read_links, o.links, t.stages, name="emulated links")
-    t.pipeline.follow(network, scale)
-    train(t)
+    network = job.together(read_links, o.links, run.stages, name="emulated links")
+    run.pipeline.follow(network, scale)
+    train(run)
 
 
 def arguments(argv, world):
@@ -107,6 +109,10 @@ class EmulatedPipeline(Pipeline):
         note = torch.empty(1, dtype=torch.float64)
         torch.distributed.recv(note, source, tag=tag(u, hop) + NOTE)
         return note.item()
+
+
+class TimedEmulation(Timed, EmulatedPipeline):
+    """For --replan."""
 
 
 if __name__ == "__main__":

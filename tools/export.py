@@ -12,11 +12,11 @@ import torch
 
 from model import Llama
 from noloco import flatten
-from planning.scale import last_matrices, multiply
+from planning.rho import multiply
 from plumbing.checkpoints import Checkpoints, read
 from plumbing.data import load_data
 from plumbing.huggingface import save_pretrained, save_tokenizer
-from plumbing.options import Parser, layout, shape
+from plumbing.options import Parser, layout, whole_config
 from plumbing.processes import BadInput, Job
 from skippipe import full_paths
 from train import Pipeline, evaluate, parse
@@ -45,7 +45,7 @@ def export(parser, argv, job):
         raise BadInput(f"{a.out}: exists and is not an empty folder")
     step, parts = newest(job, Path(a.run), stages)
     corpus, _ = load_data(o, 0, 1)
-    model = Llama(shape(o), device=job.device)
+    model = Llama(whole_config(o), device=job.device)
     flat = by_stage(model, layers)
     rho = rho_of(o, parts[0])
     pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
@@ -54,7 +54,7 @@ def export(parser, argv, job):
         for s, ranks in enumerate(stages):
             chosen = ranks if name == "mean" else [routes[int(name)][s]]
             flat[s].copy_(sum(parts[r]["theta"] for r in chosen) / len(chosen))
-            multiply(rho[s], last_matrices(model.model.layers[str(i)] for i in layers[s]))
+            multiply(rho[s], [model.model.layers[str(i)] for i in layers[s]])
         label = "mean of all" if name == "mean" else f"replica {name}"
         print(f"{label:<12}{evaluate(pipeline, [[0]], corpus, o):.6f}")
     try:

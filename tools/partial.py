@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 6 -m tools.partial runs/NAME --shares 1,0.75,0.5 [--dead 3,5]
 
 As many processes as the run has ranks; each loads its part of the newest checkpoint. Stage 0 always runs,
-of the others all choices or 16 drawn ones, with the scale of planning/scale.py unless the run was --unscaled.
+of the others all choices or 16 drawn ones, with the scale of planning/rho.py unless the run was --unscaled.
 The numbers are kept in runs/NAME/partial.json.
 """
 import argparse
@@ -30,15 +30,15 @@ def main(argv=None):
     a, o = job.agree_on("arguments", lambda: arguments(parser, argv, job.world))
     o, dead = Options(**o), set(a["dead"])
     job.connect(o)
-    t = build(job, o, make_outer=lambda *_: None)
-    if not dead < set(range(job.world)) or set(t.stages[0]) <= dead:
+    run = build(job, o, make_outer=lambda *_: None)
+    if not dead < set(range(job.world)) or set(run.stages[0]) <= dead:
         job.refuse(f"--dead {','.join(map(str, a['dead']))}: takes ranks of this run, and must leave one of "
-                   f"the origins {t.stages[0]}")
+                   f"the origins {run.stages[0]}")
     rows = []
-    for kept in dict.fromkeys(max(1, round(share * len(t.stages))) for share in a["shares"]):
-        rows += some_stages(t, kept, dead)
+    for kept in dict.fromkeys(max(1, round(share * len(run.stages))) for share in a["shares"]):
+        rows += some_stages(run, kept, dead)
     if job.rank == 0:
-        replace(t.folder / "partial.json", json.dumps(rows, indent=1))
+        replace(run.folder / "partial.json", json.dumps(rows, indent=1))
     job.close()
 
 
@@ -57,17 +57,17 @@ def some_choices(stages, count, draw):
     return list(dict.fromkeys(drawn))[:16]
 
 
-def some_stages(t, kept, dead):
+def some_stages(run, kept, dead):
     """With `kept` of the stages: on rank 0 a row for each choice."""
-    alive = [[r for r in stage if r not in dead] for stage in t.stages]
-    running = [s for s in range(1, len(t.stages)) if alive[s]]      # the others are left out by all
+    alive = [[r for r in stage if r not in dead] for stage in run.stages]
+    running = [s for s in range(1, len(run.stages)) if alive[s]]      # the others are left out by all
     others = min(kept - 1, len(running))
-    choices = some_choices(running, others, random.Random(t.o.seed))
-    share = (others + 1) / len(t.stages)
+    choices = some_choices(running, others, random.Random(run.o.seed))
+    share = (others + 1) / len(run.stages)
     rows = []
     for choice in choices:
-        own = evaluate(t.pipeline, [alive[0], *(alive[s] for s in choice)], t.corpus, t.o)
-        losses = t.job.collect(f"partial/{choice}", own)
+        own = evaluate(run.pipeline, [alive[0], *(alive[s] for s in choice)], run.corpus, run.o)
+        losses = run.job.collect(f"partial/{choice}", own)
         if losses:
             mean = sum(losses[r] for r in alive[0]) / len(alive[0])
             rows.append(dict(share=share, stages=[0, *choice], dead=sorted(dead), heldout_loss=mean,
@@ -75,7 +75,7 @@ def some_stages(t, kept, dead):
     if rows:
         found = [row["perplexity"] for row in rows]
         without = f", without ranks {sorted(dead)}" if dead else ""
-        print(f"{others + 1} of {len(t.stages)} stages ({share:.0%}), choices {len(choices)}: perplexity "
+        print(f"{others + 1} of {len(run.stages)} stages ({share:.0%}), choices {len(choices)}: perplexity "
               f"{sum(found) / len(found):.3f} (best {min(found):.3f}, worst {max(found):.3f}){without}",
               flush=True)
     return rows

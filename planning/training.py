@@ -1,18 +1,16 @@
-"""Planned paths for training: what the links take, measured or read from a file, the plan for them, and
-another one when ranks become slower or faster."""
+"""Planned paths for training: what links and ranks take, measured or read from a file, and the plan."""
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from statistics import median
 
 import torch
 
 from planning.search import Search, plan
 from plumbing.processes import BadInput
-from skippipe import Deadlock, Network, full_paths, kind, random_valid_paths, simulate
+from skippipe import Deadlock, Network, full_paths, random_valid_paths, simulate
 
 
 def planned(network, kept, each, rounds, seed, dead, **options):
@@ -113,7 +111,7 @@ def measure(pipeline, stages, job):
     """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages (no
     path joins others), and compute[i], seconds of one microbatch's forward on each rank while all
     compute; medians of 5. None, None on the other ranks."""
-    message = torch.zeros(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
+    message = torch.zeros(pipeline.message_shape, dtype=pipeline.dtype, device=pipeline.device)
     sent = pipeline.bytes_sent
     own = next(stage for stage in stages if job.rank in stage)
 
@@ -148,93 +146,3 @@ def median_seconds(work, device):
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return sorted(times[1:])[2]
-
-
-# ---- while training runs
-
-
-MANY = 100      # tasks of a kind whose median counts
-NOISE = 1.1     # a rank whose tasks take up to so many times as long, or as short, is as it was
-
-
-class Watch:
-    """Times the tasks of a training pipeline, and plans anew where ranks have become slower or faster.
-
-    A rank's tasks are compared with its own first ones, forward, loss and backward each by itself: whatever
-    the time model leaves out is in both. Links are not measured anew, nor is a rank without work.
-    routes: train.Routes; network: as its plan has it, and as the first tasks were.
-    """
-
-    def __init__(self, routes):
-        self.routes, self.network = routes, routes.network
-        self.pipeline = routes.pipeline
-        self.task = self.pipeline.task
-        self.pipeline.task = self.timed
-        self.device = self.pipeline.device
-        self.times = {}             # {kind: (start, end) of each task}
-        self.usual = {}             # {kind: seconds of the first ones}
-        self.factor = 1.0           # how much longer this rank's tasks take than then
-        self.factors = [1.0] * len(self.network.compute)    # of all, when the plan was last looked at
-
-    def timed(self, u, hop, x):
-        start = self.now()
-        out = self.task(u, hop, x)
-        if self.pipeline.train:
-            times = self.times.setdefault(kind(self.pipeline.paths[u], hop), [])
-            times.append((start, self.now()))
-        return out
-
-    def now(self):
-        """On a GPU its own clock, since the host runs ahead of it."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start, end):
-        if self.device.type != "cuda":
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
-
-    def measure(self):
-        """How much longer than its first ones this rank's tasks took since the last time; as then, unless by
-        more than noise."""
-        took, usually = 0.0, 0.0
-        for what, times in self.times.items():
-            self.usual.setdefault(what, median(self.seconds(*pair) for pair in times[:MANY]))
-            took += len(times) * median(self.seconds(*pair) for pair in times[-MANY:])
-            usually += len(times) * self.usual[what]
-        self.times.clear()
-        if usually and not 1 / NOISE < took / usually / self.factor < NOISE:
-            self.factor = took / usually
-        return self.factor
-
-    def renew(self, step):
-        """At an evaluation, on every rank."""
-        job = self.routes.job
-        factors = [float(text) for text in job.share(f"factor/{step}", str(self.measure()))]
-        if factors == self.factors:         # nobody has changed: the plan stays, whatever a new one would be
-            return
-        self.factors = factors
-        if new := job.agree_on(f"plan/{step}", partial(self.better, factors, step)):
-            self.routes.plan = new
-            job.say(idle(new, job.world))
-
-    def better(self, factors, step):
-        """On rank 0: a plan for the network as it is now, if the one in force takes more than --replan
-        longer."""
-        o, plan, job = self.routes.o, self.routes.plan, self.routes.job
-        network = replace(self.network, compute=[w * x for w, x in zip(self.network.compute, factors)])
-        now = simulate(network, plan["paths"], order=plan["order"]).makespan
-        new = plan_paths(network, o.routing, o.skip, o.microbatches, o.seed)
-        if now <= (1 + o.replan) * new["makespan"]:
-            return None
-        planned = plan["network"]["compute"]
-        changed = [f"rank {r} takes {factors[r]:.1f}x its time"
-                   for r, seconds in enumerate(network.compute) if seconds != planned[r]]
-        line = (f"step {step}: {', '.join(changed)}: planned anew, iteration {new['makespan']:.3g} s instead "
-                f"of {now:.3g} s (simulated)")
-        job.tell(dict(event="planned anew", step=step, compute=network.compute, line=line))
-        return new
