@@ -70,6 +70,7 @@ FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "ski
 DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
 LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "model", "init_from", "seq_len",
           "seed", "data", "tokenizer", "routing", "skip", "microbatches", "batch", "optimizer")
+GONE = ("scaled", "falling", "warm_start")      # options of older versions
 LEAST = dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1,
              inner_steps=1, group_size=2, lr=0.0, clip=1e-6, survive=0.0, replan=0.0)
 
@@ -167,8 +168,8 @@ def default_text(f):
 def resumed(Options, folder):
     try:
         found = json.loads((Path(folder) / "config.json").read_text())
-        for name in set(found) - {f.name for f in fields(Options)}:         # of an older version
-            if found.pop(name):
+        for name in GONE:
+            if found.pop(name, False):
                 raise BadInput(f"--resume {folder}: was started with {flag(name)}, which this version lacks")
         return asdict(Options(**found))
     except (OSError, ValueError, TypeError, AttributeError) as error:

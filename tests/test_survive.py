@@ -416,10 +416,10 @@ def _half_way(rank, world, sends, number):
     peer, word = 1 - rank, [torch.ones(1)]
     if rank == sends:
         pipeline.groups[peer].recv(word, peer, 1).wait()        # the peer's receives were posted before
-        second = pipeline.send(torch.zeros(pipeline.shape), peer, 0, 2)
+        second = pipeline.send(torch.zeros(pipeline.message_shape), peer, 0, 2)
         if rank == 1:
             assert pipeline.wait(second[0], peer)
-        first = pipeline.send(torch.zeros(pipeline.shape), peer, 0, 1)
+        first = pipeline.send(torch.zeros(pipeline.message_shape), peer, 0, 1)
     else:
         first, second = (pipeline.receive(peer, 0, hop) for hop in (1, 2))
         first[1].view(-1)[0] = 1

@@ -12,6 +12,7 @@ import math
 import random
 from itertools import combinations
 
+from planning.rho import scaled, with_stages_missing
 from plumbing.options import Parser, numbers
 from plumbing.processes import BadInput, Job
 from plumbing.report import perplexity, replace
@@ -66,7 +67,10 @@ def some_stages(run, kept, dead):
     share = (others + 1) / len(run.stages)
     rows = []
     for choice in choices:
-        own = evaluate(run.pipeline, [alive[0], *(alive[s] for s in choice)], run.corpus, run.o)
+        there = [alive[0], *(alive[s] for s in choice)]
+        rho = with_stages_missing(run.rho, len(there))
+        with scaled(run.model, rho[run.stage]):
+            own = evaluate(run.pipeline, there, run.corpus, run.o)
         losses = run.job.collect(f"partial/{choice}", own)
         if losses:
             mean = sum(losses[r] for r in alive[0]) / len(alive[0])
