@@ -18,15 +18,26 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
     progress(work, seconds, makespan, bound) is called now and then.
     """
     problem = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    search = Search(*problem, seed, seconds, iterations)
-    search.bound = lower_bound(*problem)
-    search.progress = progress
+    search = Search(*problem, seed, seconds, iterations, lower_bound(*problem), progress=progress)
     return search.plan(collisions)
+
+
+def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2, seed=0, dead=()):
+    """DT-FM skip: paths drawn at random, blind to the links, among those that keep to CC1, CC2, CC3 and
+    TC1."""
+    search = skippipe.Search(network, stages_kept, microbatches_per_origin, 1, swaps, dead, seed)
+    draw, nodes = search.random.random, range(len(network.compute))
+    equal = dict.fromkeys(search.stages[0], 1.0)
+    return search.fill([None] * len(search.origins), search.visits, equal,
+                       lambda: [[draw() for _ in nodes] for _ in nodes], noise=1.0)
 
 
 class Search(skippipe.Search):
     """The paper's search, then these two in turns until the time is up or the bound is reached."""
-    progress = None
+
+    def __init__(self, *problem, progress=None):
+        super().__init__(*problem)
+        self.progress = progress
 
     def find(self):
         walk = self.farthest_first()
@@ -69,12 +80,12 @@ class Search(skippipe.Search):
                 break
             out = set(draw.sample(range(len(paths)), min(len(paths), draw.choice((1, 2, 2, 3, 4)))))
             if draw.random() < 0.5:
-                out.add(result.last() % len(paths))
+                out.add(last_home(result) % len(paths))
             visits = self.visits_of(paths, out)
             scale = 0.3 * draw.random() ** 4 * max(self.trip.values())
             hop = [[seconds + scale * draw.random() for seconds in row] for row in self.hop]
             rest = [None if u in out else path for u, path in enumerate(paths)]
-            candidate = self.fill(rest, visits, lambda: hop, 0.5)
+            candidate = self.fill(rest, visits, self.trip, lambda: hop, 0.5)
             new = self.dispatch(candidate)
             if new.makespan <= result.makespan + self.leeway(4):
                 paths, result = candidate, new
@@ -99,15 +110,19 @@ class Search(skippipe.Search):
         return visits
 
 
+def last_home(result):
+    """The microbatch that comes home last."""
+    return max(result.timeline, key=lambda task: task.end).microbatch
+
+
 def critical_swaps(paths, result):
     """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the
     critical path, which is walked back from the last task: to the task that the node ran before if that
     kept it waiting, else to the hop before."""
     order, found = result.order(), []
     place = {task: (rank, i) for rank, tasks in enumerate(order) for i, task in enumerate(tasks)}
-    waited = {(u, hop): start > came
-              for (_, u, _, start, _), (hop, came) in zip(result.timeline, result.hops)}
-    u = result.last()
+    waited = {(task.microbatch, task.hop): task.start > task.arrived for task in result.timeline}
+    u = last_home(result)
     hop = 2 * len(paths[u % len(paths)])
     while u >= 0:
         rank, i = place[u, hop]

@@ -2,8 +2,8 @@
 from pathlib import Path
 
 from planning.instance import PUBLISHED, published_network
-from planning.search import Search, plan
-from skippipe import BACKWARD, FORWARD, LOSS, full_paths, random_valid_paths, simulate, tc2
+from planning.search import Search, plan, random_valid_paths
+from skippipe import BACKWARD, FORWARD, LOSS, full_paths, simulate, tc2
 
 # Okabe and Ito's, which the colour-blind tell apart: one per origin
 HUES = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from planning.search import Search, plan
+from planning.search import Search, plan, random_valid_paths
 from plumbing.processes import BadInput
-from skippipe import Deadlock, Network, full_paths, random_valid_paths, simulate
+from skippipe import Deadlock, Network, full_paths, simulate
 
 
 def planned(network, kept, each, rounds, seed, dead, **options):

@@ -81,7 +81,7 @@ def test_random_instances_keep_the_invariants(plan, monkeypatch):
         result = skippipe.simulate(network, found.paths, rounds=rounds, order=found.order)
         assert result.makespan == found.makespan >= found.bound - 1e-6
         assert_possible(network, found.paths, rounds, result)
-        paths = skippipe.random_valid_paths(network, kept, each, swaps, case, dead)
+        paths = search.random_valid_paths(network, kept, each, swaps, case, dead)
         assert skippipe.check(network, paths, kept, swaps, dead) == []
 
 
@@ -302,7 +302,7 @@ def test_unknown_dead_nodes_and_broken_numbers_of_stages_are_refused(plan):
         with pytest.raises(ValueError, match=words):
             plan(network, **{**dict(stages_kept=4, seconds=None, iterations=20), **wrong})
     with pytest.raises(ValueError, match="no nodes"):
-        skippipe.random_valid_paths(network, 4, dead={-1})
+        search.random_valid_paths(network, 4, dead={-1})
 
 
 def test_readme_planner_example_prints_what_it_says(tmp_path):
