@@ -24,7 +24,7 @@ From top to bottom: simple paths, the network, the simulator, the constraints (C
 and the search. planning/ holds a stronger search and the command line:
 
     python skippipe.py                                              # the published 20 nodes in 12 cities
-    python skippipe.py --nodes 42 --sizes 7,5,5,5,5,5,5,5 --kept 6  # more nodes in the same cities
+    python skippipe.py --sizes 7,5,5,5,5,5,5,5 --kept 6             # 42 nodes in the same cities
     python skippipe.py --instance mine.json                         # your own delay, compute and stages
 """
 import heapq
@@ -34,7 +34,7 @@ import time
 from collections import namedtuple
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain as joined
+from itertools import chain as joined, takewhile
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
 WORK = {FORWARD: 1.0, LOSS: 0.25, BACKWARD: 1.5}        # S2
@@ -150,14 +150,10 @@ Task = namedtuple("Task", "rank microbatch hop kind arrived start end")
 @dataclass
 class Result:
     """makespan: seconds until the last microbatch is back home. timeline: the Tasks in order of start.
-    ran: for each rank the (microbatch, hop) that it ran, in order."""
+    order: for each rank the (microbatch, hop) that it ran, in order: what `simulate` takes as `order`."""
     makespan: float
     timeline: list = field(repr=False)
-    ran: list = field(repr=False)
-
-    def order(self):
-        """A copy of `ran`: what `simulate` takes as `order`."""
-        return [list(tasks) for tasks in self.ran]
+    order: list = field(repr=False)
 
 
 ARRIVES, USABLE = 0, 1      # in this order at one moment
@@ -205,13 +201,12 @@ def simulate(network, paths, rounds=1, order=None):
         timeline.append(Task(node, u, hop, what, came, now, end))
         usable = end + (network.overhead if hop else network.origin_overhead)       # S5
         heapq.heappush(events, (usable, USABLE, u, hop, node))
-        if what == BACKWARD and hop == 2 * len(paths[u % count]):
-            if u + count < rounds * count:
-                heapq.heappush(events, (usable, ARRIVES, u + count, 0, node))
-        else:
+        if hop + 1 < len(chains[u % count]):
             to = chains[u % count][hop + 1]
             arrival = end + (network.delay[node][to] if to != node else 0.0)        # S4
             heapq.heappush(events, (arrival, ARRIVES, u, hop + 1, to))
+        elif u + count < rounds * count:
+            heapq.heappush(events, (usable, ARRIVES, u + count, 0, node))
     left = rounds * sum(map(len, chains)) - len(timeline)
     if left > 0:
         raise Deadlock(f"{left} tasks can never start: the order or the memory of the nodes forbids it")
@@ -501,7 +496,7 @@ class Search:
         if not self.best:
             self.farthest_first()
         best, spent = self.best, time.perf_counter() - self.start
-        return Plan(self.paths, best.order(), best.makespan, self.bound, spent, self.work, best)
+        return Plan(self.paths, best.order, best.makespan, self.bound, spent, self.work, best)
 
     def find(self):
         """Every step of the search in turn, until it is `over`. Subclasses may override."""
@@ -558,7 +553,7 @@ class Search:
 
         def push(bans):
             trips = [best_trip(origin, banned) for origin, banned in zip(self.origins, bans)]
-            if bans in seen or self.late() or not all(trips):
+            if bans in seen or not all(trips):
                 return
             seen.add(bans)
             self.work += 1
@@ -581,7 +576,7 @@ class Search:
             excess, *_, bans, children = heapq.heappop(tree)
             if not excess and not collisions:
                 break
-            for u, nodes in children:
+            for u, nodes in takewhile(lambda child: not self.late(), children):
                 push(bans[:u] + (bans[u] | frozenset(nodes),) + bans[u + 1:])
 
     def fill(self, paths, visits, trip, hops=None, noise=0.0):

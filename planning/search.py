@@ -15,40 +15,35 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
          iterations=None, dead=(), collisions=True, progress=None):
     """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached.
 
-    progress(work, seconds, makespan, bound) is called now and then.
+    progress(text) is called a few times a second.
     """
     problem = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     search = Search(*problem, seed, seconds, iterations, lower_bound(*problem), progress=progress)
     return search.plan(collisions)
 
 
-def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2, seed=0, dead=()):
-    """DT-FM skip: paths drawn at random, blind to the links, among those that keep to CC1, CC2, CC3 and
-    TC1."""
-    search = skippipe.Search(network, stages_kept, microbatches_per_origin, 1, swaps, dead, seed)
-    draw, nodes = search.random.random, range(len(network.compute))
-    equal = dict.fromkeys(search.stages[0], 1.0)
-    return search.fill([None] * len(search.origins), search.visits, equal,
-                       lambda: [[draw() for _ in nodes] for _ in nodes], noise=1.0)
-
-
 class Search(skippipe.Search):
     """The paper's search, then these two in turns until the time is up or the bound is reached."""
 
-    def __init__(self, *problem, progress=None):
-        super().__init__(*problem)
-        self.progress = progress
+    def __init__(self, *problem, progress=None, **options):
+        super().__init__(*problem, **options)
+        self.progress, self.told = progress, time.perf_counter()
 
     def find(self):
         walk = self.farthest_first()
         self.conflict_based_search(limit=500)
         while not self.over():
-            if self.progress:
-                spent = time.perf_counter() - self.start
-                self.progress(self.work, spent, self.best.makespan, self.bound)
             for paths in (self.paths, walk):
                 self.reorder(paths, steps=50)
             walk = self.large_neighbourhood_search(walk, steps=200)
+
+    def over(self):
+        now = time.perf_counter()
+        if self.progress and self.best and now > self.told + 0.2:
+            self.told = now
+            gap = f", at most {self.best.makespan / self.bound - 1:.1%} above the best" if self.bound else ""
+            self.progress(f"SkipPipe: {self.work} tried, iteration {self.best.makespan:.3f} s{gap}")
+        return super().over()
 
     def reorder(self, paths, steps):
         """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can
@@ -62,7 +57,7 @@ class Search(skippipe.Search):
             if self.over() or not swaps:
                 break
             rank, i = self.random.choice(swaps)
-            order = result.order()
+            order = [list(tasks) for tasks in result.order]
             order[rank][i:i + 2] = reversed(order[rank][i:i + 2])
             new = self.simulate(paths, order)
             if new and new.makespan <= result.makespan + self.leeway(2):
@@ -119,7 +114,7 @@ def critical_swaps(paths, result):
     """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the
     critical path, which is walked back from the last task: to the task that the node ran before if that
     kept it waiting, else to the hop before."""
-    order, found = result.order(), []
+    order, found = result.order, []
     place = {task: (rank, i) for rank, tasks in enumerate(order) for i, task in enumerate(tasks)}
     waited = {(task.microbatch, task.hop): task.start > task.arrived for task in result.timeline}
     u = last_home(result)
