@@ -10,7 +10,7 @@ from torch.optim.adam import adam as adam_update
 
 
 class Adam:
-    """Adam on one flat vector, in one pass. (torch.optim.Adam imports torch.compile, which takes a second.)"""
+    """Adam on one flat vector, in one pass. (torch.optim.Adam imports torch.compile: a second.)"""
 
     def __init__(self, theta, grad, beta2=0.95):
         self.theta, self.grad = theta, grad
