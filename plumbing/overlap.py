@@ -89,14 +89,14 @@ class Delayed:
         self.flying = arriving, works
 
     def land(self):
-        """Merge what arrived: theta - sent is what was learnt meanwhile."""
+        """Merge what arrived."""
         self.settle()
         arrived, _ = self.flying
         self.notice(arrived[0])
-        theta, self.theta = self.theta.sub_(self.sent), self.sent
-        super().outer_step(*arrived)            # sent is phi now
-        self.theta = theta.add_(self.phi)
-        self.flying = None
+        theta = self.theta
+        self.theta = Merging(theta, self.sent)
+        super().outer_step(*arrived)
+        self.theta, self.flying = theta, None
 
     def settle(self):
         """Let the messages arrive, without merging them. Gloo needs it before a process ends."""
@@ -118,12 +118,31 @@ class Delayed:
             self.steps = state["steps"]
 
 
+class Merging:
+    """Stands for theta in the outer step of what was sent.
+
+    `split` yields pieces of sent, which become phi, and adds what was learnt meanwhile to each in cache.
+    """
+
+    def __init__(self, theta, sent):
+        self.theta, self.sent = theta, sent
+
+    def split(self, pieces):
+        for theta, sent in zip(self.theta.split(pieces), self.sent.split(pieces)):
+            theta.sub_(sent)                    # what was learnt meanwhile
+            yield sent
+            theta.add_(sent)
+
+
 class DelayedNoLoCo(Delayed, NoLoCo):
     """--delay"""
 
 
 class DelayedOneByte(Delayed, OneByteNoLoCo):
     """--delay with --wire int8"""
+
+    def beside(self):
+        return self.sent
 
 
 class DelayedDiLoCo(Delayed, DiLoCo):

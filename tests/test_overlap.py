@@ -39,7 +39,8 @@ def simulated(world, steps, delay, groups_of, alpha=0.5, beta=0.7, gamma=0.7):
     phi, delta, sent = [read(r) for r in range(world)], [torch.zeros_like(read(0))] * world, {}
     for step in range(1, steps + 1):
         for r in range(world):
-            inner(replicas[r], optimizers[r], models[r][1][step - 1].double(), models[r][2][step - 1].double())
+            _, xs, ys = models[r]
+            inner(replicas[r], optimizers[r], xs[step - 1].double(), ys[step - 1].double())
         if sent and step % M == delay % M:
             for group in groups_of((step - delay) // M - 1):
                 thetas = [sent[r] for r in group]
@@ -71,7 +72,8 @@ def test_delayed_outer_steps_equal_a_float64_simulation_and_send_the_same_bytes(
         assert torch.allclose(unpadded(history[-1]), want, rtol=0, atol=atol)
     plain = {DelayedNoLoCo: NoLoCo, DelayedDiLoCo: DiLoCo}.get(kind)
     if plain:
-        waiting = processes(world, _train, plain, {k: v for k, v in kwargs.items() if k != "delay"}, steps, False)
+        settings = {name: value for name, value in kwargs.items() if name != "delay"}
+        waiting = processes(world, _train, plain, settings, steps, False)
         assert [sent for _, sent in got] == [sent for _, sent in waiting]
 
 
@@ -88,8 +90,6 @@ def test_plain_averaging_keeps_the_mean_of_all_replicas():
     averages = dict(alpha=0.0, beta=1.0, delay=1)
     got = processes(4, _train, DelayedNoLoCo, averages, 2 * M, False)
     before, after = (sum(torch.tensor(h[step]).double() for h, _ in got) for step in (M - 1, M))
-    alone = processes(4, _train, NoLoCo, dict(group_size=2, alpha=0.0, beta=1.0), M - 1, False)
-    assert (before - sum(torch.tensor(h[-1]).double() for h, _ in alone)).abs().max() > 1e-3     # it trains
     progress = torch.zeros_like(before)
     for rank, (history, _) in enumerate(got):
         model, xs, ys = quadratic(rank)
