@@ -5,7 +5,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +18,10 @@ from tools.hosts import Hosts, enter, read
 ROOT = Path(__file__).parents[1]
 TOOL = [sys.executable, "-m", "tools.hosts"]
 UDP, TCP = socket.SOCK_DGRAM, socket.SOCK_STREAM
-# Counts rounds in a second, which all begin together, when they have read the moment.
-COUNT = """import time; begin = float(input()); n = 0
-while time.time() < begin: pass
-while time.time() < begin + 2: n += 1
+COUNT = """import time
+n, begin = 0, float(input())
+time.sleep(begin - time.time())
+while time.time() < begin + 1.5: n += 1
 print(n)"""
 
 
@@ -142,19 +141,21 @@ def test_goodput_is_the_rate_asked_for():
 
 
 def test_half_the_processors_compute_half_as_fast():
-    with Hosts(2, cpu={(): 0.4, (1,): 0.2}) as hosts:
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        counts = [hosts.start(host, [sys.executable, "-c", COUNT], **pipes) for host in (0, 1)]
-        begin = f"{time.time() + 1}\n"
-        with ThreadPoolExecutor(2) as threads:
-            full, half = threads.map(lambda count: int(count.communicate(begin)[0]), counts)
-    assert half / full == pytest.approx(0.5, rel=0.15)
+    ratios, pipes = [], dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for _ in range(3):
+        with Hosts(2, cpu={(): 0.4, (1,): 0.2}) as hosts:
+            counts = [hosts.start(host, [sys.executable, "-c", COUNT], **pipes) for host in (0, 1)]
+            begin = f"{time.time() + 0.5}\n"
+            with ThreadPoolExecutor(2) as threads:
+                full, half = threads.map(lambda count: int(count.communicate(begin)[0]), counts)
+            ratios.append(half / full)
+    assert statistics.median(ratios) == pytest.approx(0.5, rel=0.15)
 
 
 def test_version_2_of_control_groups(monkeypatch, tmp_path):
     monkeypatch.setattr(tool, "CGROUPS", tmp_path)
     tool.limit(tmp_path / "x", 0.25)
-    assert (tmp_path / "x/cpu.max").read_text() == "25000 100000"
+    assert (tmp_path / "x/cpu.max").read_text() == "5000 20000"
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
 
 

@@ -82,12 +82,13 @@ def plug(host):
 
 def limit(group, share):
     """Make a control group whose processes have this share of a processor. OSError where it cannot be."""
-    quota = int(share * 100_000)                            # microseconds of 100 ms
+    quota = int(share * 20_000)                             # microseconds of every 20 ms
     group.mkdir()
     if group.parent == CGROUPS:                             # version 2
         (CGROUPS / "cgroup.subtree_control").write_text("+cpu")
-        (group / "cpu.max").write_text(f"{quota} 100000")
+        (group / "cpu.max").write_text(f"{quota} 20000")
     else:
+        (group / "cpu.cfs_period_us").write_text("20000")
         (group / "cpu.cfs_quota_us").write_text(str(quota))
 
 
@@ -309,8 +310,8 @@ def read(arguments):
     for key in keys + [event[2] for event in options.events]:
         if len(set(key)) < len(key) or any(host >= options.hosts for host in key):
             refuse(f"hosts {key}: a host is 0 to {options.hosts - 1}, a pair has two")
-    if () in dict(options.slow) or any(len(key) == 2 or not share for key, share in options.cpu):
-        refuse("--slow takes LINK=MBIT, --cpu a number above 0 or HOST=NUMBER")
+    if () in dict(options.slow) or any(len(key) > 1 or share < 0.05 for key, share in options.cpu):
+        refuse("--slow takes LINK=MBIT, --cpu a number from 0.05 on or HOST=NUMBER")
     if not shutil.which(options.command[0]):
         refuse(f"no command {options.command[0]}")
     mbit, latency = between_cities(options.hosts) if options.cities else ({}, {})
