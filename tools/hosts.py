@@ -3,7 +3,7 @@
     python -m tools.hosts 8 -- torchrun --nproc-per-node 1 train.py --stages 8
     python -m tools.hosts 8 --mbit 200 --slow 5=20 -- torchrun ...     links of 200 Mbit/s, host 5's of 20
     python -m tools.hosts 8 --latency 25 --latency 2-5=80 -- ...       25 ms one way, 80 between hosts 2 and 5
-    python -m tools.hosts 8 --cpu 0.2 --cpu 5=0.07 -- torchrun ...     a fifth of a processor each, host 5 less
+    python -m tools.hosts 8 --cpu 0.2 --cpu 5=0.07 -- torchrun ...     a fifth of a processor, host 5 less
     python -m tools.hosts 8 --cities -- torchrun ...                   the links between twelve cities
     python -m tools.hosts 8 --cut 3@10+15 -- torchrun ...              host 3 is cut off at 10 s, for 15 s
     python -m tools.hosts 8 --cut "3@step 20:" -- torchrun ...         for good, when node 0 prints "step 20:"
@@ -11,16 +11,17 @@
     python -m tools.hosts 8 -- sh -c 'echo $NODE_RANK of $NNODES, node 0 is $MASTER_ADDR:$MASTER_PORT'
 
 The tool starts the command on every host, in this directory. PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and
-PET_MASTER_PORT tell torchrun where it is: static rendezvous, where each host lives and dies by itself. The tool
-shows node 0's output and returns its exit status. Of another host that fails, it shows the last lines. Host I
-has one interface, e0, with the address 10.77.0.(I + 1), and reaches only the other hosts. Hosts share the files.
-When a host never comes back, node 0's torchrun waits 300 s for it at the end. Needs Linux, root and iproute2.
+PET_MASTER_PORT tell torchrun where it is: static rendezvous, where each host lives and dies by itself. The
+tool shows node 0's output and returns its exit status. Of another host that fails, it shows the last lines.
+Host I has one interface, e0, with the address 10.77.0.(I + 1), and reaches only the other hosts. Hosts share
+the files. When a host never comes back, node 0's torchrun waits 300 s for it at the end. The tool needs
+Linux, root, iproute2 and util-linux.
 
 LINK in an option is a host (its link carries its rate each way), or a pair as 2-5. A pair's rate is a limit
 beside those of its hosts' links. A pair's latency is its own, else the larger of its two hosts'.
 
-However the tool ends, SIGKILL included, the kernel ends what it started: each command's parent dies with the
-tool, each host's processes with the first of them, and namespaces and interfaces with the last that uses them.
+However the tool ends, SIGKILL included, the kernel ends its hosts: each command's parent dies with the tool,
+and a host's processes with the first of them. Namespaces and interfaces end with the last process in them.
 """
 import argparse
 import ctypes
@@ -50,7 +51,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 # A command's parent dies with the tool, and the first process of a host's own tree with this parent.
 JOIN = "setpriv --pdeathsig KILL nsenter --net={} unshare --pid --fork --kill-child --mount-proc sh -c"
 # Waits for the end of the tool, then for the end of the processes in its control groups.
-KEEPER = 'cat; for group; do while test -d "$group" && ! rmdir "$group"; do sleep 0.05; done; done 2>/dev/null'
+KEEPER = 'cat; for group; do while test -d $group && ! rmdir $group; do sleep 0.05; done; done 2>/dev/null'
 
 
 def network(function, *arguments):
@@ -67,7 +68,7 @@ def enter(path):
 
 
 def plug(host):
-    """Move this thread to a new network with the interface e0: files of the network and of e0's packets."""
+    """Move this thread to a new network with an interface, e0: files of the network and of e0's packets."""
     network("unshare")
     with suppress(OSError):                                 # or Gloo might choose a link-local address
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
@@ -95,10 +96,10 @@ def limit(group, share):
 class Hosts:
     """`with Hosts(4, mbit={(): 200, (3,): 20}, latency={(1, 2): 5}) as hosts:` four machines.
 
-    Keys of the tables: () all hosts, (host,) one, (host, other) a pair in ascending order. mbit: Mbit/s, 0 for
-    as fast as the relay carries. latency: milliseconds one way. cpu: processors. networks: a path for `enter`
-    for each host. bytes: [sent, received] by each host, with IP and TCP headers. OSError where this machine
-    cannot be several.
+    Keys of the tables: () all hosts, (host,) one, (host, other) a pair, ascending. mbit: Mbit/s, 0 for as fast
+    as the relay carries. latency: milliseconds one way. cpu: processors. networks: each host's path for
+    `enter`. bytes: [sent, received] by each host, with IP and TCP headers. OSError where this machine cannot
+    be several.
     """
 
     def __init__(self, count, mbit=(), latency=(), cpu=()):
@@ -117,8 +118,8 @@ class Hosts:
             self.files, self.tuns = zip(*thread.map(plug, range(count)))
         self.networks = [f"/proc/{os.getpid()}/fd/{file}" for file in self.files]
         shares = {host: cpu.get((host,), cpu.get(())) for host in range(count)}
-        names = {host: f"hosts.{os.getpid()}.{self.files[host]}" for host in shares if shares[host]}
-        self.groups = {host: places[0] / name for host, name in names.items()}
+        names = [f"hosts.{os.getpid()}.{file}" for file in self.files]
+        self.groups = {host: places[0] / names[host] for host in shares if shares[host]}
         # in a session of its own, as the commands: Ctrl-C at the terminal is for the tool alone
         argv = ["sh", "-c", KEEPER, "sh", *self.groups.values()]
         self.keeper = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
@@ -156,21 +157,19 @@ class Hosts:
         self.mbit[key] = mbit
 
     def journey(self, packet, source, target):
-        """What becomes of a packet; yields the moment when it is through with a link. It ends where it is lost."""
+        """Carry a packet over its links; yields the moments at which it has passed them. May lose it."""
         now, size, pair = time.monotonic(), len(packet) - 10, tuple(sorted((source, target)))
-        mbit = [self.mbit.get((host,), self.mbit[()]) for host in (source, target)]
-        ends = max(self.latency.get((host,), self.latency[()]) for host in pair)
-        links = [
-            (("up", source), mbit[0], 0),
-            ((source, target), self.mbit.get(pair, 0), self.latency.get(pair, ends) / 1000),
-            (("down", target), mbit[1], 0),
-        ]
-        for link, rate, delay in links:
+        up, down = (self.mbit.get((host,), self.mbit[()]) for host in (source, target))
+        delay = max(self.latency.get((host,), self.latency[()]) for host in pair)
+        delay = self.latency.get(pair, delay) / 1000
+        way = (source, target)
+        links = (("up", source), up, 0), (way, self.mbit.get(pair, 0), delay), (("down", target), down, 0)
+        for link, mbit, seconds in links:
             begin = max(now, self.free[link])
             if begin > now + QUEUE:
                 return
-            self.free[link] = begin + (size * 8e-6 / rate if rate else 0)
-            now = self.free[link] + delay
+            self.free[link] = begin + (size * 8e-6 / mbit if mbit else 0)
+            now = self.free[link] + seconds
             yield now
             if time.monotonic() < max(self.silent[source], self.silent[target]):
                 return
@@ -179,27 +178,25 @@ class Hosts:
             os.write(self.tuns[target], packet)
 
     def take(self, source):
-        """Send the packets that a host has written on their journeys."""
+        """Read the packets that a host has sent; their journeys are due at once."""
         with suppress(BlockingIOError):
             for _ in range(1000):                           # as many as e0 holds back
                 packet = os.read(self.tuns[source], 70_000)
                 self.bytes[source][0] += len(packet) - 10
                 target = packet[29] - 1
                 if packet[26:29] == bytes([10, 77, 0]) and 0 <= target < len(self.tuns):
-                    self.go_on(self.journey(packet, source, target), next(self.number))
-
-    def go_on(self, journey, number):
-        for when in itertools.islice(journey, 1):
-            heapq.heappush(self.waiting, (when, number, journey))
+                    journey = self.journey(packet, source, target)
+                    heapq.heappush(self.waiting, (0, next(self.number), journey))
 
     def carry(self):
         """The relay's thread."""
-        with suppress(OSError):                             # a relay that waits for a processor slows all links
+        with suppress(OSError):                             # a relay that waits for a processor slows links
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         while not self.closing:
             while self.waiting and self.waiting[0][0] <= time.monotonic():
                 _, number, journey = heapq.heappop(self.waiting)
-                self.go_on(journey, number)
+                for when in itertools.islice(journey, 1):
+                    heapq.heappush(self.waiting, (when, number, journey))
             pause = self.waiting[0][0] - time.monotonic() if self.waiting else 0.05
             for tun in select.select(self.tuns, [], [], min(max(0, pause), 0.05))[0]:
                 self.take(self.tuns.index(tun))
