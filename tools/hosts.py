@@ -96,8 +96,8 @@ def limit(group, share):
 class Hosts:
     """`with Hosts(4, mbit={(): 200, (3,): 20}, latency={(1, 2): 5}) as hosts:` four machines.
 
-    Keys of the tables: () all hosts, (host,) one, (host, other) a pair, ascending. mbit: Mbit/s, 0 for as fast
-    as the relay carries. latency: milliseconds one way. cpu: processors. networks: each host's path for
+    Keys of the tables: () all hosts, (host,) one, (host, other) a pair, ascending. mbit: Mbit/s, 0 for as
+    fast as the relay carries. latency: milliseconds one way. cpu: processors. networks: each host's path for
     `enter`. bytes: [sent, received] by each host, with IP and TCP headers. OSError where this machine cannot
     be several.
     """
