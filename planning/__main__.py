@@ -23,9 +23,12 @@ def numbers(text):
     return [int(x) for x in text.split(",") if x]
 
 
-OPTIONS = (     # name, type, default, help; the first six say what is planned
+OPTIONS = (     # name, type, default, help; all before seconds say what is planned
     ("instance", str, None, "JSON file with delay and compute (s) and stages: a network of your own"),
     ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5: in the published cities, assigned by search"),
+    ("nodes", int, None, "how many nodes there are: as many as --sizes adds up to"),
+    ("compute", float, None, "seconds of one forward on a node, instead of the network's own"),
+    ("memory", int, None, "microbatches that a node holds at once, instead of the network's own"),
     ("kept", int, None, "stages that a microbatch visits, the first included (default: two thirds)"),
     ("microbatches", int, 3, "paths per origin: an iteration has origins x paths x rounds microbatches"),
     ("rounds", int, 2, "microbatches that go down each path, one after the other"),
@@ -41,9 +44,14 @@ def read_network(o):
     """The Network that the options ask for, and the names of its nodes. Raises ValueError or OSError."""
     if o.instance and o.sizes:
         raise ValueError("--instance has stages of its own: leave out --sizes")
+    if o.nodes and o.nodes != sum(o.sizes or [0]):
+        raise ValueError(f"--nodes {o.nodes}: give --sizes that add up to as many, one for each stage")
     if o.instance:
-        return read_instance(o.instance)
-    return spread_network(o.sizes) if o.sizes else published_network()
+        network, names = read_instance(o.instance)
+    else:
+        network, names = spread_network(o.sizes) if o.sizes else published_network()
+    given = {name: getattr(o, name) for name in ("compute", "memory") if getattr(o, name) is not None}
+    return replace(network, **given), names
 
 
 def understand(o):
@@ -55,7 +63,7 @@ def understand(o):
     Search(network, *work, dead=o.dead)
     if not o.seconds >= 0:
         raise ValueError(f"--seconds takes a time from 0, not {o.seconds}")
-    told = "".join(f"-{name}-{getattr(o, name)}" for name, _, default, _ in OPTIONS[:6]
+    told = "".join(f"-{name}-{getattr(o, name)}" for name, _, default, _ in OPTIONS[:9]
                    if getattr(o, name) != default)
     stem = "runs/skippipe" + re.sub(r"[^\w,]+", "-", told.replace(".json", "").replace(", ", ",")).rstrip("-")
     o.figure = f"{stem}.png" if o.figure is None else o.figure
