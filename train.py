@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -98,7 +99,7 @@ class Options:
     beta2: float = option(0.95, "Adam's, of squared gradients: as Llama; the papers' released code: 0.999")
     clip: float = option(1.0, "largest norm of a rank's gradient")
     # data
-    data: str = option(None, "text file or folder, C4 .json.gz, nanoGPT .bin (default: Python's own library)")
+    data: str = option(None, "text file or folder, or nanoGPT .bin (default: Python's own library)")
     tokenizer: str = option(None, "a Hugging Face tokenizer.json (default: bytes)")
     # the run
     name: str = option(None, "the run is kept in runs/NAME (default: method, stages and time)")
@@ -383,7 +384,7 @@ def inner_step(run, batches, paths, order):
     inner.grad.zero_()
     loss, home, tokens = run.pipeline.run(paths, batches, order=order)
     if run.average:
-        tokens = run.average(inner.grad, tokens)
+        tokens = run.meter.synchronise(run.average, inner.grad, tokens)
     if not tokens:
         return loss, home, None
     norm = torch.linalg.vector_norm(inner.grad) / tokens
@@ -465,6 +466,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     if o.compile:
         for layer in model.model.layers.values():
             layer.compile()
+    warnings.filterwarnings("ignore", "gamma .* is outside")            # NoLoCo's; the banner says it
     run.outer = make_outer(job, o, model.parameters(), replicas, inner)
     run.average = job.averager(replicas) if o.method == "ddp" else None
     run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
@@ -502,7 +504,7 @@ def train(run):
             run.step += 1
             run.cursor = run.reader and run.reader.cursor
             if outer:
-                run.meter.time(outer.step)
+                run.meter.synchronise(outer.step)
                 run.step = outer.steps = min(outer.steps, o.steps)      # survive: a late one may leap
             log.progress(loss, home)
             evaluates = run.step == o.steps or run.step // o.eval_every > before // o.eval_every
@@ -514,7 +516,7 @@ def train(run):
                 stages = run.routes.living()
                 rho = with_stages_missing(run.rho, len(stages))         # 1 unless paths skip
                 with scaled(run.model, rho[run.stage]):
-                    row = log.row(evaluate(run.pipeline, stages, run.corpus, o))
+                    row = log.own_row(evaluate(run.pipeline, stages, run.corpus, o))
                 if run.step < o.steps:
                     run.routes.renew(run.step)              # before the checkpoint, which has the plan
             if saves:                                       # before anyone is waited for
@@ -524,7 +526,7 @@ def train(run):
             run.meter.go_on()
         if outer:
             outer.settle()
-    log.summary()
+    log.finish()
     with contextlib.suppress(RuntimeError):                 # all is saved: the store may go
         job.close()
         run.checkpoints.seal()

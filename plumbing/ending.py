@@ -16,6 +16,13 @@ PATIENCE = timedelta(seconds=5)     # for what the threads of the others tell at
 GONE = "gone"                       # what a rank tells that ends by itself, saying why
 
 
+def next_command(run):
+    """How to go on with a run that ended early."""
+    if run.checkpoints.steps(run.job.rank):
+        return f"go on with --resume {run.folder}"
+    return f"remove {run.folder}, which holds no checkpoint yet, and start again"
+
+
 class Ending:
     """Around training. run: a train.Run."""
 
@@ -59,8 +66,7 @@ class Ending:
                 store.set(f"last/{self.job.rank}", str(what))
 
     def listen(self):
-        heard = self.ear.recv(1)
-        if heard:
+        if heard := self.ear.recv(1):
             self.number = heard[0]
             self.tell(self.store, self.run.step + 1)
             self.last = self.agree() if self.store else self.run.step
@@ -79,12 +85,10 @@ class Ending:
             os._exit(128 + self.number)
         return max(map(int, told))
 
-    def due(self):
-        """Whether all stop here."""
-        return self.number and self.decided.wait() and self.run.step >= self.last
-
-    def stop(self, save):
-        """Raises SystemExit."""
+    def stop_if_due(self, save):
+        """Raises SystemExit where all stop at this step."""
+        if not self.number or self.decided.wait() and self.run.step < self.last:
+            return
         if self.run.outer:
             self.run.outer.settle()
         self.run.meter.pause()
@@ -97,5 +101,5 @@ class Ending:
     def say(self, more=""):
         self.run.log.close()
         if self.job.rank == 0:
-            print(f"stopped at step {self.run.step}{more}; go on with --resume {self.run.folder}",
-                  file=sys.stderr, flush=True)
+            line = f"stopped at step {self.run.step}{more}; {next_command(self.run)}"
+            print(line, file=sys.stderr, flush=True)

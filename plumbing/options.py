@@ -45,9 +45,16 @@ def numbers(kind):
         try:
             return [kind(x) for x in text.split(",")]
         except ValueError:
-            line = f"takes numbers with commas between them, e.g. 3,2,2, not {text}"
-            raise argparse.ArgumentTypeError(line)
+            raise argparse.ArgumentTypeError(f"takes numbers with commas between them, not {text}")
     return parse
+
+
+def empty_folder(text):
+    """An argument type: a folder to write."""
+    folder = Path(text)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise argparse.ArgumentTypeError(f"{folder} exists and is not an empty folder")
+    return folder
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,10 +73,10 @@ def flag(name):
 
 # The first of --help.
 FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "skip", "name", "resume")
-# A checkpoint fits only the same. DIMENSIONS is in the order of Config's fields.
+# A checkpoint fits only the same (and a corpus of one hash). DIMENSIONS: in the order of Config's fields.
 DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
 LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "model", "init_from", "seq_len",
-          "seed", "data", "tokenizer", "routing", "skip", "microbatches", "batch", "optimizer")
+          "seed", "tokenizer", "routing", "skip", "microbatches", "batch", "optimizer")
 GONE = ("scaled", "falling", "warm_start")      # options of older versions
 LEAST = dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1,
              inner_steps=1, group_size=2, lr=0.0, clip=1e-6, survive=0.0, replan=0.0)
@@ -98,32 +105,32 @@ def parse(Options, argv, world, description):
 
 
 def check(o):
+    """Raise BadInput for options that are out of range, or do not go together."""
     for name, bound in LEAST.items():
         value = getattr(o, name)
         if value is not None and not bound <= value < math.inf:
             raise BadInput(f"{flag(name)} must be at least {bound}, got {value}")
-    if not 0 <= o.skip < 1 or (o.skip and o.routing in ("random", "fixed")):
-        raise BadInput("--skip takes a share from 0 to below 1 and a planned routing, got "
-                       f"{o.skip} and {o.routing}")
-    if not 0 <= o.beta2 < 1:
-        raise BadInput(f"--beta2 must be from 0 to below 1, got {o.beta2}")
-    if o.survive and o.method not in ("noloco", "local"):
-        raise BadInput(f"--survive is for noloco and local: --method {o.method} needs every process")
-    if o.replan and (o.survive or o.routing in ("random", "fixed")):
-        raise BadInput("--replan is for planned paths (--skip, --routing skippipe) and not with --survive, "
-                       "which plans anew round the dead only")
-    if o.wire == "int8" and (o.method != "noloco" or o.gamma != o.beta):
-        raise BadInput("--wire int8 is for noloco with gamma = beta, where theta alone travels; got "
-                       f"{o.method}, gamma {o.gamma} and beta {o.beta}")
-    if o.join:
-        raise BadInput("--join is for a process that comes back to a running job; rank 0 cannot: without "
-                       "node 0 there is no job")
+    planned = o.routing not in ("random", "fixed")
     nameless = not (o.name or o.resume) and os.environ.get("TORCHELASTIC_RUN_ID") == "none"
-    if nameless and may_restart():
-        raise BadInput("--max-restarts needs --name NAME here: else processes that start again could not "
-                       "find their folder")
-    if o.name and Path(o.name).name != o.name:
-        raise BadInput(f"--name {o.name}: takes the name of a folder in runs, without a path")
+    for wrong, line in (
+            (not 0 <= o.skip < 1 or o.skip and not planned,
+             f"--skip takes a share from 0 to below 1 and a planned routing, got {o.skip} and {o.routing}"),
+            (not 0 <= o.beta2 < 1, f"--beta2 must be from 0 to below 1, got {o.beta2}"),
+            (o.survive and o.method not in ("noloco", "local"),
+             f"--survive is for noloco and local: --method {o.method} needs every process"),
+            (o.replan and (o.survive or not planned),
+             "--replan is for planned paths (--skip, --routing skippipe) and not with --survive, which plans "
+             "anew round the dead only"),
+            (o.wire == "int8" and (o.method != "noloco" or o.gamma != o.beta),
+             "--wire int8 is for noloco with gamma = beta, where theta alone travels; got "
+             f"{o.method}, gamma {o.gamma} and beta {o.beta}"),
+            (o.join, "--join is for a process that comes back to a running job; without rank 0 it is over"),
+            (nameless and may_restart(),
+             "--max-restarts needs --name NAME here: restarted processes could not find their folder"),
+            (o.name and Path(o.name).name != o.name,
+             f"--name {o.name}: takes the name of a folder in runs, without a path")):
+        if wrong:
+            raise BadInput(line)
 
 
 def launch():
@@ -166,14 +173,29 @@ def default_text(f):
 
 
 def resumed(Options, folder):
+    """The options in a run's config.json. Raises BadInput."""
     try:
         found = json.loads((Path(folder) / "config.json").read_text())
         for name in GONE:
             if found.pop(name, False):
-                raise BadInput(f"--resume {folder}: was started with {flag(name)}, which this version lacks")
-        return asdict(Options(**found))
+                raise BadInput(f"{folder} was started with {flag(name)}, which this version lacks")
+        o = Options(**found)
+        for f in fields(o):
+            if not fits(getattr(o, f.name), f):
+                raise ValueError(f"{f.name} is {getattr(o, f.name)!r}")
+        return asdict(o)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise BadInput(f"--resume {folder}: no readable config.json there ({error})")
+        raise BadInput(f"{folder}: no readable config.json of a run there ({error})")
+
+
+def fits(value, f):
+    """Whether the value has the type of the field f of Options."""
+    if value is None:
+        return f.default is None
+    kinds = (int, float) if f.type is float else f.type
+    return (isinstance(value, kinds) and isinstance(value, bool) == (f.type is bool)
+            and (f.type is not list or all(isinstance(n, int) for n in value))
+            and value in f.metadata.get("choices", [value]))
 
 
 def take_dimensions(o, given):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from noloco import gloo_interface
-from plumbing.ending import Ending
+from plumbing.ending import Ending, next_command
 
 DAY = 86400.0       # seconds: as good as for ever
 
@@ -66,8 +66,8 @@ class Job:
             result = function(*args)
         except (BadInput, OSError) as error:
             problem = one_line(error)
-        if problems := [p for p in self.share(f"problem/{name or function.__name__}", problem) if p]:
-            self.refuse(problems[0])
+        for line in filter(None, self.share(f"problem/{name or function.__name__}", problem)):
+            self.refuse(line)
         return result
 
     def refuse(self, line):
@@ -193,20 +193,19 @@ class Job:
                 yield
         except (BadInput, OSError) as error:        # a full disk, most often
             run.log.close()
-            self.give_up(f"{one_line(error)}; once that is put right go on with --resume {run.folder}")
+            self.give_up(f"{one_line(error)}; once that is put right {next_command(run)}")
         except RuntimeError:                        # most often a peer's connection that broke
             if self.another_gave_up():
                 sys.exit(2)
-            print(f"stopped: rank {self.rank} at step {run.step}; if another process is gone, go on with "
-                  f"--resume {run.folder}", file=sys.stderr, flush=True)
+            print(f"stopped: rank {self.rank} at step {run.step}; if another process is gone, "
+                  f"{next_command(run)}", file=sys.stderr, flush=True)
             if self.ending.number:
                 sys.exit(2)
             raise
 
     def stop_if_asked(self, save):
         """At the start of a step: after Ctrl-C or SIGTERM all save and leave at the same one."""
-        if self.ending.due():
-            self.ending.stop(save)
+        self.ending.stop_if_due(save)
 
     def give_up(self, line):
         """This rank cannot go on: it says why, and nobody else says anything."""
@@ -242,16 +241,13 @@ class Average:
     def __init__(self, all_reduce, replicas):
         self.all_reduce, self.replicas = all_reduce, replicas
         self.bytes_sent = 0
-        self.waits = []                     # seconds of each
 
     def __call__(self, grad, tokens):
-        start = time.perf_counter()
         count = torch.tensor(float(tokens), device=grad.device)
         works = [self.all_reduce(t) for t in (count, grad)]
         for work in works:
             work.wait()
         self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
-        self.waits.append(time.perf_counter() - start)
         return float(count)
 
 

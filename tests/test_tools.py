@@ -12,7 +12,7 @@ from model import Config, Llama
 from noloco import flatten
 from plumbing.data import load_corpus
 from tests.harness import SMALL, captured, checkpoint, metrics, options, processes, run
-from tools import emulate, export, partial
+from tools import emulate, export, partial, plot
 
 
 def test_export_equals_ours_in_transformers(corpus, tmp_path, monkeypatch, capsys):
@@ -148,13 +148,14 @@ NO_LINKS = "tools.emulate needs --links FILE and several processes, all on one m
     "main, world, argv, error",
     [
         (export.main, 1, [], "the following arguments are required: run, out"),
-        (export.main, 1, ["nowhere", "out"], "--resume nowhere: no readable config.json there"),
+        (export.main, 1, ["nowhere", "out"], "error: nowhere: no readable config.json of a run there"),
         (export.main, 1, ["started", "out"], "started has no checkpoint with the parts of all 2 ranks"),
         (export.main, 1, ["started", "out", "--stages", "2"], "unrecognized arguments: --stages 2"),
         (export.main, 2, ["started", "out"], "tools.export runs in one process, without torchrun"),
+        (plot.main, 1, ["started"], "started: no readable metrics.jsonl there, give folders of runs"),
         (partial.main, 1, [], "the following arguments are required: run"),
         (partial.main, 1, ["--dead", "7"], "the following arguments are required: run"),
-        (partial.main, 2, ["nowhere"], "--resume nowhere: no readable config.json there"),
+        (partial.main, 2, ["nowhere"], "error: nowhere: no readable config.json of a run there"),
         (partial.main, 2, ["started", "--shares", "nan"], "--shares takes shares above 0, at most 1"),
         (partial.main, 2, ["started", "--shares", "0"], "--shares takes shares above 0, at most 1"),
         (partial.main, 2, ["started", "--shares", "1,1.1"], "--shares takes shares above 0, at most 1"),
@@ -202,3 +203,22 @@ def test_help_of_a_tool_is_rank_0s_alone(main, tmp_path):
     assert [code for code, _ in results] == [0, 0]
     option = "--shares" if main is partial.main else "--time-scale"
     assert "usage: " in results[0][1] and option in results[0][1] and not results[1][1]
+
+
+def test_plot_has_four_panels_log_bytes_and_a_note_where_corpora_differ(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.chdir(tmp_path)
+    for name, corpus in (("a", "1"), ("b", "1"), ("c", "2")):
+        Path(name).mkdir()
+        rows = [dict(step=s, tokens=s, sync_bytes=s, pipeline_bytes=0, seconds=s, heldout_loss=3 / s,
+                     heldout_nats_per_byte=None, corpus=corpus) for s in (1, 2)]
+        rows = [dict(event="joined"), *rows]
+        Path(name, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plotted = plot.draw({Path(n): plot.rows_of(Path(n)) for n in "ab"})
+    assert len(plotted.axes) == 4 and not plotted.get_suptitle()
+    assert [axis.get_xscale() for axis in plotted.axes] == ["linear", "linear", "log", "linear"]
+    assert all([list(line.get_ydata()) for line in axis.lines] == [[3, 1.5]] * 2 for axis in plotted.axes)
+    pyplot.close("all")
+    plot.main(["a", "c", "--out", "out.png"])
+    assert Path("out.png").exists() and "different corpora" in pyplot.gcf().get_suptitle()
+    pyplot.close("all")
