@@ -183,7 +183,7 @@ def go_on(run):
     run.job.together(fits, run, state)
     if not state:
         return None
-    run.step, run.rho = state["step"], state.get("rho")
+    run.step, run.rho = state["step"], rho_of(run.o, state)
     run.theta.copy_(state["theta"])
     run.inner.load_state_dict(state["adam"])
     run.meter = Meter(**state["meter"])
@@ -193,6 +193,11 @@ def go_on(run):
     if run.reader:
         run.reader.cursor = state["cursor"]
     return state["plan"]
+
+
+def rho_of(o, state):
+    """rho of each stage, as the checkpoint was evaluated; o: the options now, perhaps --unscaled."""
+    return not o.unscaled and state.get("rho") or [1.0] * len(o.stages)
 
 
 def begin(run):

@@ -13,7 +13,7 @@ import torch
 from model import Llama
 from noloco import flatten
 from planning.rho import multiply
-from plumbing.checkpoints import Checkpoints, read
+from plumbing.checkpoints import Checkpoints, read, rho_of
 from plumbing.data import load_data
 from plumbing.huggingface import save_pretrained, save_tokenizer
 from plumbing.options import Parser, empty_folder, layout, whole_config
@@ -72,12 +72,6 @@ def newest(job, folder, stages):
                        "that are on other machines here")
     job.say(f"warning: {why}; step {step} is taken instead" for why in lacking)
     return step, {r: read(files[step]) for r, files in held.items()}
-
-
-def rho_of(o, part):
-    """Of each stage, as the checkpoint that this is a part of was evaluated."""
-    known = None if o.unscaled else part.get("rho")
-    return known or [1.0] * len(o.stages)
 
 
 def by_stage(model, layers):
