@@ -20,9 +20,9 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from plumbing.huggingface import initial_weights
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import METHODS, MODELS, layout, numbers, option, whole_config
+from plumbing.overlap import PhiAhead
 from plumbing.processes import Job, restarts
 from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
@@ -411,12 +412,13 @@ def evaluate(pipeline, stages, corpus, o):
 
 
 def make_outer(job, o, params, replicas, inner, wires=WIRES, **more):
-    """None for ddp and local. wires, more: subclasses and what else they take."""
-    if o.method == "noloco":
-        return wires[o.wire](params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta,
-                             gamma=o.gamma, group_size=o.group_size, seed=o.seed, **more)
+    """None for ddp and local. wires: the class for each --wire. more: what these classes also take."""
+    settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
     if o.method == "diloco":
-        return DiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
+        return DiLoCo(params, replicas, **settings)
+    if o.method == "noloco":
+        settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
+        return wires[o.wire](params, replicas, **settings, **more)
 
 
 @dataclass
@@ -466,7 +468,6 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     if o.compile:
         for layer in model.model.layers.values():
             layer.compile()
-    warnings.filterwarnings("ignore", "gamma .* is outside")            # NoLoCo's; the banner says it
     run.outer = make_outer(job, o, model.parameters(), replicas, inner)
     run.average = job.averager(replicas) if o.method == "ddp" else None
     run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
@@ -550,8 +551,12 @@ def main(argv=None):
         from survive import parts
         return train(parts.build(job, o, argv))
     job.connect(o)
-    replans = dict(Pipeline=TimedPipeline, Routes=ReplanningRoutes)
-    train(build(job, o, **replans if o.replan else {}))
+    own = {}
+    if o.replan:
+        own.update(Pipeline=TimedPipeline, Routes=ReplanningRoutes)
+    if o.gamma != o.beta:
+        own.update(make_outer=partial(make_outer, wires={"fp32": PhiAhead}))
+    train(build(job, o, **own))
 
 
 if __name__ == "__main__":

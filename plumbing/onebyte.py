@@ -49,7 +49,7 @@ class OneByte:
         tensors = self.theta.split(lengths(self))
         self.pieces = [len(piece) for tensor in tensors for piece in tensor.split(BLOCK)]      # the blocks
         size = len(self.theta) + 4 * len(self.pieces)
-        self.letter = torch.empty(size, dtype=torch.uint8, device=self.theta.device)
+        self.message = torch.empty(size, dtype=torch.uint8, device=self.theta.device)
         self.room = torch.empty(BLOCK, device=self.theta.device)        # to reckon in
 
     def parts(self, message):
@@ -57,41 +57,43 @@ class OneByte:
         codes, scales = message.split([len(self.theta), 4 * len(self.pieces)])
         return codes.split(self.pieces), scales.view(torch.float32)
 
-    def write(self, name, vector):
-        return super().write(name, self.encoded(vector))
+    def encode(self, vector, name):
+        return super().encode(self.encoded(vector), name)
+
+    def decode(self, message):
+        """A message is read beside this replica's theta; fp32 is a vector already."""
+        return message if message.dtype == self.theta.dtype else Unread(self, message, self.theta)
+
+    def notice(self, thetas):
+        """Not here: what is read differs from the partner's weights by its rounding."""
 
     def encoded(self, vector):
-        """Eqs. M1 and M2."""
-        codes, scales = self.parts(self.letter)
+        """M1 and M2."""
+        codes, scales = self.parts(self.message)
         for theta, phi, k, s in zip(vector.split(self.pieces), self.phi.split(self.pieces), codes, scales):
             x = self.room[:len(theta)]
             moved = largest(torch.sub(theta, phi, out=x))
             s.copy_(moved.mul_(MARGIN / 256).maximum(largest(theta).mul_(2**-22)).clamp_(min=1e-30))
             torch.div(theta, s, out=x).add_(WHOLE)
             k.copy_(x.view(torch.int32))                                # their last bytes
-        return self.letter
-
-    def exchange(self):
-        thetas, phis, n = super().exchange()
-        return [self.read(theta, self.theta) for theta in thetas], phis, n
-
-    def read(self, message, own):
-        """A theta, to be split: a message's beside one's own, or what is a vector of fp32 already."""
-        return message if message.dtype == own.dtype else Unread(self, message, own)
+        return self.message
 
 
 class Unread:
-    """A message, of which `split` reads a block when it is needed, so that it stays in cache until then.
-    own: what it is read beside."""
+    """A message of which `split` reads one block at a time, so that the block is still in cache when used.
+
+    own: the vector beside which it is read. The message may arrive until `split` is called.
+    """
 
     def __init__(self, outer, message, own):
-        self.codes, self.scales = outer.parts(message.to(own.device))
-        self.own, self.room = own, torch.empty(2, BLOCK, device=own.device)
+        self.outer, self.message, self.own = outer, message, own
 
     def split(self, pieces):
-        """Eq. M3. A block lasts until the next is read."""
-        for own, k, s in zip(self.own.split(pieces), self.codes, self.scales):
-            x, y = self.room[:, :len(own)]
+        """M3. A block lasts until the next is read."""
+        codes, scales = self.outer.parts(self.message.to(self.own.device))
+        room = torch.empty(2, BLOCK, device=self.own.device)
+        for own, k, s in zip(self.own.split(pieces), codes, scales):
+            x, y = room[:, :len(own)]
             x.copy_(k)
             torch.div(own, 256 * s, out=y).sub_(x, alpha=1 / 256).round_()
             yield torch.add(x, y, alpha=256, out=y).mul_(s)
