@@ -5,7 +5,6 @@
 """
 import contextlib
 import json
-import os
 import sys
 from itertools import count
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from plumbing.options import launch
 from plumbing.processes import BadInput, may_restart, one_line, restarts
-from plumbing.report import Log, Meter, counts, drop, sent
+from plumbing.report import Log, Meter, atomic, counts, sent
 
 FORM = 2        # of what is saved; other forms are refused
 
@@ -38,16 +37,11 @@ class Checkpoints:
     def save(self, step, state):
         """Raises BadInput where there is no room, or no leave, to write."""
         place = self.place(step)
-        half = place / f"rank{self.rank}.tmp"
         try:
             place.mkdir(parents=True, exist_ok=True)
-            with open(half, "wb") as file:
+            with atomic(place / f"rank{self.rank}.pt") as file:
                 torch.save(dict(state, form=FORM), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(half, place / f"rank{self.rank}.pt")
         except (OSError, RuntimeError) as error:
-            drop(half)
             with contextlib.suppress(OSError):
                 place.rmdir()
             told = error if isinstance(error, OSError) else error.__context__       # torch hides a full disk
@@ -114,13 +108,16 @@ class Checkpoints:
         while problem:
             told = self.job.share(f"checkpoints/{len(damaged)}", json.dumps(list(sound)))
             step, lacking = self.whole(dict(enumerate(map(json.loads, told))))
-            state, problem = try_load(sound.get(step))
+            state, problem = None, ""
+            try:
+                state = sound.get(step) and load(sound[step])
+            except BadInput as error:
+                problem = str(error)
             problem = next(filter(None, self.job.share(f"damaged/{len(damaged)}", problem)), "")
             if problem:
                 damaged.append(problem)
                 sound.pop(step)
         if state:
-            of_our_form(sound[step], state)
             self.job.say(f"warning: {why}; step {step} is taken instead" for why in damaged + lacking)
             if self.job.world > 1:
                 self.job.store.set("whole", str(step))
@@ -140,30 +137,14 @@ class Checkpoints:
 
 
 def load(file):
-    """A part, mapped into memory."""
+    """A part, mapped into memory. Raises BadInput when it is damaged or of another form."""
     try:
-        return torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+        state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
         raise BadInput(f"{file} is damaged ({one_line(error)[:100]})")
-
-
-def try_load(file):
-    """(state, problem): of one that is damaged, or of none, the state is None."""
-    try:
-        return file and load(file), ""
-    except BadInput as error:
-        return None, str(error)
-
-
-def of_our_form(file, state):
     if not isinstance(state, dict) or state.get("form") != FORM:
-        raise BadInput(f"{file} was written by another version of this program: go on with that one")
+        raise BadInput(f"{file} was written by another version of this program")
     return state
-
-
-def read(file):
-    """A part. Raises BadInput when it is damaged or of another form."""
-    return of_our_form(file, load(file))
 
 
 # ---- a run (a train.Run) in a checkpoint, and back

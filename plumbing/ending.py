@@ -32,29 +32,23 @@ class Ending:
         self.last = 0                                   # the step after which all stop
         self.decided = threading.Event()
         self.store = job.store and job.store.clone()    # a store serves one thread at a time
-        self.main = threading.current_thread() is threading.main_thread()      # signals reach no other
 
     def __enter__(self):
-        if self.job.store:
-            self.job.store.delete_key(f"last/{self.job.rank}")      # of a process whose place this one took
-        if self.main:
-            self.handlers = {n: signal.signal(n, self.hear) for n in (signal.SIGINT, signal.SIGTERM)}
-            self.ear, self.mouth = socket.socketpair()
-            self.mouth.setblocking(False)
-            self.before = signal.set_wakeup_fd(self.mouth.fileno())
-            self.listener = threading.Thread(target=self.listen, daemon=True)
-            self.listener.start()
+        if self.store:
+            self.store.delete_key(f"last/{self.job.rank}")      # of a process whose place this one took
+        self.handlers = {n: signal.signal(n, self.hear) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.ear, self.mouth = socket.socketpair()
+        self.mouth.setblocking(False)
+        self.before = signal.set_wakeup_fd(self.mouth.fileno())
+        threading.Thread(target=self.listen, daemon=True).start()
         return self
 
     def __exit__(self, error, *_):
         self.tell(self.job.store, GONE if error and not self.last else self.run.step)
-        if self.main:
-            signal.set_wakeup_fd(self.before)
-            for number, handler in self.handlers.items():       # torchrun may repeat the signal
-                signal.signal(number, signal.SIG_IGN if self.number and self.store else handler)
-            self.mouth.close()
-            self.listener.join()
-            self.ear.close()
+        signal.set_wakeup_fd(self.before)
+        self.mouth.close()                                      # ends the thread
+        for number, handler in self.handlers.items():           # torchrun may repeat the signal
+            signal.signal(number, signal.SIG_IGN if self.number and self.store else handler)
 
     def hear(self, number, frame):
         if not self.store:

@@ -175,7 +175,9 @@ class Job:
     patience = DAY      # seconds for a message that only the log waits for
 
     def meet(self, key, ranks):
-        """A Gloo group of these ranks, for once: (who came, group)."""
+        """A Gloo group of these ranks, for once: (who came, group; None for a rank alone)."""
+        if len(ranks) == 1:
+            return ranks, None
         return ranks, gloo_group(self.store, key, ranks.index(self.rank), len(ranks), DAY)
 
     def averager(self, replicas):

@@ -62,21 +62,25 @@ class Meter:
                     loss=float(self.loss), tokens=self.tokens)
 
 
-def replace(file, text):
-    """Write a small file; it changes as a whole or not at all."""
+@contextlib.contextmanager
+def atomic(file):
+    """The file, open to write bytes; it changes as a whole or not at all."""
     half = file.with_suffix(".tmp")
     try:
-        half.write_text(text)
+        with open(half, "wb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
         os.replace(half, file)
-    except OSError:
-        drop(half)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            half.unlink()
         raise
 
 
-def drop(file):
-    """What a full disk has left half written."""
-    with contextlib.suppress(OSError):
-        file.unlink()
+def replace(file, text):
+    with atomic(file) as out:
+        out.write(text.encode())
 
 
 def perplexity(loss):
@@ -89,37 +93,30 @@ def weight_spread(theta, replicas, job, key):
     Each sends its theta there, which subtracts its own d, so that nothing cancels:
     sum |d - mean d|^2 = sum |d|^2 - |sum d|^2 / N.
     """
-    if job.rank not in replicas or len(replicas) == 1:
-        return 0.0, theta.numel() * (job.rank in replicas)
-    patience = timedelta(seconds=job.patience)
+    if job.rank not in replicas:
+        return 0.0, 0
+    patience, pieces = timedelta(seconds=job.patience), theta.split(1 << 22)
     try:
         members, job.link = job.meet(key, replicas)     # the link lives on: messages may still be under way
-        if job.link is None:
-            return 0.0, theta.numel() * (members[:1] == (job.rank,))
-        squares = 0.0
-        for piece in theta.split(1 << 22):
-            if job.rank == members[0]:
-                squares += squares_of(piece, members, job.link, patience)
-            else:
-                job.link.send([piece.cpu()], 0, 0).wait(patience)
-        return squares, len(members) * theta.numel() * (job.rank == members[0])
+        if job.rank in members[:1]:
+            return sum(squares(p, members, job.link, patience) for p in pieces), len(members) * theta.numel()
+        for piece in pieces if job.link else []:
+            job.link.send([piece.cpu()], 0, 0).wait(patience)
     except RuntimeError:        # a replica lost on the way spoils this one
-        return 0.0, 0
+        pass
+    return 0.0, 0
 
 
-def squares_of(piece, members, link, patience):
+def squares(piece, members, link, patience):
     """sum |d|^2 - |sum d|^2 / N of one piece of theta."""
-    def square(d):
-        return float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2
-
-    total, squares = torch.zeros_like(piece), 0.0
+    total, found = torch.zeros_like(piece), 0.0
     other = torch.empty_like(piece, device="cpu")
     for place in range(1, len(members)):
         link.recv([other], place, 0).wait(patience)
         d = other.to(piece.device) - piece
         total += d
-        squares += square(d)
-    return squares - square(total) / len(members)
+        found += float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2
+    return found - float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2 / len(members)
 
 
 def sent(run):
@@ -129,7 +126,7 @@ def sent(run):
 
 def counts(run):
     """What survive/ counts: microbatches lost, outer steps done alone; with those before a resume."""
-    now = dict(lost=run.pipeline.lost, alone=getattr(run.outer, "alone", 0))
+    now = dict(lost_microbatches=run.pipeline.lost, steps_alone=getattr(run.outer, "alone", 0))
     return {key: n + run.meter.counts.get(key, 0) for key, n in now.items()}
 
 
@@ -142,10 +139,11 @@ STEP_TOKENS = dict(small=500_000, medium=1_000_000, large=2_000_000)
 def banner(run, rate):
     """What runs, in a few lines. rate: the inner rate of the model's row."""
     o, job, corpus = run.o, run.job, run.corpus
-    stages = f"stages {'x'.join(map(str, o.stages))}, {o.routing} routing"
+    layout = "replicas of the whole model"
+    if len(o.stages) > 1:
+        layout = f"stages {'x'.join(map(str, o.stages))}, {o.routing} routing"
     over = f" over {'NCCL' if job.nccl else 'Gloo'}" if job.world > 1 else ""
-    yield (f"{o.method}, {stages if len(o.stages) > 1 else 'replicas of the whole model'}, {job.world} "
-           f"processes on {job.device.type}{over}")
+    yield f"{o.method}, {layout}, {job.world} processes on {job.device.type}{over}"
     whole, inner = count_parameters(run.config)
     yield (f"{o.init_from or o.model} model: {whole / 1e6:.2f}M parameters, {inner / 1e6:.2f}M without "
            f"embedding and head; {o.dtype}")
@@ -163,10 +161,9 @@ def banner(run, rate):
                "replicas may drift apart")
     if run.step and (before := json.loads((run.folder / "config.json").read_text())["steps"]) != o.steps:
         yield (f"warning: --steps {o.steps}, until now {before}: from step {run.step} on the cosine of the "
-               f"learning rate is stretched to that")
+               "learning rate is stretched to that")
     if o.skip and o.routing != "dtfm" and not o.unscaled:
-        yield ("evaluated with what a stage adds times the share of the microbatches that visit it (the rho "
-               "rule of planning/rho.py; without: --unscaled)")
+        yield "evaluated under the rho rule of planning/rho.py (--unscaled: without)"
     if run.outer and o.steps < o.inner_steps:
         yield (f"warning: {o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never "
                "synchronise")
@@ -190,7 +187,9 @@ def settings(o, origins, rate):
 
 # ---- during the run
 
-# What rank 0 prints of an event. Other events bring their line, or are printed as they are.
+# Of a rank's row, and over all ranks of a line.
+SUMS = ("tokens", "skipped_steps", "lost_microbatches", "steps_alone", "sync_bytes", "pipeline_bytes")
+# What rank 0 prints of an event.
 EVENTS = {
     "leapt": "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is left",
     "outer step without partners": "rank {rank} did outer step {outer} without ranks {missing} {error}",
@@ -198,14 +197,9 @@ EVENTS = {
     "fp32 instead of int8": "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
     "joined": "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
     "lost": "rank {rank} lost rank {peer} at step {step}: {error}",
-    "dead": "from step {step} on paths go round the dead ranks {ranks}, without stages {stages_left_out}",
+    "dead": "from step {step} on paths go round the dead ranks {ranks}; stages left out: {stages_left_out}",
+    "planned anew": "{line}",
 }
-
-
-def in_words(event):
-    if template := EVENTS.get(event.get("event")):
-        return template.format(**event).strip()
-    return event.get("line") or ", ".join(f"{key} {value}" for key, value in event.items())
 
 
 class Log:
@@ -243,12 +237,11 @@ class Log:
     def own_row(self, heldout):
         """This rank's numbers since the last evaluation, or so far. heldout: its loss (None: no origin)."""
         run, meter = self.run, self.run.meter
-        row = dict(loss=float(meter.loss), tokens=meter.tokens, heldout=heldout, seen=meter.seen,
+        row = dict(loss=float(meter.loss), count=meter.tokens, heldout=heldout, norm=meter.norm,
                    syncs=len(meter.syncs), waited=sum(meter.syncs), longest=max(meter.syncs, default=0.0),
-                   held=meter.held / meter.seconds, skipped=meter.skipped, norm=meter.norm,
-                   sync=meter.sync + sent(run), pipeline=meter.pipeline + run.pipeline.bytes_sent,
-                   iteration=statistics.median_high(meter.iterations), simulated=run.routes.makespan(),
-                   **counts(run))
+                   held=meter.held / meter.seconds, iteration=statistics.median_high(meter.iterations),
+                   tokens=meter.seen, skipped_steps=meter.skipped, **counts(run),
+                   sync_bytes=meter.sync + sent(run), pipeline_bytes=meter.pipeline + run.pipeline.bytes_sent)
         meter.loss, meter.tokens, meter.iterations = 0.0, 0, []
         return row
 
@@ -260,34 +253,26 @@ class Log:
         rows = self.job.collect(f"row/{moment}", row)
         if self.job.rank == 0:
             self.latest.update(rows)
-            self.write(self.line_of(rows), self.job.news())
+            self.write(self.line_of(list(rows.values()), list(self.latest.values())), self.job.news())
 
-    def line_of(self, rows):
-        """The line of metrics.jsonl; rows: of the ranks that answered."""
-        run, latest = self.run, self.latest.values()
-
-        def total(key, rows=latest):
-            return sum(row[key] for row in rows)
-
-        answered = rows.values()
-        heldout = [row["heldout"] for row in answered if row["heldout"] is not None] or [math.nan]
-        mean = sum(heldout) / len(heldout)
-        per_byte = run.corpus.bytes_per_token
+    def line_of(self, rows, latest):
+        """The line of metrics.jsonl. rows: of the ranks that answered; latest: of all."""
+        run, total = self.run, lambda key, rows=latest: sum(row[key] for row in rows)
+        heldout = [row["heldout"] for row in rows if row["heldout"] is not None] or [math.nan]
+        mean, per_byte = sum(heldout) / len(heldout), run.corpus.bytes_per_token
         return dict(
-            step=run.step, tokens=total("seen"), seconds=run.meter.seconds,
-            tokens_per_second=total("seen") / run.meter.seconds, lr=run.lr,
-            train_loss=total("loss", answered) / max(1, total("tokens", answered)),
+            step=run.step, seconds=run.meter.seconds, lr=run.lr, ranks=len(rows), corpus=run.corpus.digest,
+            train_loss=total("loss", rows) / max(1, total("count", rows)),
             heldout_loss=mean, heldout_min=min(heldout), heldout_max=max(heldout),
             perplexity=perplexity(mean), heldout_nats_per_byte=per_byte and mean / per_byte,
-            weight_spread=math.sqrt(max(total("spread", answered), 0.0) / max(1, total("weights", answered))),
-            gradient_norm=total("norm", answered) / len(rows), skipped_steps=total("skipped"),
-            lost_microbatches=total("lost"), steps_alone=total("alone"), ranks=len(rows),
+            weight_spread=math.sqrt(max(total("spread", rows), 0.0) / max(1, total("weights", rows))),
+            gradient_norm=total("norm", rows) / len(rows),
             held=total("held") / len(latest), held_max=max(row["held"] for row in latest),
             sync_seconds=total("waited") / max(1, total("syncs")),
             sync_seconds_longest=max(row["longest"] for row in latest),
-            sync_bytes=total("sync"), pipeline_bytes=total("pipeline"),
-            iteration_seconds=max(row["iteration"] for row in answered) / run.routes.pace,
-            simulated_seconds=rows[0]["simulated"], corpus=run.corpus.digest)
+            iteration_seconds=max(row["iteration"] for row in rows) / run.routes.pace,
+            simulated_seconds=run.routes.makespan(), tokens_per_second=total("tokens") / run.meter.seconds,
+            **{key: total(key) for key in SUMS})
 
     def write(self, line, news):
         """news: events since the last line, each a dict."""
@@ -300,7 +285,8 @@ class Log:
                 f"weight spread {line['weight_spread']:.2e}{self.moment()}, "
                 f"sent {line['sync_bytes'] / 1e6:.1f} MB to synchronise + {line['pipeline_bytes'] / 1e6:.1f} "
                 f"MB in the pipeline, {line['tokens_per_second']:.0f} tokens/s{took}{ranks}")
-        self.bar.write("\n".join([*map(in_words, news), step]), file=sys.stdout)
+        told = [EVENTS.get(event["event"], "{event}").format(**event) for event in news]
+        self.bar.write("\n".join([*told, step]), file=sys.stdout)
 
     def moment(self):
         """Replicas agree then, or nearly so."""
@@ -315,18 +301,17 @@ class Log:
         self.close()
         if self.job.rank == 0:
             line = json.loads(self.file.read_text().splitlines()[-1])
-            print("\n".join([f"kept in         {self.run.folder}", *last_lines(line, self.moment())]))
+            said = [f"kept in         {self.run.folder}", *last_lines(line, self.moment())]
             if line["ranks"] < self.job.world and "TORCHELASTIC_RUN_ID" in os.environ:
-                print("Training is over. torchrun may wait up to 300 s for ranks that died; Ctrl-C ends it.",
-                      flush=True)
+                said.append("Training is over. torchrun may wait 300 s for ranks that died; Ctrl-C ends it.")
+            self.job.say(said)
 
 
 def last_lines(line, moment):
     per_byte = line["heldout_nats_per_byte"]
-    yield (f"held-out loss   {line['heldout_loss']:.4f} nats per token"
-           + (f", {per_byte:.4f} nats per byte" if per_byte else "")
-           + f" (replicas {line['heldout_min']:.4f} to {line['heldout_max']:.4f}), perplexity "
-           f"{line['perplexity']:.3f} per token")
+    by_byte = f", {per_byte:.4f} nats per byte" if per_byte else ""
+    yield (f"held-out loss   {line['heldout_loss']:.4f} nats per token{by_byte} (replicas "
+           f"{line['heldout_min']:.4f} to {line['heldout_max']:.4f}), perplexity {line['perplexity']:.3f}")
     yield f"weight spread   {line['weight_spread']:.3e} over the replicas of a stage{moment and ','}{moment}"
     yield (f"bytes sent      {line['sync_bytes'] / 1e6:.1f} MB to synchronise, "
            f"{line['pipeline_bytes'] / 1e6:.1f} MB in the pipeline, all ranks")

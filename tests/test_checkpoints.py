@@ -171,6 +171,6 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_line(form, corpus, tm
     results = processes(2, train_main, ["--resume", "runs/x", "--steps", "4"], cwd=tmp_path)
     assert [code for code, _ in results] == [2, 2] and not results[1][1]
     assert results[0][1] == (
-        "error: runs/x/checkpoints/00000002/rank1.pt was written by another version of this program: "
-        "go on with that one\n"
+        "error: runs/x/checkpoints/00000002/rank1.pt was written by another version of this program, and "
+        "runs/x/checkpoints has no other that all ranks hold\n"
     )

@@ -198,7 +198,7 @@ def test_prepared_files_hold_the_tokens_of_the_joined_documents_and_train(tmp_pa
     said, train_, val = prepared(tmp_path / "c4", tmp_path / "out")
     assert bytes(train_.tolist()) == joined(text for texts in shards[:3] for text in texts.values())
     assert bytes(val.tolist()) == joined(shards[3].values())
-    assert f"{len(train_)} tokens to train on, {len(val)} held out; 12 lines without a text" in said
+    assert f"{len(train_)} training and {len(val)} held-out tokens; 12 lines without text" in said
     corpus = load_corpus(options("--data", tmp_path / "out", "--seq-len", 32, "--eval-sequences", 4))
     assert torch.equal(corpus.train[0], train_) and torch.equal(corpus.heldout, val)
 
@@ -212,7 +212,7 @@ def test_what_follows_where_a_shard_breaks_off_is_left_out_and_counted(tmp_path)
     *read, end = bytes(train_.tolist()).split(b"\0")
     assert read[-600:] == [b"whole"] * 600 and not end and 3000 < len(read) - 600 < 6000
     assert read[:-600] == [texts[i].encode() for i in range(len(read) - 600)]
-    assert "; 1 lines without a text" in said
+    assert "; 1 lines without text" in said
 
 
 def test_of_a_single_shard_every_20th_line_is_held_out_and_of_a_text_its_end(tmp_path):
@@ -249,8 +249,8 @@ def test_bad_input_of_prepare_is_one_line(tmp_path, monkeypatch):
         (["text", "text"], "not an empty folder"),
         (["tokens.bin", "out"], "is .bin already"),
         (["text", "out", "--tokenizer", "large.json"], "has 65537 tokens: a .bin file holds at most 65536"),
-        (["broken.json.gz", "out"], "1 lines without a text"),
-        (["nulls.json.gz", "out1"], "30 lines without a text"),
+        (["broken.json.gz", "out"], "1 lines without text"),
+        (["nulls.json.gz", "out1"], "30 lines without text"),
     ):
         code, said = captured(0, 1, prepare.main, argv)
         assert code == 2 and error in said.splitlines()[-1] and "Traceback" not in said, said

@@ -13,7 +13,7 @@ import torch
 from model import Llama
 from noloco import flatten
 from planning.rho import multiply
-from plumbing.checkpoints import Checkpoints, read, rho_of
+from plumbing.checkpoints import Checkpoints, load, rho_of
 from plumbing.data import load_data
 from plumbing.huggingface import save_pretrained, save_tokenizer
 from plumbing.options import Parser, empty_folder, layout, whole_config
@@ -71,7 +71,7 @@ def newest(job, folder, stages):
         raise BadInput(f"{folder} has no checkpoint with the parts of all {len(held)} ranks: bring those "
                        "that are on other machines here")
     job.say(f"warning: {why}; step {step} is taken instead" for why in lacking)
-    return step, {r: read(files[step]) for r, files in held.items()}
+    return step, {r: load(files[step]) for r, files in held.items()}
 
 
 def by_stage(model, layers):

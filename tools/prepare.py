@@ -21,6 +21,7 @@ from tqdm import tqdm
 from plumbing.data import find_files, load_tokenizer, read_text, split
 from plumbing.options import Parser, empty_folder
 from plumbing.processes import BadInput, Job
+from plumbing.report import atomic
 
 
 def main(argv=None):
@@ -40,21 +41,18 @@ def prepare(parser, argv):
     if tokenizer.size > 1 << 16:
         raise BadInput(f"{a.tokenizer} has {tokenizer.size} tokens: a .bin file holds at most 65536 (uint16)")
     a.out.mkdir(parents=True, exist_ok=True)
-    halves, counts, bad = [a.out / "train.half", a.out / "val.half"], [0, 0], 0
-    found = documents(files, split(root, files)[1])
-    with open(halves[0], "wb") as train, open(halves[1], "wb") as val:
+    counts, bad, found = [0, 0], 0, documents(files, split(root, files)[1])
+    with atomic(a.out / "train.bin") as train, atomic(a.out / "val.bin") as val:
         while some := list(islice(found, 256)):
             good = [(held, text) for held, text in some if text is not None]
             bad += len(some) - len(good)
             for (held, _), tokens in zip(good, tokenizer.encode([text for _, text in good])):
                 array("H", tokens.tolist()).tofile(val if held else train)
                 counts[held] += len(tokens)
-    said = (f"{a.source}: {counts[0]} tokens to train on, {counts[1]} held out; {bad} lines without a text, "
-            f"{tokenizer.undecodable} bytes that are no UTF-8")
-    if not all(counts):
-        raise BadInput(f"{said}: neither part may be empty")
-    for half in halves:                                     # whole now
-        half.rename(half.with_suffix(".bin"))
+        said = (f"{a.source}: {counts[0]} training and {counts[1]} held-out tokens; {bad} lines without text, "
+                f"{tokenizer.undecodable} bytes that are no UTF-8")
+        if not all(counts):
+            raise BadInput(f"{said}: neither part may be empty")
     print(f"{said}; written to {a.out}")
 
 
