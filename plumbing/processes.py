@@ -134,8 +134,7 @@ class Job:
             if o.device == "cuda" and not gpus:
                 raise BadInput("--device cuda: torch sees no GPU on at least one machine")
             if o.backend == "nccl" and local_world > gpus:
-                raise BadInput(f"--backend nccl needs a GPU for each of the {local_world} processes of a "
-                               f"machine, one has {gpus}; use --backend gloo")
+                raise BadInput(f"--backend nccl: a machine has {gpus} GPUs for {local_world} processes; use gloo")
         self.together(devices)
         if gpus:
             self.device = torch.device("cuda", local_rank % gpus)
@@ -168,9 +167,9 @@ class Job:
             raise BadInput(problems[0])
         loopback = [r for r, (_, name, _) in enumerate(told) if name.split(",")[0] in ("lo", "lo0")]
         if loopback and len({host for host, *_ in told}) > 1:
-            raise BadInput(f"rank {loopback[0]} would offer the other hosts its loopback interface: on its "
-                           "host export GLOO_SOCKET_IFNAME=NAME, the interface that the others reach, or "
-                           "start all with --master-addr ADDRESS, node 0's address as the others see it")
+            raise BadInput(f"rank {loopback[0]} would offer other hosts its loopback interface: there export "
+                           "GLOO_SOCKET_IFNAME=NAME, the interface that the others reach, or give torchrun "
+                           "--master-addr ADDRESS, node 0's address as the others see it")
 
     patience = DAY      # seconds for a message that only the log waits for
 

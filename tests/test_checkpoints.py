@@ -37,20 +37,16 @@ def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_pa
     damaged = 'warning: line 2 of runs/x/metrics.jsonl is damaged and left out: {"step": 4, "hel'
     assert damaged in capsys.readouterr().out.splitlines()
     train.main([*argv[: -1 - len(SMALL) - 1], "--name", "y", *SMALL])
-    assert torch.equal(
-        checkpoint(tmp_path / "runs/x", 6, 0)["theta"], checkpoint(tmp_path / "runs/y", 6, 0)["theta"]
-    )
+    first, second = (checkpoint(tmp_path / "runs" / name, 6, 0)["theta"] for name in "xy")
+    assert torch.equal(first, second)
     # the whole line from before the checkpoint is still there
     assert [line["step"] for line in metrics(tmp_path / "runs/x")] == [2, 6]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=NEEDS_MUON)])
 def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
-    argv = [
-        "--optimizer", optimizer,
-        "--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--gamma", 1.0, "--eval-every", 3,
-        "--save-every", 6, "--data", corpus, "--name", "x", *SMALL,
-    ]
+    argv = ["--optimizer", optimizer, "--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--gamma", 1.0,
+            "--eval-every", 3, "--save-every", 6, "--data", corpus, "--name", "x", *SMALL]
     run(4, *argv, cwd=tmp_path)
     whole = tmp_path / "runs/x"
     again = shutil.copytree(whole, tmp_path / "runs/y")
@@ -115,9 +111,8 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(cor
 def test_runs_without_a_name_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "launch", lambda: "now")
-    assert [checkpoints.new_folder(options()) for _ in range(3)] == [
-        "noloco-1-now", "noloco-1-now-2", "noloco-1-now-3"
-    ]
+    found = [checkpoints.new_folder(options()) for _ in range(3)]
+    assert found == ["noloco-1-now", "noloco-1-now-2", "noloco-1-now-3"]
     assert checkpoints.new_folder(options("--name", "mine")) == "mine"
     with pytest.raises(BadInput, match="runs/mine exists: go on with --resume"):
         checkpoints.new_folder(options("--name", "mine"))

@@ -42,10 +42,8 @@ def test_default_corpus_is_the_standard_library():
 
 def test_nanogpt_tokens_of_several_files_are_mapped_and_read_once_per_epoch(tmp_path):
     tokens = torch.arange(9000) % 3000
-    for name, part in (
-        ("train_0.bin", tokens[:4000]), ("train_1.bin", tokens[4000:4050]),
-        ("train_2.bin", tokens[4050:8000]), ("val.bin", tokens[8000:]),
-    ):
+    for name, part in (("train_0.bin", tokens[:4000]), ("train_1.bin", tokens[4000:4050]),
+                       ("train_2.bin", tokens[4050:8000]), ("val.bin", tokens[8000:])):
         (tmp_path / name).write_bytes(part.to(torch.uint16).numpy().tobytes())
     data = load_corpus(options("--data", tmp_path, "--vocab", 3000, "--eval-sequences", 4))
     assert [len(part) for part in data.train] == [4000, 50, 3950]
@@ -165,9 +163,8 @@ def write_shards(folder, count, lines, bad=(), heldout=90):
     Returns {line: text} of each shard, and of the held-out one.
     """
     folder.mkdir(exist_ok=True)
-    spoilt = itertools.cycle(
-        [b"{", b'{"text": null}', b'["text"]', b'{"url": ""}', b"\xff\xfe", b'{"text": "\\ud800"}', b""]
-    )
+    spoilt = itertools.cycle([b"{", b'{"text": null}', b'["text"]', b'{"url": ""}', b"\xff\xfe",
+                              b'{"text": "\\ud800"}', b""])
     names = [f"c4-train.{s:05d}-of-{count:05d}.json.gz" for s in range(count)]
     shards = []
     for s, name in enumerate([*names, "c4-validation.00000-of-00001.json.gz"][: count + bool(heldout)]):

@@ -25,9 +25,8 @@ def _interrupted(rank, world, argv, number):
     return train_main(rank, world, argv)
 
 
-@pytest.mark.parametrize(
-    "number, extra", [(signal.SIGINT, ["--gamma", "1.0"]), (signal.SIGTERM, ["--survive", "30"])]
-)
+@pytest.mark.parametrize("number, extra", [(signal.SIGINT, ["--gamma", "1.0"]),
+                                           (signal.SIGTERM, ["--survive", "30"])])
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_to_the_bit(number, extra, corpus, tmp_path):
     argv = ["--stages", "2,2", "--inner-steps", 4, "--steps", 9, "--eval-every", 4, "--data", corpus]
     argv = [*map(str, [*argv, *extra, *SMALL])]

@@ -113,19 +113,15 @@ def test_bad_input_under_several_processes_is_printed_by_rank_0_alone(tmp_path):
 
 
 def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
-    out = run(
-        2, "--alpha", 0.5, "--gamma", 3.1, "--steps", 1, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path
-    )
+    out = run(2, "--alpha", 0.5, "--gamma", 3.1, "--steps", 1, "--data", corpus, "--name", "x", *SMALL,
+              cwd=tmp_path)
     assert out.count("warning: gamma 3.1") == 1
     assert "warning: gamma 3.1 is outside 0 < gamma < 3.000" in out         # for two; many replicas: 1.5
 
 
-@pytest.mark.parametrize("argv, outer", [
-    ((), (50, 0.5, 0.7, 0.7)),
-    (("--alpha", "0"), (50, 0.0, 0.7, 0.7)),
-    (("--method", "diloco"), (100, 0.3, 0.7, 0.7)),
-    (("--model", "tiny"), (10, 0.0, 1.0, 1.0)),
-], ids=str)
+@pytest.mark.parametrize("argv, outer", [((), (50, 0.5, 0.7, 0.7)), (("--alpha", "0"), (50, 0.0, 0.7, 0.7)),
+                                         (("--method", "diloco"), (100, 0.3, 0.7, 0.7)),
+                                         (("--model", "tiny"), (10, 0.0, 1.0, 1.0))], ids=str)
 def test_weights_from_elsewhere_take_the_papers_outer_settings_unless_asked_for_tinys(argv, outer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     o = train.parse(["--init-from", str(tmp_path), *argv], 8)
@@ -160,15 +156,12 @@ def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_
     assert sorted(listed) == sorted(f.name.replace("_", "-") for f in fields(train.Options))
     entries = re.findall(r"^  --([a-z0-9-]+)(.*?)(?=^  --|^$|\Z)", text, re.M | re.S)
     help_of = {option: " ".join(words.split()) for option, words in entries}
-    for option, defaults in {
-        "lr": "tiny 0.003, small 0.0006, medium 0.0002, large 0.00012",
-        "steps": "tiny 300, small 25000, medium 25000, large 25000",
-        "hidden": "tiny 128, small 768, medium 2048, large 4096",
-        "inner-steps": "noloco 50, diloco 100, noloco with tiny 10, diloco with tiny 20",
-        "alpha": "noloco 0.5, diloco 0.3, noloco with tiny 0.0, diloco with tiny 0.0",
-        "group-size": "noloco 2",
-        "clip": "1.0",
-    }.items():
+    for option, defaults in {"lr": "tiny 0.003, small 0.0006, medium 0.0002, large 0.00012",
+                             "steps": "tiny 300, small 25000, medium 25000, large 25000",
+                             "hidden": "tiny 128, small 768, medium 2048, large 4096",
+                             "inner-steps": "noloco 50, diloco 100, noloco with tiny 10, diloco with tiny 20",
+                             "alpha": "noloco 0.5, diloco 0.3, noloco with tiny 0.0, diloco with tiny 0.0",
+                             "group-size": "noloco 2", "clip": "1.0"}.items():
         assert help_of[option].endswith(f"(default: {defaults})"), help_of[option]
 
 

@@ -17,60 +17,46 @@ from tools import emulate, export, partial, plot
 
 def test_export_equals_ours_in_transformers(corpus, tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
-    run(
-        3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local", "--kv-heads", 1,
+    run(3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local", "--kv-heads", 1,
         "--rope-theta", 500, "--steps", 6, "--lr", 0.01, "--data", corpus, "--name", "x", *SMALL,
-        cwd=tmp_path,
-    )
+        cwd=tmp_path)
     monkeypatch.chdir(tmp_path)
     config = Config(256, 32, 64, 4, 2, 1, 500.0)
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     printed = {}
     for choice, ranks in (("0", [0]), ("1", [1]), ("mean", [0, 1])):
         export.main(["runs/x", f"out{choice}", "--replica", choice])
-        printed[choice] = float(
-            re.search(
-                rf"{'mean of all' if choice == 'mean' else 'replica ' + choice} +(\S+)",
-                capsys.readouterr().out,
-            )[1]
-        )
+        label = "mean of all" if choice == "mean" else f"replica {choice}"
+        printed[choice] = float(re.search(rf"{label} +(\S+)", capsys.readouterr().out)[1])
         ours = [Llama(config, [0]), Llama(config, [1, 2, 3], ends=False)]
         for part, held in zip(ours, (ranks, [2])):
-            flatten(part.parameters())[0].copy_(
-                sum(checkpoint(tmp_path / "runs/x", 6, r)["theta"] for r in held) / len(held)
-            )
+            thetas = [checkpoint(tmp_path / "runs/x", 6, r)["theta"] for r in held]
+            flatten(part.parameters())[0].copy_(sum(thetas) / len(held))
         theirs = transformers.AutoModelForCausalLM.from_pretrained(f"out{choice}")
         want = ours[0].logits(ours[1].blocks(ours[0].blocks(ours[0].embed(tokens))))
         assert torch.allclose(theirs(tokens).logits, want, rtol=0, atol=1e-5)
         assert theirs.dtype == torch.float32
     line = metrics(tmp_path / "runs/x")[-1]
-    assert sorted([printed["0"], printed["1"]]) == pytest.approx(
-        [line["heldout_min"], line["heldout_max"]], abs=2e-6
-    )
+    span = [line["heldout_min"], line["heldout_max"]]
+    assert sorted([printed["0"], printed["1"]]) == pytest.approx(span, abs=2e-6)
     assert printed["mean"] != printed["0"]
     said = theirs.generate(tokens[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=8, do_sample=False)
     assert torch.equal(said[:, :5], tokens[:1, :5])
     assert 5 < said.shape[1] <= 13
     assert theirs.generation_config.eos_token_id == 0
-    for tokenizer in (
-        transformers.AutoTokenizer.from_pretrained("outmean"),
-        transformers.PreTrainedTokenizerFast(tokenizer_file="outmean/tokenizer.json"),
-    ):
-        for text in (
-            "def f(x):\n\treturn  x . 's , a",
-            " \u0100\u0120 \u00e9 e\u0301 \u4f60\u597d \U0001f389\0\r\n",
-            "".join(map(chr, range(300))),
-        ):
+    for tokenizer in (transformers.AutoTokenizer.from_pretrained("outmean"),
+                      transformers.PreTrainedTokenizerFast(tokenizer_file="outmean/tokenizer.json")):
+        for text in ("def f(x):\n\treturn  x . 's , a",
+                     " \u0100\u0120 \u00e9 e\u0301 \u4f60\u597d \U0001f389\0\r\n",
+                     "".join(map(chr, range(300)))):
             assert tokenizer(text).input_ids == list(text.encode())
             assert tokenizer.decode(list(text.encode())) == text
     capsys.readouterr()  # transformers' bars
     torn = tmp_path / "runs/x/checkpoints/00000006/rank2.pt"
     torn.write_bytes(torn.read_bytes()[:1000])
-    for argv, error in (
-        (["out0"], "not an empty folder"),
-        (["new", "--replica", "2"], "takes 0, 1, mean, not 2"),
-        (["new"], "00000006/rank2.pt is damaged"),
-    ):
+    for argv, error in ((["out0"], "not an empty folder"),
+                        (["new", "--replica", "2"], "takes 0, 1, mean, not 2"),
+                        (["new"], "00000006/rank2.pt is damaged")):
         with pytest.raises(SystemExit):
             export.main(["runs/x", *argv])
         lines = capsys.readouterr().err.splitlines()
@@ -81,9 +67,7 @@ def test_partial_inference_equals_the_layers_in_one_process(skip_run, corpus):
     folder = skip_run / "runs/x"
     run(5, folder, "--shares", "1,0.67,0.34", cwd=skip_run, main=partial.main)
     rows = json.loads((folder / "partial.json").read_text())
-    assert [row["stages"] for row in sorted(rows, key=lambda row: row["stages"])] == [
-        [0], [0, 1], [0, 1, 2], [0, 2]
-    ]
+    assert sorted(row["stages"] for row in rows) == [[0], [0, 1], [0, 1, 2], [0, 2]]
     assert rows[0]["heldout_loss"] == pytest.approx(metrics(folder)[-1]["heldout_loss"], abs=1e-6)
     run(5, folder, "--shares", "1", "--dead", "1,2,4", cwd=skip_run, main=partial.main)
     dead = json.loads((folder / "partial.json").read_text())
@@ -104,7 +88,7 @@ def test_partial_inference_equals_the_layers_in_one_process(skip_run, corpus):
 
 
 def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monkeypatch, capsys):
-    """So a plain Llama has the loss that training evaluated (Eq. 6 of skippipe.py). --unscaled: neither."""
+    """So a plain Llama has the loss that training evaluated (the rho rule). --unscaled: neither."""
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.chdir(shutil.copytree(skip_run, tmp_path / "skip"))
     line, states = metrics(Path("runs/x"))[-1], [checkpoint(Path("runs/x"), 3, r) for r in range(5)]
@@ -192,9 +176,8 @@ def test_dead_ranks_must_leave_an_origin_of_this_run(dead, skip_run):
         assert all(code == 0 for code, _ in results), results
         return
     assert [code for code, _ in results] == [2] * 5
-    assert results[0][1].splitlines()[-1] == (
-        f"error: --dead {dead}: takes ranks of this run, and must leave one of the origins [0, 1]"
-    )
+    line = f"error: --dead {dead}: takes ranks of this run, and must leave one of the origins [0, 1]"
+    assert results[0][1].splitlines()[-1] == line
 
 
 @pytest.mark.parametrize("main", [partial.main, emulate.main], ids=lambda main: main.__module__)

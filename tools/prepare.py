@@ -49,8 +49,8 @@ def prepare(parser, argv):
             for (held, _), tokens in zip(good, tokenizer.encode([text for _, text in good])):
                 array("H", tokens.tolist()).tofile(val if held else train)
                 counts[held] += len(tokens)
-        said = (f"{a.source}: {counts[0]} training and {counts[1]} held-out tokens; {bad} lines without text, "
-                f"{tokenizer.undecodable} bytes that are no UTF-8")
+        said = (f"{a.source}: {counts[0]} training and {counts[1]} held-out tokens; {bad} lines without text "
+                f"and {tokenizer.undecodable} bytes that are no UTF-8")
         if not all(counts):
             raise BadInput(f"{said}: neither part may be empty")
     print(f"{said}; written to {a.out}")
