@@ -134,7 +134,7 @@ class Job:
             if o.device == "cuda" and not gpus:
                 raise BadInput("--device cuda: torch sees no GPU on at least one machine")
             if o.backend == "nccl" and local_world > gpus:
-                raise BadInput(f"--backend nccl: a machine has {gpus} GPUs for {local_world} processes; use gloo")
+                raise BadInput(f"--backend nccl: a machine has {gpus} GPUs, {local_world} processes; use gloo")
         self.together(devices)
         if gpus:
             self.device = torch.device("cuda", local_rank % gpus)
