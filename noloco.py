@@ -152,11 +152,11 @@ class NoLoCo:
         return self.buffers[key]
 
     def notice(self, thetas):
-        """Warn once if partners twice running arrive with equal thetas, although these have moved."""
+        """The first rank warns once if partners twice running arrive with equal thetas that have moved."""
         first, *others = (theta[:PIECE].to(self.phi.device) for theta in thetas)
         alike = others and all(torch.equal(first, other) for other in others)
         self.alike += 1 if alike and not torch.equal(first, self.phi[:PIECE]) else -self.alike
-        if self.alike == 2:
+        if self.alike == 2 and self.rank == self.ranks[0]:
             warnings.warn("partners hold equal weights already: is something else averaging gradients? DDP?")
 
     def whereabouts(self):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from plumbing.ending import Ending, next_command
+from plumbing.silence import Silence
 
 DAY = 86400.0       # seconds: as good as for ever
 
@@ -134,7 +135,7 @@ class Job:
             if o.device == "cuda" and not gpus:
                 raise BadInput("--device cuda: torch sees no GPU on at least one machine")
             if o.backend == "nccl" and local_world > gpus:
-                raise BadInput(f"--backend nccl: a machine has {gpus} GPUs, {local_world} processes; use gloo")
+                raise BadInput(f"--backend nccl: a machine has {gpus} GPUs for {local_world} ranks; use gloo")
         self.together(devices)
         if gpus:
             self.device = torch.device("cuda", local_rank % gpus)
@@ -190,7 +191,7 @@ class Job:
     def rescue(self, run, save):
         """Around training, which needs every process. (survive/ saves here what can be saved.)"""
         try:
-            with Ending(self, run) as self.ending:
+            with Ending(self, run) as self.ending, self.silence(run):
                 yield
         except (BadInput, OSError) as error:        # a full disk, most often
             run.log.close()
@@ -203,6 +204,10 @@ class Job:
             if self.ending.number:
                 sys.exit(2)
             raise
+
+    def silence(self, run):
+        """Says which ranks say nothing. (survive/ goes on without them.)"""
+        return Silence(self, run)
 
     def stop_if_asked(self, save):
         """At the start of a step: after Ctrl-C or SIGTERM all save and leave at the same one."""

@@ -95,7 +95,7 @@ def _averaged_elsewhere(rank, world, gradients):
 
 def test_gradients_averaged_by_something_else_are_said_once():
     line = "partners hold equal weights already: is something else averaging gradients? DDP?"
-    assert processes(4, _averaged_elsewhere, True) == [[line]] * 4
+    assert processes(4, _averaged_elsewhere, True) == [[line], [], [], []]
     assert processes(4, _averaged_elsewhere, False) == [[]] * 4
 
 
