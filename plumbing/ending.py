@@ -93,7 +93,7 @@ class Ending:
         sys.exit(128 + self.number)
 
     def say(self, more=""):
-        self.run.log.close()
+        self.run.log.bar.close()
         if self.job.rank == 0:
             line = f"stopped at step {self.run.step}{more}; {next_command(self.run)}"
             print(line, file=sys.stderr, flush=True)

@@ -76,10 +76,7 @@ class Job:
         if self.rank == 0:
             complain(line)
         self.share("told", "")              # torchrun stops all when the first leaves: not before the line
-        if self.rank:
-            self.store.set(f"left/{self.rank}", "=")
-        for r in range(1, self.world if self.rank == 0 else 0):
-            self.store.get(f"left/{r}")     # rank 0 may host the store, so it leaves last
+        Job.collect(self, "left", 0)        # rank 0 may host the store, so it leaves last
         sys.exit(2)
 
     def agree(self, parse, argv):
@@ -88,9 +85,8 @@ class Job:
 
     def agree_on(self, name, function):
         """function() is called on rank 0 and its result, which JSON must be able to carry, given to all."""
-        def first():
-            return function() if self.rank == 0 else None
-        return json.loads(self.share(name, json.dumps(self.together(first, name=name)))[0])
+        found = self.together(lambda: function() if self.rank == 0 else None, name=name)
+        return json.loads(self.share(name, json.dumps(found))[0])
 
     def leaves_help(self, argv):
         """Whether --help is asked for, which rank 0 prints, and this is another."""
@@ -164,8 +160,8 @@ class Job:
             problem = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}: {error}"
         # told before anyone gives up: who finds nothing wrong waits for the others here
         told = [text.split("|") for text in self.share("host", f"{this_host()}|{names}|{problem}")]
-        if problems := [text for *_, text in told if text]:
-            raise BadInput(problems[0])
+        for problem in filter(None, (text for *_, text in told)):
+            raise BadInput(problem)
         loopback = [r for r, (_, name, _) in enumerate(told) if name.split(",")[0] in ("lo", "lo0")]
         if loopback and len({host for host, *_ in told}) > 1:
             raise BadInput(f"rank {loopback[0]} would offer other hosts its loopback interface: there export "
@@ -194,7 +190,7 @@ class Job:
             with Ending(self, run) as self.ending, self.silence(run):
                 yield
         except (BadInput, OSError) as error:        # a full disk, most often
-            run.log.close()
+            run.log.bar.close()
             self.give_up(f"{one_line(error)}; once that is put right {next_command(run)}")
         except RuntimeError:                        # most often a peer's connection that broke
             if self.another_gave_up():

@@ -293,12 +293,9 @@ class Log:
         just_now = self.run.outer and self.run.step % self.o.inner_steps == 0
         return " just after an outer step" if just_now else ""
 
-    def close(self):
-        self.bar.close()
-
     def finish(self):
         """The last lines, from the last line of metrics.jsonl."""
-        self.close()
+        self.bar.close()
         if self.job.rank == 0:
             line = json.loads(self.file.read_text().splitlines()[-1])
             said = [f"kept in         {self.run.folder}", *last_lines(line, self.moment())]
