@@ -171,9 +171,7 @@ class Job:
     patience = DAY      # seconds for a message that only the log waits for
 
     def meet(self, key, ranks):
-        """A Gloo group of these ranks, for once: (who came, group; None for a rank alone)."""
-        if len(ranks) == 1:
-            return ranks, None
+        """A Gloo group of these ranks, for once: (the ranks that came, group)."""
         return ranks, gloo_group(self.store, key, ranks.index(self.rank), len(ranks), DAY)
 
     def averager(self, replicas):

@@ -97,7 +97,8 @@ def weight_spread(theta, replicas, job, key):
         return 0.0, 0
     patience, pieces = timedelta(seconds=job.patience), theta.split(1 << 22)
     try:
-        members, job.link = job.meet(key, replicas)     # the link lives on: messages may still be under way
+        # the link lives on: messages may still be under way
+        members, job.link = job.meet(key, replicas) if len(replicas) > 1 else (replicas, None)
         if job.rank in members[:1]:
             return sum(squares(p, members, job.link, patience) for p in pieces), len(members) * theta.numel()
         for piece in pieces if job.link else []:
