@@ -49,6 +49,13 @@ def numbers(kind):
     return parse
 
 
+def steps_or_half(text):
+    """An argument type: a number of inner steps, or half of those between two outer steps."""
+    if text != "half" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"takes a number of inner steps or half, got {text}")
+    return text if text == "half" else int(text)
+
+
 def empty_folder(text):
     """An argument type: a folder to write."""
     folder = Path(text)
@@ -75,11 +82,11 @@ def flag(name):
 FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "skip", "name", "resume")
 # A checkpoint fits only the same (and a corpus of one hash). DIMENSIONS: in the order of Config's fields.
 DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
-LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "model", "init_from", "seq_len",
+LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "delay", "model", "init_from", "seq_len",
           "seed", "tokenizer", "routing", "skip", "microbatches", "batch", "optimizer")
 GONE = ("scaled", "falling", "warm_start")      # options of older versions
 LEAST = dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1,
-             inner_steps=1, group_size=2, lr=0.0, clip=1e-6, survive=0.0, replan=0.0)
+             inner_steps=1, group_size=2, lr=0.0, clip=1e-6, survive=0.0, replan=0.0, delay=0)
 
 
 def parse(Options, argv, world, description):
@@ -99,8 +106,21 @@ def parse(Options, argv, world, description):
             setattr(o, name, value)
     o.kv_heads = o.kv_heads or o.heads
     o.gamma = o.beta if o.gamma is None else o.gamma
+    o.delay = delay_of(o)
     check(o)
     return o
+
+
+def delay_of(o):
+    """--delay as a number of inner steps. Raises BadInput."""
+    delay = o.delay
+    if delay == "half":
+        return o.inner_steps // 2 if o.inner_steps else 0
+    if delay and (o.method not in ("noloco", "diloco") or o.survive):
+        raise BadInput("--delay is for noloco and diloco, without --survive, whose outer steps wait")
+    if delay and delay > o.inner_steps:
+        raise BadInput(f"--delay {delay}: the next outer step comes after --inner-steps {o.inner_steps}")
+    return delay
 
 
 def check(o):

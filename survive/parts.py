@@ -20,7 +20,7 @@ from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 
-WIRES = {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}
+KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 
 
 class SurvivingJob(Job):
@@ -132,7 +132,7 @@ def make_outer(job, o, params, replicas, inner):
         job.tell(dict(step=event["outer"] * o.inner_steps, **event))
 
     # in a pipeline the iterations of all go together: there nobody leaves out steps
-    return train.make_outer(job, o, params, replicas, inner, WIRES, store=job.store,
+    return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store,
                             timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=inner.reset)
 
 
