@@ -10,7 +10,6 @@ import json
 import sys
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 import train
@@ -147,8 +146,4 @@ def join(run):
         run.job.refuse(f"--join: no living replica answered ({str(error)[:100]})")
     run.step = run.outer.steps
     print(f"rank {rank} joined at step {run.step}", flush=True)
-    if not run.corpus.streamed:
-        run.reader.cursor = run.step * run.o.microbatches * run.o.batch
-    elif held := run.checkpoints.steps():             # (a stream is read again from there, or from its start)
-        file = run.checkpoints.place(held[-1]) / f"rank{rank}.pt"
-        run.reader.cursor = torch.load(file, weights_only=True, mmap=True)["cursor"]
+    run.reader.cursor = run.step * run.o.microbatches * run.o.batch

@@ -29,9 +29,8 @@ def _interrupted(rank, world, argv, number):
     return train_main(rank, world, argv)
 
 
-@pytest.mark.parametrize(
-    "number, extra", [(signal.SIGINT, ["--gamma", "1.0"]), (signal.SIGTERM, ["--survive", "30"])]
-)
+@pytest.mark.parametrize("number, extra", [(signal.SIGINT, ["--gamma", "1.0"]),
+                                           (signal.SIGTERM, ["--survive", "30"])])
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_to_the_bit(number, extra, corpus, tmp_path):
     argv = ["--stages", "2,2", "--inner-steps", 4, "--steps", 9, "--eval-every", 4, "--data", corpus]
     argv = [*map(str, [*argv, *extra, *SMALL])]
@@ -65,7 +64,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_one_line_of_one_rank(corpus, tm
     lines = [line for _, text in results for line in text.splitlines() if "runs/x/" in line]
     assert lines == [
         "error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File too large; once "
-        "that is put right go on with --resume runs/x"
+        "that is put right remove runs/x, which holds no checkpoint yet, and start again"
     ]
     assert not any("Traceback" in text or "stopped" in text for _, text in results)
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".tmp", ".pt")]
@@ -83,7 +82,8 @@ def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monke
             train.main(argv)
     assert stop.value.code == 2
     line = "error: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"
-    assert capsys.readouterr().err.splitlines()[-1].startswith(line)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"{line}; once that is put right go on with --resume runs/x"
     monkeypatch.setattr("plumbing.report.os.replace", full)
     with pytest.raises(SystemExit) as stop:
         train.main(["--resume", "runs/x", "--steps", "6"])
