@@ -42,7 +42,10 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
         return super().buffer((key, like.dtype), like)
 
     def finite(self, vector):
-        """Of an unread message the scales s tell: it is at most B / 2 = 128 s from the vector it is read beside."""
+        """An unread message is judged by its scales s, before it is read.
+
+        Its weights are at most B / 2 = 128 s from the vector beside which it is read.
+        """
         return super().finite(128 * self.parts(vector.message)[1] if isinstance(vector, Unread) else vector)
 
     def adopt(self, theta):

@@ -5,8 +5,8 @@ with the partners that came and whose numbers are finite.
 
 The first replica to come to an outer step writes down which replicas take part: all that are not absent by
 then. So an absent replica costs one exchange to each partner already scheduled with it, in about log2 N outer
-steps. On one stage a replica that lost such an exchange leaps: it leaves out the outer steps, with their inner
-steps, in which it would meet the absent replica again.
+steps. On one stage a replica that lost such an exchange leaps: it leaves out the outer steps in which it
+would meet the absent replica again, and their inner steps.
 
 Lateness does not spread: a replica that waits for its partner says so ("in" its outer step). The replica
 that waits for it in turn then waits twice as long.
