@@ -9,6 +9,11 @@ transformers loads unchanged.
     x = x + down(silu(gate(norm(x))) * up(norm(x)))                 SwiGLU: arXiv 2002.05202
     norm(x) = weight * x / sqrt(mean(x^2) + eps)                    RMSNorm: arXiv 1910.07467
 
+From tokens (B, T + 1) to the loss in nats, summed, of a module that holds both ends:
+
+    x = model.blocks(model.embed(tokens[:, :-1]))
+    loss = model.loss(x, tokens[:, 1:])
+
 Attention is causal, and grouped (arXiv 2305.13245) where there are fewer key-value heads than heads.
 
 Shapes: B sequences, T tokens, C hidden size, H heads, K key-value heads, D = C / H, F the MLP's width,

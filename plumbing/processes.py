@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from plumbing.ending import Ending
+from plumbing.silence import Silence
 
 DAY = 86400.0       # seconds: as good as for ever
 
@@ -189,7 +190,7 @@ class Job:
     def rescue(self, run, save):
         """Around training, which needs every process. (survive/ saves here what can be saved.)"""
         try:
-            with Ending(self, run) as self.ending:
+            with Ending(self, run) as self.ending, self.silence(run):
                 yield
         except (BadInput, OSError) as error:        # a full disk, most often
             run.log.close()
@@ -202,6 +203,10 @@ class Job:
             if self.ending.number:
                 sys.exit(2)
             raise
+
+    def silence(self, run):
+        """Says which ranks say nothing. (survive/ goes on without them.)"""
+        return Silence(self, run)
 
     def stop_if_asked(self, save):
         """At the start of a step: after Ctrl-C or SIGTERM all save and leave at the same one."""
