@@ -180,7 +180,6 @@ def draw(name, shape, seed):
 def count_parameters(config):
     """(all, without embedding and head) parameters of the whole model."""
     kv_size = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    columns = 2 * config.hidden_size + 2 * kv_size + 3 * config.intermediate_size
-    block = (columns + 2) * config.hidden_size              # seven matrices and two norms
+    block = config.hidden_size * (2 * config.hidden_size + 2 * kv_size + 3 * config.intermediate_size + 2)
     inner = config.num_hidden_layers * block + config.hidden_size
     return inner + (2 - config.tie_word_embeddings) * config.vocab_size * config.hidden_size, inner

@@ -46,14 +46,14 @@ from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import METHODS, MODELS, layout, numbers, option, whole_config
-from plumbing.overlap import PhiAhead
+from plumbing.overlap import overlapping
 from plumbing.processes import Job, restarts
 from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
 # ---------------------------------------------------------------- options
 
-WIRES = {"fp32": NoLoCo, "int8": OneByteNoLoCo}
+KINDS = {"noloco": {"fp32": NoLoCo, "int8": OneByteNoLoCo}, "diloco": {"fp32": DiLoCo}}
 
 
 @dataclass
@@ -66,7 +66,8 @@ class Options:
     beta: float = option(None, "outer learning rate (N2)")
     gamma: float = option(None, "pull between slow weights (N2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)")
-    wire: str = option("fp32", "a weight between partners: int8 is one byte (noloco)", choices=list(WIRES))
+    wire: str = option("fp32", "of a weight to a partner; int8: one byte (noloco)", choices=["fp32", "int8"])
+    delay: str = option("0", "inner steps that messages travel, at most m / 2; half: m // 2; 0: the paper's")
     # the pipeline
     stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)", type=numbers(int))
     layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)", type=numbers(int))
@@ -386,14 +387,14 @@ def evaluate(pipeline, stages, corpus, o):
 # ---------------------------------------------------------------- a run
 
 
-def make_outer(job, o, params, replicas, inner, wires=WIRES, **more):
-    """None for ddp and local. wires: the class for each --wire. more: what these classes also take."""
-    settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
-    if o.method == "diloco":
-        return DiLoCo(params, replicas, **settings)
+def make_outer(job, o, params, replicas, inner, kinds=KINDS, **more):
+    """None for ddp and local. kinds: a class for each method and wire. more: what these classes also take."""
+    if o.method not in kinds:
+        return None
+    settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, **more)
     if o.method == "noloco":
         settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
-        return wires[o.wire](params, replicas, **settings, **more)
+    return kinds[o.method][o.wire](params, replicas, **settings)
 
 
 @dataclass
@@ -529,8 +530,8 @@ def main(argv=None):
     own = {}
     if o.replan:
         own.update(Pipeline=TimedPipeline, Routes=ReplanningRoutes)
-    if o.gamma != o.beta:
-        own.update(make_outer=partial(make_outer, wires={"fp32": PhiAhead}))
+    if o.delay or o.gamma != o.beta:
+        own.update(make_outer=partial(make_outer, **overlapping(o)))
     train(build(job, o, **own))
 
 

@@ -68,7 +68,7 @@ def flag(name):
 FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "skip", "name", "resume")
 # A checkpoint fits only the same. DIMENSIONS is in the order of Config's fields.
 DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
-LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "model", "init_from", "seq_len",
+LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "delay", "model", "init_from", "seq_len",
           "seed", "data", "tokenizer", "routing", "skip", "microbatches", "batch", "optimizer")
 GONE = ("scaled", "falling", "warm_start")      # options of older versions
 LEAST = dict(microbatches=1, batch=1, seq_len=1, steps=1, eval_every=1, eval_sequences=1, save_every=1,
@@ -92,9 +92,24 @@ def parse(Options, argv, world, description):
     o.stages = o.stages or [world]
     o.kv_heads = o.kv_heads or o.heads
     o.gamma = o.beta if o.gamma is None else o.gamma
+    o.delay = delay_of(o)
     o.routing = o.routing or ("skippipe" if o.skip else "random")
     check(o)
     return o
+
+
+def delay_of(o):
+    """--delay as a number of inner steps."""
+    if o.delay == "half":
+        return o.inner_steps // 2 if o.inner_steps else 0
+    if not str(o.delay).isdigit():
+        raise BadInput(f"--delay takes a number of inner steps or half, got {o.delay}")
+    delay = int(o.delay)
+    if delay and (o.method not in ("noloco", "diloco") or o.survive):
+        raise BadInput("--delay is for noloco and diloco, without --survive, whose outer steps wait")
+    if delay and delay > o.inner_steps:
+        raise BadInput(f"--delay {delay}: the next outer step comes after --inner-steps {o.inner_steps}")
+    return delay
 
 
 def check(o):

@@ -36,7 +36,7 @@ from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 
-WIRES = {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}
+KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 
 
 class SurvivingJob(Job):
@@ -146,7 +146,7 @@ def make_outer(job, o, params, replicas, inner):
         job.tell(dict(step=event["outer"] * o.inner_steps, **event))
 
     # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps there.
-    return train.make_outer(job, o, params, replicas, inner, WIRES, store=job.store, timeout=job.timeout,
+    return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store, timeout=job.timeout,
                             catch_up=len(o.stages) == 1, tell=tell, reset=inner.reset, excluded=job.excluded)
 
 
