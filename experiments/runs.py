@@ -214,7 +214,7 @@ def cpu_seconds():
 
 def built(job, argv, **parts):
     """The parts of train.build, as train.main has them, but for our own."""
-    o = train.Options(**job.agree(train.parse, argv))
+    o = train.Options(**job.agree_on("options", lambda: vars(train.parse(argv, job.world))))
     if o.survive:
         return surviving.build(job, o, argv, **parts)           # has its own
     job.connect(o)
