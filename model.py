@@ -39,14 +39,13 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            number = isinstance(value, (int, float)) and value > 0
-            if name != "tie_word_embeddings" and not number:
+            if not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
         if self.hidden_size % (2 * heads):
             raise ValueError(f"hidden size {self.hidden_size} must be a multiple of 2 x {heads} heads")
-        if heads % kv_heads:
-            raise ValueError(f"{heads} heads must be a multiple of {kv_heads} key-value heads")
+        if heads % self.num_key_value_heads:
+            raise ValueError(f"{heads} heads are no multiple of {self.num_key_value_heads} key-value heads")
 
 
 @functools.lru_cache(maxsize=8)
@@ -63,15 +62,14 @@ def rotary(positions, dim, theta, device):
 
 
 def rotate(x, cos, sin):
-    other = x.roll(x.shape[-1] // 2, dims=-1)                                   # the other of each pair
-    return (x * cos + other * sin).to(x.dtype)                                  # (B, heads, T, D)
+    """x (B, heads, T, D) turned by these angles. `roll` brings the other dimension of each pair."""
+    return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.grouped = config.num_attention_heads != config.num_key_value_heads
         kv_size = self.head_dim * config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -84,7 +82,7 @@ class Attention(nn.Module):
         v = rearrange(self.v_proj(x), "b t (k d) -> b k t d", d=self.head_dim)  # (B, K, T, D)
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(rearrange(y, "b h t d -> b t (h d)"))                # (B, T, C)
 
 
@@ -126,14 +124,11 @@ class Llama(nn.Module):
         if wrong := [i for i in layers if not 0 <= i < config.num_hidden_layers]:
             raise ValueError(f"layers {wrong} are not among the model's {config.num_hidden_layers}")
         self.config = config
-        # Names and shapes only: each tensor is filled once, below. On meta, nn.Embedding's initialisation
-        # would import all of torch.compile, and to_empty sympy: a second of every process's start.
-        with torch.device("meta"):
+        with torch.device("meta"):          # names and shapes only: each tensor is filled once, below
             self.model = nn.Module()
             self.model.layers = nn.ModuleDict({str(i): Block(config) for i in layers})
             if ends:
-                table = torch.empty(config.vocab_size, config.hidden_size)
-                self.model.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
+                self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
                 self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         weights = {name: draw(name, p.shape, seed).to(device) for name, p in self.named_parameters()}
@@ -179,9 +174,8 @@ def draw(name, shape, seed):
 
 def count_parameters(config):
     """(all, without embedding and head) parameters of the whole model."""
-    head_dim = config.hidden_size // config.num_attention_heads
-    attention = 2 * config.hidden_size * (config.hidden_size + head_dim * config.num_key_value_heads)
-    block = attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+    kv_size = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+    columns = 2 * config.hidden_size + 2 * kv_size + 3 * config.intermediate_size
+    block = (columns + 2) * config.hidden_size              # seven matrices and two norms
     inner = config.num_hidden_layers * block + config.hidden_size
-    tables = 1 if config.tie_word_embeddings else 2
-    return inner + tables * config.vocab_size * config.hidden_size, inner
+    return inner + (2 - config.tie_word_embeddings) * config.vocab_size * config.hidden_size, inner

@@ -22,6 +22,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -41,9 +42,11 @@ from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folde
 from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import Adam, speed_up
 from plumbing.huggingface import initial_weights
+from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import METHODS, MODELS, layout, numbers, option, whole_config
+from plumbing.overlap import PhiAhead
 from plumbing.processes import Job, restarts
 from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
@@ -59,9 +62,9 @@ class Options:
     # how replicas synchronise
     method: str = option("noloco", "how replicas synchronise", choices=list(METHODS))
     inner_steps: int = option(None, "optimizer steps per outer step (m)")
-    alpha: float = option(None, "outer momentum (Eq. 2)")
-    beta: float = option(None, "outer learning rate (Eq. 2)")
-    gamma: float = option(None, "pull between slow weights (Eq. 2; default: beta, as in the released code)")
+    alpha: float = option(None, "outer momentum (N2)")
+    beta: float = option(None, "outer learning rate (N2)")
+    gamma: float = option(None, "pull between slow weights (N2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)")
     wire: str = option("fp32", "a weight between partners: int8 is one byte (noloco)", choices=list(WIRES))
     # the pipeline
@@ -72,8 +75,7 @@ class Options:
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
     unscaled: bool = option(False, "with --skip, evaluate as the papers do, without the rho rule (planning/)")
     links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
-    replan: float = option(0.0, "plan anew when ranks got slower or faster and the iteration is this share "
-                                "longer than it need be, e.g. 0.2 (0: never)")
+    replan: float = option(0.0, "plan anew where the plan takes this share longer than a new one (0: never)")
     microbatches: int = option(2, "microbatches per origin and step")
     batch: int = option(4, "sequences per microbatch")
     # the model
@@ -90,8 +92,7 @@ class Options:
     tied: bool = option(False, "the head is the embedding")
     init_from: str = option(None, "start from a folder in Hugging Face's form, its dimensions and weights")
     # the inner optimizer
-    optimizer: str = option("adam", "muon: torch's, for the layers' matrices, with Adam for the rest",
-                            choices=["adam", "muon"])
+    optimizer: str = option("adam", "muon: for layers' matrices, Adam for the rest", choices=["adam", "muon"])
     steps: int = option(None, "inner steps in all")
     lr: float = option(None, "peak rate; after warm-up a cosine to a tenth of it")
     warmup: int = option(None, "steps of linear warm-up")
@@ -108,16 +109,12 @@ class Options:
     save_every: int = option(100, "steps between checkpoints")
     seed: int = option(0, "of weights, data order, routes and groups")
     # the machine
-    dtype: str = option("float32", "of compute; weights, optimizer and outer step stay fp32",
-                        choices=["float32", "bfloat16"])
+    dtype: str = option("float32", "of compute; all else stays fp32", choices=["float32", "bfloat16"])
     compile: bool = option(False, "torch.compile each layer (needs a C++ compiler)")
     device: str = option("auto", "where to compute", choices=["auto", "cpu", "cuda"])
-    backend: str = option("auto", "nccl needs a GPU for every process; gloo does without",
-                          choices=["auto", "gloo", "nccl"])
-    survive: float = option(0.0, "training outlives its processes: seconds that an outer step may wait for a "
-                                 "partner (noloco, local; Gloo)")
-    join: bool = option(False, "with --survive on one stage, on a restarted process: take the weights from a "
-                               "living replica and go on")
+    backend: str = option("auto", "nccl needs a GPU for every process", choices=["auto", "gloo", "nccl"])
+    survive: float = option(0.0, "go on without the dead: seconds to wait for a partner (noloco, local)")
+    join: bool = option(False, "with --survive, one stage: a restarted process takes a replica's weights")
 
 
 def parse(argv, world=1):
@@ -187,8 +184,8 @@ class Pipeline:
         bf16 = dtype == torch.bfloat16
         self.cast = torch.autocast(job.device.type, dtype) if bf16 else contextlib.nullcontext()
         self.message_device = job.device if job.nccl else torch.device("cpu")   # Gloo sends host memory
-        self.pin = job.device != self.message_device
-        self.connect([(a, b) for a, b in combinations(range(job.world), 2) if crosses(a, b, stages)])
+        stage_of = {r: s for s, ranks in enumerate(stages) for r in ranks}
+        self.connect([(a, b) for a, b in combinations(stage_of, 2) if stage_of[a] != stage_of[b]])
 
     def run(self, paths, batches, train=True, order=None):
         """Run the paths; batches[u] is (B, T + 1) tokens for this rank's own microbatches u.
@@ -221,7 +218,7 @@ class Pipeline:
             peer, *place = self.coming.popleft()
             self.posted[tuple(place)] = self.receive(peer, *place)
         work, x, peer = self.posted.pop((u, hop))
-        return x.to(self.device, non_blocking=True) if self.wait(work, peer) else None
+        return x.to(self.device) if self.wait(work, peer) else None
 
     def task(self, u, hop, x):
         """One task of microbatch u; x and what it returns, for the next hop, are (B, T, C)."""
@@ -260,29 +257,15 @@ class Pipeline:
         elif to is not None:
             self.sent[u, hop + 1] = self.send(out, to, u, hop + 1)
 
-    # The wire. Gloo tells the messages of a pair apart by their tag.
+    # The messages. Gloo tells those of a pair apart by their tag.
 
     def connect(self, pairs):
-        """NCCL ignores tags and runs what two ranks exchange within a group in the order posted. So each
-        direction of a pair has a group of its own, and all pairs connect here, in one order: later each
-        would wait for the other's first message."""
-        if not self.job.nccl:
-            return
-        self.up, self.down = dist.new_group(), dist.new_group()
-        one = torch.zeros(1, device=self.device)
-        for a, b in pairs:
-            for group, source in ((self.up, a), (self.down, b)):
-                if self.rank in (a, b):
-                    (dist.send if self.rank == source else dist.recv)(one, a + b - self.rank, group=group)
-
-    def lane(self, source, to):
-        return (self.up if source < to else self.down) if self.job.nccl else None
+        """pairs: the ranks between which a path may lead."""
+        self.lane = lanes(self.job, pairs)
 
     def send(self, tensor, to, u, hop):
         """(work, tensor, peer)"""
-        tensor = tensor.contiguous()
-        if self.pin:
-            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        tensor = tensor.to(self.message_device).contiguous()
         self.count(tensor, to, u, hop)
         return dist.isend(tensor, to, group=self.lane(self.rank, to), tag=tag(u, hop)), tensor, to
 
@@ -293,19 +276,13 @@ class Pipeline:
             print(line, file=sys.stderr, flush=True)
 
     def receive(self, source, u, hop):
-        buffer = torch.empty(self.message_shape, dtype=self.dtype, device=self.message_device,
-                             pin_memory=self.pin)
+        buffer = torch.empty(self.message_shape, dtype=self.dtype, device=self.message_device)
         return dist.irecv(buffer, source, group=self.lane(source, self.rank), tag=tag(u, hop)), buffer, source
 
     def wait(self, work, peer):
         """Whether the message arrived: always, unless somebody's pipeline survives its peers."""
         work.wait()
         return True
-
-
-def crosses(a, b, stages):
-    """Whether a path may lead from one to the other: they are of different stages."""
-    return not any(a in ranks and b in ranks for ranks in stages)
 
 
 # ---------------------------------------------------------------- paths
@@ -410,12 +387,13 @@ def evaluate(pipeline, stages, corpus, o):
 
 
 def make_outer(job, o, params, replicas, inner, wires=WIRES, **more):
-    """None for ddp and local. wires, more: subclasses and what else they take."""
-    if o.method == "noloco":
-        return wires[o.wire](params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta,
-                             gamma=o.gamma, group_size=o.group_size, seed=o.seed, **more)
+    """None for ddp and local. wires: the class for each --wire. more: what these classes also take."""
+    settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
     if o.method == "diloco":
-        return DiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
+        return DiLoCo(params, replicas, **settings)
+    if o.method == "noloco":
+        settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
+        return wires[o.wire](params, replicas, **settings, **more)
 
 
 @dataclass
@@ -548,8 +526,12 @@ def main(argv=None):
         from survive import parts
         return train(parts.build(job, o, argv))
     job.connect(o)
-    replans = dict(Pipeline=TimedPipeline, Routes=ReplanningRoutes)
-    train(build(job, o, **replans if o.replan else {}))
+    own = {}
+    if o.replan:
+        own.update(Pipeline=TimedPipeline, Routes=ReplanningRoutes)
+    if o.gamma != o.beta:
+        own.update(make_outer=partial(make_outer, wires={"fp32": PhiAhead}))
+    train(build(job, o, **own))
 
 
 if __name__ == "__main__":

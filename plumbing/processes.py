@@ -1,5 +1,6 @@
 """The processes of a run, and what they tell each other through the store that torchrun (or rank 0) hosts."""
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -11,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from noloco import gloo_interface
 from plumbing.ending import Ending
 
 DAY = 86400.0       # seconds: as good as for ever
@@ -266,6 +266,27 @@ def complain(line):
         with contextlib.suppress(OSError):
             message = dict(message="error: " + line, extraInfo=dict(timestamp=str(int(time.time()))))
             Path(file).write_text(json.dumps(dict(message=message)))
+
+
+def gloo_interface():
+    """The network interface of all Gloo groups, torch's own too; call before init_process_group (Linux).
+
+    GLOO_SOCKET_IFNAME names it (a comma list too). If unset, it becomes the interface from which this host
+    reaches MASTER_ADDR. Torch alone would take the address of the host's own name, on Debian 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        here, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+        one_host = here is not None and here == world
+        master = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 1))                                  # sends nothing
+            own = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):                      # it may have no address
+                    answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))     # SIOCGIFADDR
+                    if answer[20:24] == own:
+                        os.environ["GLOO_SOCKET_IFNAME"] = name
+    return os.environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def gloo_group(store, key, place, size, timeout):

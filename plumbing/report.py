@@ -5,7 +5,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -13,9 +12,7 @@ import torch
 from tqdm import tqdm
 
 from model import count_parameters
-from noloco import gamma_bound
-
-warnings.filterwarnings("ignore", "gamma .* is outside")        # NoLoCo's; our first lines say it
+from plumbing.window import gamma_bound
 
 
 @dataclass
@@ -151,8 +148,8 @@ def banner(run, rate):
     replicas = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
     bounds = [gamma_bound(o.alpha, o.group_size, n) for n in replicas]
     if bounds and not 0 < o.gamma < min(bounds):
-        yield (f"warning: gamma {o.gamma} is outside 0 < gamma < {min(bounds):.3f} (noloco.gamma_bound): the "
-               "replicas will drift apart")
+        yield (f"warning: gamma {o.gamma} is outside 0 < gamma < {min(bounds):.3f} (docs/stability.md): "
+               "replicas may drift apart")
     if run.step and (before := json.loads((run.folder / "config.json").read_text())["steps"]) != o.steps:
         yield (f"warning: --steps {o.steps}, until now {before}: from step {run.step} on the cosine of the "
                f"learning rate is stretched to that")

@@ -17,7 +17,8 @@ from datetime import timedelta
 
 import torch
 
-from noloco import NoLoCo, gloo_interface, random_groups
+from noloco import NoLoCo, random_groups
+from plumbing.processes import gloo_interface
 from survive.meeting import Gone, absent, come_back, connect, meet, wait_for, whereabouts
 
 
@@ -136,11 +137,8 @@ class SurvivingNoLoCo(NoLoCo):
     def compare(self):
         """Not here: who is there at the first step is not known."""
 
-    def send_ahead(self):
-        return None, []
-
     def exchange(self):
-        """Theta, phi and n of those who came and are finite."""
+        """As NoLoCo.exchange, of the partners that came and whose numbers are finite."""
         outer = self.steps // self.inner_steps
         missing, came, error = set(), set(), ""
         thetas, phis, works = {self.rank: self.theta}, {self.rank: self.phi}, {}
@@ -204,9 +202,9 @@ class SurvivingNoLoCo(NoLoCo):
             vectors["phi"] = (self.phi, phis)
         partners = [r for r in members if r != self.rank]
         for tag, (name, (vector, theirs)) in enumerate(vectors.items()):
-            mine = self.write(name, vector)
+            mine = self.encode(vector, name)
             for i, r in enumerate(partners):
-                theirs[r] = self.buffer((name, i))
+                theirs[r] = self.buffer((name, i), mine)
                 works.setdefault(r, []).append(link.recv([theirs[r]], members.index(r), tag))
             for r in partners:
                 works[r].append(link.send([mine], members.index(r), tag))
@@ -229,8 +227,8 @@ class SurvivingNoLoCo(NoLoCo):
             sound = [self.rank]
             if self.on_adopt:
                 self.on_adopt()
-        needed = None if self.gamma == self.beta else [phis[r] for r in sound]
-        return [thetas[r] for r in sound], needed, len(sound)
+        needed = [] if self.gamma == self.beta else [phis[r] for r in sound]
+        return [self.decode(thetas[r]) for r in sound], needed, len(sound)
 
     def finite(self, message):
         return bool(torch.isfinite(message.sum()))
@@ -280,7 +278,7 @@ class SurvivingNoLoCo(NoLoCo):
         if link is None:
             raise RuntimeError(f"replica {other} did not come")
         for tag, vector in enumerate((self.phi, self.delta)):
-            host = vector.to(self.wire)
+            host = vector.to(self.message_device)
             work = (link.send if gives else link.recv)([host], members.index(other), tag)
             work.wait(timedelta(seconds=self.timeout))
             if not gives:

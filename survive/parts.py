@@ -16,7 +16,7 @@ import torch.distributed as dist
 import train
 from plumbing.processes import Job
 from survive.meeting import Gone, absent, come_back, meet, notice_silence
-from survive.onebyte import SurvivingOneByte
+from survive.far import SurvivingOneByte
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes

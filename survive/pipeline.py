@@ -115,7 +115,7 @@ class SurvivingPipeline(Pipeline):
         return self.post(to, lambda group: group.send([tensor], place, tag(u, hop))), tensor, to
 
     def receive(self, source, u, hop):
-        buffer = torch.empty(self.message_shape, dtype=self.dtype, pin_memory=self.pin)
+        buffer = torch.empty(self.message_shape, dtype=self.dtype)
         place = int(source > self.rank)
         return self.post(source, lambda group: group.recv([buffer], place, tag(u, hop))), buffer, source
 

@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from noloco import DiLoCo, NoLoCo, gamma_bound, gloo_interface, random_groups
+from noloco import DiLoCo, NoLoCo, random_groups
+from plumbing.overlap import PhiAhead
+from plumbing.processes import gloo_interface
+from plumbing.window import gamma_bound
 from test_minimal import quadratic_run
 from tests.harness import HERE, gloo, processes
 
@@ -25,14 +28,6 @@ def test_noloco_notices_moved_parameters():
     model.weight.data = model.weight.data.clone()  # what .to() does
     with pytest.raises(RuntimeError, match="moved"):
         outer.step()
-
-
-def test_what_are_no_parameters_gets_a_sentence():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    groups = torch.optim.SGD(model.parameters()).param_groups
-    for wrong in (model, model[0], model.named_parameters(), groups, [None]):
-        with pytest.raises(TypeError, match="give model.parameters()"):
-            NoLoCo(wrong)
 
 
 def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
@@ -75,10 +70,41 @@ def test_initial_weights_that_differ_are_said_once(method):
     assert processes(4, _weights_that_differ, method, [1, 1, 1, 1]) == [[]] * 4
     first, *others = processes(4, _weights_that_differ, method, [1, 1, 2, 2])
     assert others == [[]] * 3
-    assert first == ["ranks [2, 3] began with other weights than rank 0: seed all alike"]
+    assert first == [f"rank {r} began with other weights than rank 0: seed all alike" for r in (2, 3)]
+
+
+@gloo
+def _averaged_elsewhere(rank, world, gradients):
+    """What five outer steps warn of. gradients: averaged over all ranks, as DDP does."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    draw = torch.Generator().manual_seed(rank)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        outer = NoLoCo(model.parameters(), inner_steps=2, alpha=0, beta=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, generator=draw)).square().mean().backward()
+            for p in model.parameters() if gradients else []:
+                dist.all_reduce(p.grad)
+            optimizer.step()
+            outer.step()
+    return [str(warning.message) for warning in told]
+
+
+def test_gradients_averaged_by_something_else_are_said_once():
+    line = "partners hold equal weights already: is something else averaging gradients? DDP?"
+    assert processes(4, _averaged_elsewhere, True) == [[line], [], [], []]
+    assert processes(4, _averaged_elsewhere, False) == [[]] * 4
 
 
 # ---------------- the bound on gamma
+
+
+def test_gamma_bound_of_one_replica():
+    """There is nothing to hold together, and no division by zero."""
+    assert gamma_bound(0.5, 2, 1) == gamma_bound(0.5, 2, 2) == pytest.approx(3)
 
 
 @pytest.mark.parametrize("replicas, n", [(2, 2), (3, 2), (4, 4)])
@@ -91,14 +117,27 @@ def test_gamma_bound_of_few_replicas_separates_decay_from_growth(replicas, n, al
         assert (history[-1][1] > 2 * history[20][1]) if grows else (history[-1][1] < 0.5 * history[20][1])
 
 
-@pytest.mark.parametrize("gamma, bad", [(1.6, False), (2.9, False), (3.1, True), (0.0, True), (None, False)])
-def test_gamma_beyond_the_bound_is_a_warning_of_the_class(gamma, bad):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        NoLoCo([torch.nn.Parameter(torch.ones(2))], [0, 1], alpha=0.5, gamma=gamma)
-    assert [str(w.message) for w in told] == bad * [
-        f"gamma {gamma} is outside 0 < gamma < 3.000: replicas drift apart"
-    ]
+# ---------------- replicas that are only some of the processes
+
+
+@gloo
+def _some_ranks(rank, world, kind):
+    """Ranks 1 and 2 are replicas, with gamma different from beta; the others never hear of it."""
+    if rank not in (1, 2):
+        return None
+    model = torch.nn.Linear(3, 3)
+    outer = kind(model.parameters(), ranks=[1, 2], inner_steps=1, alpha=0, beta=1, gamma=1.5)
+    for _ in range(3):
+        model.weight.data.add_(torch.randn(3, 3, generator=torch.Generator().manual_seed(rank)))
+        outer.step()
+    outer.settle()
+    return outer.phi.mean().item()
+
+
+@pytest.mark.parametrize("kind", [NoLoCo, PhiAhead])
+def test_other_processes_need_not_construct_it(kind):
+    nothing, a, b, also_nothing = processes(4, _some_ranks, kind)
+    assert nothing is also_nothing is None and isinstance(a, float) and isinstance(b, float)
 
 
 # ---------------- sharded parameters
@@ -153,7 +192,7 @@ def _whole(rank, world):
 def test_sharded_parameters_are_refused_and_a_noloco_per_shard_equals_whole_replicas():
     sharded, whole = processes(4, _sharded), processes(2, _whole)
     for rank, (said, weights) in enumerate(sharded):
-        assert said.startswith("sharded parameters: give NoLoCo plain copies of this rank's shards")
+        assert said.startswith("sharded parameters: give plain copies of this rank's shards")
         assert weights == pytest.approx(whole[rank // 2], abs=1e-6)
 
 
@@ -211,6 +250,17 @@ def test_gloo_interface_keeps_what_is_set(names, local, monkeypatch):
     launch(monkeypatch, local, "4", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
     assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == names
+
+
+def test_gloo_interface_without_counts_of_processes_reaches_the_master(monkeypatch):
+    """A program that torchrun has not started knows neither LOCAL_WORLD_SIZE nor WORLD_SIZE."""
+    launch(monkeypatch, "1", "2", "198.51.100.7")
+    route = (ip("route", "get", "198.51.100.7") or [[]])[0]
+    if "src" not in route:
+        pytest.skip("needs a route to other hosts")
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    assert gloo_interface() == own_addresses()[route[route.index("src") + 1]]
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "198.51.100.7", "no-such-host.invalid", None])

@@ -1,4 +1,4 @@
-"""One byte a weight: Eqs. M1 to M4 against float64, and runs on four processes."""
+"""One byte a weight: M1 to M4 against float64, and runs on four processes."""
 
 import shutil
 
@@ -31,7 +31,7 @@ def whole(outer, message, own):
 def test_the_error_is_at_most_half_a_step_up_to_the_bound(share, size):
     """(M4), on both sides of the bound, for weights that differ by a share of what it allows."""
     outer = moved(0, size)
-    message = outer.write("theta", outer.theta).clone()
+    message = outer.encode(outer.theta, "theta").clone()
     assert message.dtype == torch.uint8 and len(message) == len(outer.theta) + 4 * (2 + (size > BLOCK))
     _, scales = outer.parts(message)
     s = torch.cat([v.expand(n) for v, n in zip(scales, outer.pieces)]).double()
@@ -51,11 +51,11 @@ def test_the_error_is_at_most_half_a_step_up_to_the_bound(share, size):
 def test_what_has_not_moved_and_what_is_not_finite():
     outer = moved(1)
     outer.phi.copy_(outer.theta)                        # s is as small as fp32 can count
-    same = whole(outer, outer.write("theta", outer.theta).clone(), outer.theta)
+    same = whole(outer, outer.encode(outer.theta, "theta").clone(), outer.theta)
     assert torch.allclose(same, outer.theta, rtol=0, atol=float(outer.theta.abs().max()) * 2**-22)
     for poison in (float("nan"), float("inf")):
         outer.theta[3] = poison
-        message = outer.write("theta", outer.theta).clone()
+        message = outer.encode(outer.theta, "theta").clone()
         assert not torch.isfinite(whole(outer, message, outer.phi).sum())
 
 
@@ -126,8 +126,8 @@ def _one_step(rank, world):
     with torch.no_grad():
         outer.theta.add_(0.01 * torch.randn(outer.theta.shape, generator=draw))
     before = outer.theta.clone()
-    outer.write("theta", outer.theta)
-    scales = outer.parts(outer.letter)[1].tolist()
+    outer.encode(outer.theta, "theta")
+    scales = outer.parts(outer.message)[1].tolist()
     outer.step()
     return before.tolist(), outer.theta.tolist(), scales
 

@@ -5,7 +5,7 @@ and takes it away when it has met. Whoever meets it sees that before a message l
 """
 import contextlib
 
-from plumbing.onebyte import OneByte
+from plumbing.onebyte import OneByte, Unread
 from survive.outer import SurvivingNoLoCo
 
 
@@ -14,7 +14,7 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.short = self.letter
+        self.far = False            # whether a member of the present meeting may be far
 
     def exchange(self):
         far = self.late
@@ -29,16 +29,16 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
 
     def swap(self, members, *rest):
         far = [r for r in members if self.store.check([f"far/{r}"])]
-        self.letter = self.theta if far else self.short
+        self.far = bool(far)
         if far:
             self.tell("fp32 instead of int8", far=far)
         super().swap(members, *rest)
 
     def encoded(self, vector):
-        return vector if self.letter is self.theta else super().encoded(vector)
+        return vector if self.far else super().encoded(vector)
 
-    def buffer(self, key):
-        return super().buffer((key, self.letter.dtype))
+    def buffer(self, key, like):
+        return super().buffer((key, like.dtype), like)
 
     def finite(self, message):
         """Its scales tell, before any of it is read: a weight is at most half of B, 128 s, from one's own."""
@@ -47,6 +47,7 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
 
     def adopt(self, theta):
         """Read beside phi, of the last outer step: its own theta need not be finite."""
-        parts = self.read(theta, self.phi).split(self.pieces)
+        fp32 = theta.dtype == self.phi.dtype
+        parts = (theta if fp32 else Unread(self, theta, self.phi)).split(self.pieces)
         for phi, part in zip(self.phi.split(self.pieces), parts):
             phi.copy_(part)
