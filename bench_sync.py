@@ -336,7 +336,7 @@ def measure(o, methods=methods):
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in tqdm(range(o.trials + 1), desc="measuring", disable=dist.get_rank() != 0, dynamic_ncols=True):
         for row in rows.values():
-            theta.mul_(1.001)           # so that Delta is not zero
+            theta.mul_(1.001 + 0.001 * dist.get_rank())     # Delta is not zero, replicas differ
             row.before()
             start = row.sent()
             wait()

@@ -58,7 +58,7 @@ def table(found):
 def draw(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 4.2), layout="constrained")
     ends = []
-    for colour, (label, seeds) in zip(("full", "planned", "50%"), results(found).items()):
+    for colour, (label, seeds) in zip(("NoLoCo", "random", "50%"), results(found).items()):
         x = [tokens / 1e6 for tokens in seeds[0].curves["tokens"]]
         last = band(axis, [run.losses for run in seeds], x, COLOURS[colour])
         ends.append((last, f"deaths in {label.split()[0]}\nof the iterations", COLOURS[colour]))

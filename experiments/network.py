@@ -34,15 +34,10 @@ SECONDS, EVALUATIONS, FIRST = 100, 8, 20
 METHODS = {
     "DDP": "ddp",
     "DDP, warm-up 5, 6e-3": "ddp --warmup 5 --lr 6e-3",     # few steps fit
-    **{f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (1, 2, 5, 10, 20, 50)},
-    **{f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (2, 5, 10, 20, 50)},
-    **{f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5, 10)},
+    **{f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (2, 5, 20, 50)},
+    **{f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (5, 20)},
+    **{f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5)},
 }
-TRIES = ("DDP", "DDP, warm-up 5, 6e-3", "DiLoCo, every 5", "DiLoCo, every 20", "NoLoCo, every 5",
-         "NoLoCo, every 20", "NoLoCo, every 2, one byte", "NoLoCo, every 5, one byte")
-RARER = "DiLoCo, every 50", "NoLoCo, every 50"
-OFTENER = ("DiLoCo, every 1", "DiLoCo, every 2", "DiLoCo, every 10", "NoLoCo, every 2", "NoLoCo, every 10",
-           "NoLoCo, every 10, one byte")
 QUICK = "DDP", "DiLoCo, every 5", "NoLoCo, every 5", "NoLoCo, every 5, one byte"
 BEST = ("DDP, warm-up 5, 6e-3", "DiLoCo, every 20", "DiLoCo, every 50", "NoLoCo, every 20",
         "NoLoCo, every 5, one byte")
@@ -50,35 +45,26 @@ TINY = "--hidden 128 --mlp 512 --heads 4"       # train.py's own
 COMMON = f"{TINY} --microbatches 1 --batch 1 --eval-sequences 16 --warmup {FIRST}"
 
 
-@dataclass
-class Links:
-    """Options of tools/hosts.py; what the first seed tries, and the best of that, which all seeds take."""
-    options: str
-    best: tuple
-    tries: tuple = ()
-
-
 TURNS = " ".join(f"--rate {host}@{t}={200 if t % 40 == 0 else 20}" for t in range(20, 300, 20)
                  for host in (2, 5))
+# name: (options of tools/hosts.py, what did best in a search with one seed)
 LINKS = {
-    "50 Mbit/s": Links("--mbit 50", (*QUICK[:1], "DiLoCo, every 20", "NoLoCo, every 20",
-                                     "NoLoCo, every 2, one byte"), (*TRIES, *RARER)),
-    "200 Mbit/s, one host 20": Links("--mbit 200 --slow 5=20", BEST, (*TRIES, *RARER)),
-    "200 Mbit/s, two hosts 20 by turns": Links(f"--mbit 200 {TURNS}", ("DDP", *BEST)),
-    "200 Mbit/s": Links("--mbit 200", (*QUICK, "DiLoCo, every 2"), (*TRIES, *OFTENER)),
+    "50 Mbit/s": ("--mbit 50", ("DDP", "DiLoCo, every 20", "NoLoCo, every 20",
+                                "NoLoCo, every 2, one byte")),
+    "200 Mbit/s, one host 20": ("--mbit 200 --slow 5=20", BEST),
+    "200 Mbit/s, two hosts 20 by turns": (f"--mbit 200 {TURNS}", ("DDP", *BEST)),
+    "200 Mbit/s": ("--mbit 200", (*QUICK, "DiLoCo, every 2")),
 }
 
 
 def hosts_runs(steps):
     """A try (steps): one of each kind between two hosts, by train.py itself."""
-    links = {"50 Mbit/s": Links("--mbit 50", QUICK)} if steps else LINKS
+    links = {"50 Mbit/s": ("--mbit 50", QUICK)} if steps else LINKS
     program, length = how_long(steps)
-    for name, wires in links.items():
-        for method in METHODS:
-            if method in (*wires.best, *wires.tries):
-                yield Run(f"{name}: {method}", f"{COMMON}{length} --method {METHODS[method]}",
-                          2 if steps else 8, program=program, first=method not in wires.best,
-                          hosts=wires.options)
+    for name, (wires, methods) in links.items():
+        for method in methods:
+            yield Run(f"{name}: {method}", f"{COMMON}{length} --method {METHODS[method]}",
+                      2 if steps else 8, program=program, hosts=wires)
 
 
 def how_long(steps):
@@ -165,6 +151,7 @@ def read_seconds(argv):
 
 
 def counted(argv):
+    """train.main by the other clock."""
     run = built(Job(), argv)
     run.meter = Counting()
     train.train(run)
@@ -217,16 +204,6 @@ def over_at_the_end(others, seeds):
 
 def show_hosts(found):
     runs = by_links(found)
-    show_head("links | method | seeds | steps | held-out nats per byte | seconds | held | MB sent by all")
-    for links, methods in runs.items():
-        for name, seeds in methods.items():
-            held = [run.curves["sync_seconds"][-1] * (run.steps[-1] // run.o.every)
-                    / run.curves["seconds"][-1] for run in seeds]
-            sent = statistics.mean(run.curves["sync_bytes"][-1] for run in seeds) / 1e6
-            show_row(links, name, len(seeds), spread_of([run.steps[-1] for run in seeds], ".0f"),
-                     spread_of(finals(seeds)), spread_of(ends(seeds), ".0f"), spread_of(held, ".0%"),
-                     f"{sent:.0f}")
-    print()
     show_head("links | method | seeds | DDP's last loss, in so much of its time | DiLoCo's "
               "| perplexity per byte over DiLoCo's")
     for links, methods in runs.items():
@@ -252,16 +229,13 @@ def draw_hosts(plt, found):
             name = best(runs[links], kind)
             x, curves = timed(runs[links][name])
             text = name if name.endswith("byte") else f"{name}, fp32"
-            labels.append((band_of(axis, kind, x, curves), text.replace(", warm-up 5, 6e-3", ""),
-                           COLOURS[kind.split(",")[0]]))
-        axis.set(xlabel="measured seconds (bands: range of three seeds; one byte, fp32: a weight in messages)",
+            colour = COLOURS[kind.split(",")[0]]
+            last = band(axis, curves, x, colour, ls="--" if kind == "NoLoCo" else "-")
+            labels.append((last, text.replace(", warm-up 5, 6e-3", ""), colour))
+        axis.set(xlabel="measured seconds (bands: range of three seeds; fp32, one byte: a weight sent)",
                  ylabel="held-out nats per byte", title=title)
         label_ends(axis, labels)
     return figure
-
-
-def band_of(axis, kind, x, curves):
-    return band(axis, curves, x, COLOURS[kind.split(",")[0]], ls="--" if kind == "NoLoCo" else "-")
 
 
 # ---------------------------------------------------------------- cuts
@@ -317,11 +291,12 @@ def draw_cuts(plt, found):
             band(axis, curves, x, colour, ls=style)
         more = statistics.mean(a / b - 1 for a, b in zip(ends(cut), ends(uncut)))
         text = name if name.endswith("byte") else f"{name}, fp32"
-        axis.set(xlabel="measured seconds", xlim=(0, 250), title=text.replace(", ", "\n", 1) + f"\n{more:+.0%} time")
+        title = text.replace(", ", "\n", 1) + f"\n{more:+.0%} time"
+        axis.set(xlabel="measured seconds", xlim=(0, 250), title=title)
     axes[0].set(ylabel="held-out nats per byte")
-    figure.suptitle("A host cut off 15 s a minute stops DDP and DiLoCo, not NoLoCo (solid: with cuts; dotted: without)\n"
-                    "8 hosts, 200 Mbit/s, on two cores: a cut host leaves its share to the others, hence times "
-                    "below 0\nBands: range of three seeds", fontsize=10.5)
+    figure.suptitle("A host cut off 15 s a minute stops DDP and DiLoCo, not NoLoCo (dotted: without cuts)\n"
+                    "8 hosts of 200 Mbit/s share two cores: a cut host leaves its share to the others, hence "
+                    "less time\n(bands: range of three seeds)", fontsize=10.5)
     return figure
 
 
@@ -341,8 +316,8 @@ def geography_runs(steps):
     """Links of 200 Mbit/s, but in stages 1 and 2 one host has 50, in stage 3 one has 25."""
     program, length = how_long(steps)
     for name, options in PLANS.items():
-        yield Run(name, f"{TINY} --stages 2,2,2,2 --microbatches 3 --batch 4 --warmup {FIRST} --method noloco "
-                  f"--inner-steps 10 --eval-sequences 16{length} {options}", program=program,
+        yield Run(name, f"{TINY} --stages 2,2,2,2 --microbatches 3 --batch 4 --warmup {FIRST} "
+                  f"--method noloco --inner-steps 10 --eval-sequences 16{length} {options}", program=program,
                   hosts="--mbit 200 --slow 3=50 --slow 4=50 --slow 7=25")
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from plumbing.processes import BadInput
 
-# Okabe and Ito's colours, safe for the colour-blind. One colour per method or kind of paths, in every picture.
+# Mostly Okabe and Ito's, safe for the colour-blind. One for each method or kind of paths, in every picture.
 COLOURS = {"DDP": "#000000", "DiLoCo": "#0072B2", "NoLoCo": "#D55E00", "local": "#CC79A7",
-           "full": "#000000", "planned": "#0072B2", "25%": "#009E73", "50%": "#D55E00", "random": "#E69F00"}
+           "full": "#000000", "planned": "#777777", "25%": "#009E73", "50%": "#882255", "random": "#E69F00"}
 WIDTH = 9       # inches: at 900 pixels 9.5 points are 13 pixels high
 STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left", "legend.fontsize": 9.5,
          "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
@@ -66,6 +66,7 @@ def label_ends(axis, ends, gap=0.065):
         for i, (below, above) in enumerate(zip(heights, heights[1:])):
             lack = max(0.0, gap * (1 + ends[i][1].count("\n")) - (above - below)) / 2
             heights[i], heights[i + 1] = below - lack, above + lack
+        heights[0] = max(heights[0], 0.04)
     for height, (_, text, colour) in zip(heights, ends):
         axis.annotate(text, (1.01, height), xycoords="axes fraction", color=colour, va="center",
                       annotation_clip=False)

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000"
 # The columns of metrics.jsonl that results keep.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds", "seconds",
-        "sync_seconds", "sync_seconds_longest", "iteration_seconds", "steps_alone", "ranks")
+        "iteration_seconds", "steps_alone", "ranks")
 
 
 @dataclass
@@ -52,7 +52,6 @@ class Run:
     options: str                # of train.py
     processes: int = 8
     after: Callable = None      # folder -> dict
-    first: bool = False         # with the first seed only: a search
     program: str = "-m train"   # or a module that puts parts of its own into train.build
     hosts: str = ""             # options of tools/hosts.py: each process on a host of its own
 
@@ -117,23 +116,23 @@ def published(part):
 def headline(description, parts):
     """The whole command of an experiment; parts: {name: Part}. Bad input ends in one line."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # so that started processes end too
-    Job().together(run_or_show, description, parts)
 
+    def run_or_show():
+        o = arguments(description, parts)
+        for name in o.parts or parts:
+            part = parts[name]
+            if not o.plot:
+                found = load(o.out, name) if o.add else dict(cpu_hours=0.0, runs={})
+                run_all(name, list(part.runs(o.steps)), o, found)
+                if part.seconds:
+                    found["seconds"] = part.seconds()
+                save(o.out, f"headline_{name}", found)
+            found = load(o.out, name)
+            part.table(found)
+            if part.draw:
+                picture(o.out, f"headline_{part.picture or name}", part.draw, found)
 
-def run_or_show(description, parts):
-    o = arguments(description, parts)
-    for name in o.parts or parts:
-        part = parts[name]
-        if not o.plot:
-            found = load(o.out, name) if o.add else dict(cpu_hours=0.0, runs={})
-            run_all(name, list(part.runs(o.steps)), o, found)
-            if part.seconds:
-                found["seconds"] = part.seconds()
-            save(o.out, f"headline_{name}", found)
-        found = load(o.out, name)
-        part.table(found)
-        if part.draw:
-            picture(o.out, f"headline_{part.picture or name}", part.draw, found)
+    Job().together(run_or_show)
 
 
 def arguments(description, parts):
@@ -158,8 +157,7 @@ def run_all(name, runs, o, found):
     """Add to `found` the runs that it lacks."""
     there = {label: [seed_of(row) for row in rows] for label, rows in found["runs"].items()}
     found["runs"] = {run.label: found["runs"].get(run.label, []) for run in runs} | found["runs"]
-    todo = [(seed, run) for seed in o.seeds for run in runs if seed not in there.get(run.label, [])
-            and (not run.first or seed == o.seeds[0] and run.label not in there)]
+    todo = [(seed, run) for seed in o.seeds for run in runs if seed not in there.get(run.label, [])]
     with tqdm(total=len(todo), unit="run") as progress:
         for seed, run in todo:
             progress.set_postfix_str(run.label)
@@ -216,7 +214,7 @@ def train_once(run, row):
     if done.exists() and (found := json.loads(done.read_text())).items() >= row.items():
         return found
     shutil.rmtree(folder, ignore_errors=True)
-    start = cpu_seconds()
+    start = sum(os.times()[:4])      # CPU seconds, also of processes waited for
     with tempfile.TemporaryFile("w+") as log:
         try:
             torchrun(run.processes, *words, hosts=run.hosts.split(), stdout=log, stderr=log)
@@ -227,15 +225,10 @@ def train_once(run, row):
     lines = [line for line in lines if "heldout_loss" in line]
     curves = {key: [line[key] and float(f"{line[key]:.6g}") for line in lines] for key in KEPT}
     row = dict(row, curves=curves, **(run.after(folder) if run.after else {}), ranks=run.processes,
-               cpu_hours=(cpu_seconds() - start) / 3600)
+               cpu_hours=(sum(os.times()[:4]) - start) / 3600)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     done.write_text(json.dumps(row))
     return row
-
-
-def cpu_seconds():
-    """CPU seconds of this process and of the processes that it has waited for."""
-    return sum(os.times()[:4])
 
 
 def built(job, argv, **parts):
@@ -322,7 +315,7 @@ def over_runs(runs, others):
 
 
 def band(axis, curves, x, colour, **style):
-    """Draw the mean of the curves (one per seed) as a line and their range as a band; returns the last mean."""
+    """Draw the mean of the curves, one per seed, as a line and their range as a band; returns its end."""
     points = list(zip(*curves))
     x = x[:len(points)]
     middle = [statistics.mean(values) for values in points]
@@ -342,7 +335,7 @@ def timed(runs, count=60):
 
 
 def reaches(goal, losses, moments):
-    """The moment at which the loss is at most the goal, on straight lines between evaluations; None: never."""
+    """The moment at which the loss is at most the goal, on straight lines; None: never."""
     points = list(zip(moments, losses))
     if losses[0] <= goal:
         return moments[0]
