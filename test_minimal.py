@@ -5,6 +5,7 @@
 `make test` runs these and the rest, which lies in tests/, one file per room.
 """
 
+import contextlib
 import io
 import random
 from collections import Counter
@@ -431,14 +432,12 @@ def test_simulator_equals_hand_computation():
     network = Network([[0, 2], [2, 0]], [1, 2], [[0], [1]], memory=1, overhead=0.1)
     one = simulate(network, [(0, 1)])
     assert one.makespan == pytest.approx(15.75)
-    assert [(rank, kind) for rank, _, kind, *_ in one.timeline] == [
-        (0, "forward"), (1, "forward"), (0, "loss"), (1, "backward"), (0, "backward")
-    ]
+    assert one.order == [[(0, 0), (0, 2), (0, 4)], [(0, 1), (0, 3)]]
+    assert [task.kind for task in one.timeline] == ["forward", "forward", "loss", "backward", "backward"]
     # memory 1: the second microbatch starts when the first one's backward has freed the origin, 0.1 s later
     assert simulate(network, [(0, 1), (0, 1)]).makespan == pytest.approx(2 * 15.75 + 0.1)
     assert simulate(network, [(0, 1)], rounds=2).makespan == pytest.approx(2 * 15.75 + 0.1)
-    order = [[(0, 0), (0, 2), (0, 4)], [(0, 1), (0, 3)]]
-    assert simulate(network, [(0, 1)], order=order).makespan == pytest.approx(15.75)
+    assert simulate(network, [(0, 1)], order=one.order).makespan == one.makespan
     with pytest.raises(Deadlock):
         simulate(network, [(0, 1)], order=[[(0, 2), (0, 0), (0, 4)], [(0, 1), (0, 3)]])
     for bad in (dict(delay=[[0]]), dict(stages=[[0], [0]]), dict(stages=[[0], []]), dict(memory=[1])):
@@ -450,18 +449,14 @@ def test_simulator_equals_hand_computation():
 def test_published_times(method):
     """Four methods at three compute times: the released simulator's figures, ties included."""
     rounds, times, paths = PUBLISHED_ROUTES[method]
-    published, names = published_network()
+    published, _ = published_network()
     for forward, seconds in times.items():
         network = replace(published, compute=forward)
         result = simulate(network, paths, rounds=rounds)
         assert result.makespan == pytest.approx(seconds, abs=3e-4)
         assert_possible(network, paths, rounds, result)
-        again = simulate(network, paths, rounds=rounds, order=result.order())
+        again = simulate(network, paths, rounds=rounds, order=result.order)
         assert again.timeline == result.timeline
-    assert published.compute == [0.44] * 20
-    assert names[10] == "London"
-    assert 132 < published.delay[6][10] < 133
-    assert published_network(corrected=True)[0].delay[6][10] < 1
 
 
 def test_published_plan_is_proven_optimal():
@@ -471,7 +466,7 @@ def test_published_plan_is_proven_optimal():
     assert found.bound == pytest.approx(found.makespan, abs=1e-5)
     assert skippipe.check(network, found.paths, 4) == []
     paths, order = found
-    result = skippipe.simulate(network, paths, rounds=2, order=order)
+    result = simulate(network, paths, rounds=2, order=order)
     assert result.makespan == found.makespan
     assert_possible(network, paths, 2, result)
     # Six paths of its own per origin, so that the second round may differ, are bounded by the same time.
@@ -492,10 +487,8 @@ def test_plan_against_brute_force():
         caps = skippipe.node_caps(network, -(-len(origins) * (kept - 1) // (len(shape) - 1)))
         for paths in valid_combinations(network, kept, origins, caps):
             for order in every_order(paths, len(network.compute)):
-                try:
-                    best = min(best, skippipe.simulate(network, paths, order=order).makespan)
-                except skippipe.Deadlock:
-                    pass
+                with contextlib.suppress(Deadlock):
+                    best = min(best, simulate(network, paths, order=order).makespan)
         assert skippipe.lower_bound(network, kept, each) <= lower_bound(network, kept, each) <= best + 1e-6
         alone = skippipe.plan(network, kept, each, seconds=None, iterations=1000)
         assert skippipe.check(network, alone.paths, kept) == [] and alone.makespan >= best - 1e-6
@@ -520,15 +513,14 @@ def test_check_names_microbatch_stage_and_node():
         ((0, 14, 6), "microbatch 2 visits 3 stages, not 4"),
         ((0, 14, 6, 77), "microbatch 2 visits node 77"),
     ]:
-        found = skippipe.check(network, [*paths[:2], path, *paths[3:]], 4)
-        assert any(words in line for line in found), words
+        assert words in " ".join(skippipe.check(network, [*paths[:2], path, *paths[3:]], 4)), words
     assert skippipe.check(network, paths, 4) == []
-    found = skippipe.check(network, paths, 4, dead={5})
-    assert any("node 5 of stage 4, which is not there" in line for line in found)
-    result = skippipe.simulate(network, paths, rounds=2)
+    assert "node 5 of stage 4, which is not there" in " ".join(skippipe.check(network, paths, 4, dead={5}))
+    result = simulate(network, paths, rounds=2)
     waits = list(skippipe.tc2(network, paths, result))
     assert "s at node" in waits[0].text
-    assert sum(v.excess for v in waits) == pytest.approx(sum(result.waiting), abs=1e-6)
+    waited = sum(task.start - task.arrived for task in result.timeline)
+    assert sum(v.excess for v in waits) == pytest.approx(waited, abs=1e-6)
 
 
 # ---------------- Figs. 5A and 5B: synchronisation in closed form

@@ -190,7 +190,7 @@ def draw(plt, r):
     a.plot(*r["default"], "o", color=COLOURS["NoLoCo"], mec="w", ms=9, label="the released code's values")
     a.plot(*tiny, "s", color=COLOURS["DiLoCo"], mec="w", ms=9, clip_on=False, label="our tiny runs' values")
     a.set(xlabel="alpha", ylabel="gamma = beta", xlim=(0, 0.95), ylim=(0, 4),
-          title=f"Pairs among {r['replicas']} replicas stay together (purple) exactly below our bound")
+          title=f"Pairs among {r['replicas']} replicas stay together (purple) below our bound")
     a.grid(False)
     a.legend(loc="upper right")
     figure.colorbar(coloured, ax=a, extend="both", label="log growth of differences per outer step")

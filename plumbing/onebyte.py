@@ -53,15 +53,19 @@ class OneByte:
 
     def parts(self, message):
         """A message's bytes by block, and each block's s."""
-        codes, scales = message.split([len(self.theta), 4 * len(self.pieces)])
+        codes, scales = message.split([len(self.phi), 4 * len(self.pieces)])
         return codes.split(self.pieces), scales.view(torch.float32)
 
     def encode(self, vector, name):
         return super().encode(self.encoded(vector), name)
 
     def decode(self, message):
-        """A message is read beside this replica's theta; fp32 is a vector already."""
-        return message if message.dtype == self.theta.dtype else Unread(self, message, self.theta)
+        """fp32 is a vector already."""
+        return message if message.dtype == self.theta.dtype else Unread(self, message)
+
+    def beside(self):
+        """The vector beside which messages are read."""
+        return self.theta
 
     def notice(self, thetas):
         """Not here: what is read differs from the partner's weights by its rounding."""
@@ -81,17 +85,19 @@ class OneByte:
 class Unread:
     """A message of which `split` reads one block at a time, so that the block is still in cache when used.
 
-    own: the vector beside which it is read. The message may arrive until `split` is called.
+    own: the vector beside which it is read (None: as outer.beside says). The message may arrive until `split`
+    is called.
     """
 
-    def __init__(self, outer, message, own):
+    def __init__(self, outer, message, own=None):
         self.outer, self.message, self.own = outer, message, own
 
     def split(self, pieces):
         """M3. A block lasts until the next is read."""
-        codes, scales = self.outer.parts(self.message.to(self.own.device))
-        room = torch.empty(2, BLOCK, device=self.own.device)
-        for own, k, s in zip(self.own.split(pieces), codes, scales):
+        beside = self.outer.beside() if self.own is None else self.own
+        codes, scales = self.outer.parts(self.message.to(beside.device))
+        room = torch.empty(2, BLOCK, device=beside.device)
+        for own, k, s in zip(beside.split(pieces), codes, scales):
             x, y = room[:, :len(own)]
             x.copy_(k)
             torch.div(own, 256 * s, out=y).sub_(x, alpha=1 / 256).round_()

@@ -154,10 +154,11 @@ def random_network(draw, shape, speeds=(1.0,), memory=(1, 2, 3)):
 def assert_possible(network, paths, rounds, result):
     """The invariants of the time model, checked on a timeline."""
     end, tasks, hops = {}, [[] for _ in network.compute], {}
-    for rank, u, kind, start, stop in result.timeline:
+    for rank, u, number, kind, arrived, start, stop in result.timeline:
         path, hop = paths[u % len(paths)], hops.setdefault(u, 0)
         way = skippipe.chain(path)
         assert rank == way[hop] and kind == skippipe.kind(path, hop)
+        assert number == hop and start >= arrived
         if hop:
             assert (
                 start

@@ -10,9 +10,10 @@ import torch
 import skippipe
 import train
 from model import Config, Llama
+from planning.methods import random_valid_paths
 from planning.rho import scaled, shares, with_stages_missing
 from planning.search import plan
-from skippipe import Network, chain, full_paths, random_paths, random_valid_paths
+from skippipe import Network, chain, full_paths, random_paths
 from test_minimal import _gradients
 from tests.harness import processes
 from tests.oracles import random_network, replay, scaled_blocks

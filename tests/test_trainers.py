@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import HERE, processes
+from tests.harness import HERE, gloo, processes
 
 STEPS, INNER_STEPS = 6, 3
 
@@ -17,6 +17,21 @@ def recipe(heading):
     scope = {}
     exec(re.search(rf"## {heading}.*?```python\n(.*?)```", page, re.S)[1], scope)
     return scope
+
+
+@gloo
+def _mix(rank, world):
+    """(theta before, theta after) one outer step of the page's own rule."""
+    outer = recipe("An outer rule of your own")["Mix"]([torch.nn.Parameter(torch.zeros(16))], inner_steps=1)
+    outer.theta.add_(rank + 1.0)
+    outer.step()
+    return outer.theta[0].item(), outer.phi[0].item()
+
+
+def test_a_rule_of_ones_own_mixes_as_it_says():
+    """Three replicas are one group: each keeps 0.7 of its own and takes 0.3 of the mean of the others."""
+    mixed = [0.7 * own + 0.3 * others for own, others in ((1, 2.5), (2, 2), (3, 1.5))]
+    assert processes(3, _mix) == [(pytest.approx(value), pytest.approx(value)) for value in mixed]
 
 
 def _transformers(rank, world, folder):
