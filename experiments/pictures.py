@@ -24,7 +24,7 @@ def kept(out, name):
     """The result that `save` wrote. Raises BadInput where it is missing."""
     file = Path(out, "results", f"{name}.json")
     if not file.exists():
-        raise BadInput(f"no {file}: first run the experiment that writes it, without --plot and --add")
+        raise BadInput(f"no {file}: first run the experiment that writes it, without --plot")
     return json.loads(file.read_text())
 
 

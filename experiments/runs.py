@@ -3,11 +3,11 @@
     python -m experiments.losses [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR]
     python -m experiments.losses --plot --out .         the tables and pictures again, from results/
 
-A finished run is not run again; remove its folder when train.py has changed. Results go to
+A finished run is not run again; remove its folder in runs/ when train.py has changed. Results go to
 OUT/results/headline_PART.json, pictures to OUT/figures (default OUT: runs; the README shows those of `.`).
-With --add the results in OUT/results stay, and only missing seeds and kinds are run.
 """
 import argparse
+import itertools
 import json
 import math
 import os
@@ -122,8 +122,7 @@ def headline(description, parts):
         for name in o.parts or parts:
             part = parts[name]
             if not o.plot:
-                found = load(o.out, name) if o.add else dict(cpu_hours=0.0, runs={})
-                run_all(name, list(part.runs(o.steps)), o, found)
+                found = run_all(name, list(part.runs(o.steps)), o)
                 if part.seconds:
                     found["seconds"] = part.seconds()
                 save(o.out, f"headline_{name}", found)
@@ -142,32 +141,26 @@ def arguments(description, parts):
     p.add_argument("--steps", type=int, help="training steps, in place of each run's own")
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
     p.add_argument("--plot", action="store_true", help="no runs: tables and pictures of OUT/results")
-    p.add_argument("--add", action="store_true", help="run what OUT/results lacks, and add it there")
     o = p.parse_args()
     if wrong := [name for name in o.parts if name not in parts]:
         raise BadInput(f"no part {wrong[0]}, only {', '.join(parts)}")
     if o.steps is not None and o.steps < 1:
         raise BadInput(f"--steps must be at least 1, got {o.steps}")
-    if o.add and o.steps:
-        raise BadInput("--add is for whole runs: leave out --steps")
     return o
 
 
-def run_all(name, runs, o, found):
-    """Add to `found` the runs that it lacks."""
-    there = {label: [seed_of(row) for row in rows] for label, rows in found["runs"].items()}
-    found["runs"] = {run.label: found["runs"].get(run.label, []) for run in runs} | found["runs"]
-    todo = [(seed, run) for seed in o.seeds for run in runs if seed not in there.get(run.label, [])]
-    with tqdm(total=len(todo), unit="run") as progress:
-        for seed, run in todo:
+def run_all(name, runs, o):
+    """{"cpu_hours", "runs": {label: [a row per seed]}} of all runs."""
+    found = dict(cpu_hours=0.0, runs={run.label: [] for run in runs})
+    with tqdm(total=len(o.seeds) * len(runs), unit="run") as progress:
+        for seed, run in itertools.product(o.seeds, runs):
             progress.set_postfix_str(run.label)
             own = f"-of-{o.steps}-steps" if o.steps else ""     # a try keeps to folders of its own
             row = train_once(run, identity(run, f"{name}-{run.label}-{seed}{own}", seed))
             found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
             found["runs"][run.label].append(row)
-            found["runs"][run.label].sort(key=seed_of)
             progress.update()
-    found["runs"] = {label: rows for label, rows in found["runs"].items() if rows}
+    return found
 
 
 # ---------------------------------------------------------------- one run
@@ -193,10 +186,6 @@ def torchrun(processes, *words, hosts=(), **kwargs):
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, line)
     return out
-
-
-def seed_of(row):
-    return int(row["command"].split()[-1])
 
 
 def identity(run, name, seed):
