@@ -10,6 +10,7 @@ import torch
 import skippipe
 import train
 from model import rotary
+from plumbing.data import load_corpus
 from skippipe import chain
 
 
@@ -22,9 +23,8 @@ def reference_logits(tokens, w, config):
 
     def turn(vector, position):  # pairs (i, i + d/2) as complex numbers
         z = torch.complex(vector[: d // 2], vector[d // 2 :])
-        z = z * torch.exp(
-            1j * position * config.rope_theta ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d)
-        )
+        rate = config.rope_theta ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d)
+        z = z * torch.exp(1j * position * rate)
         return torch.cat((z.real, z.imag))
 
     for i in range(config.num_hidden_layers):
@@ -35,10 +35,8 @@ def reference_logits(tokens, w, config):
             row = []
             for j in range(heads):
                 kv = slice(j // shared * d, j // shared * d + d)
-                scores = (
-                    torch.stack([turn(q[t, j * d : j * d + d], t) @ turn(k[s, kv], s) for s in range(t + 1)])
-                    / d**0.5
-                )
+                scores = [turn(q[t, j * d : j * d + d], t) @ turn(k[s, kv], s) for s in range(t + 1)]
+                scores = torch.stack(scores) / d**0.5
                 row.append(scores.softmax(0) @ v[: t + 1, kv])
             rows.append(torch.cat(row))
         x = x + torch.stack(rows) @ part("self_attn.o_proj").T
@@ -46,6 +44,13 @@ def reference_logits(tokens, w, config):
         gate = h @ part("mlp.gate_proj").T
         x = x + (gate / (1 + (-gate).exp()) * (h @ part("mlp.up_proj").T)) @ part("mlp.down_proj").T
     return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def heldout_rows(o):
+    """The eight sequences on which a small run evaluates."""
+    heldout = load_corpus(o).heldout
+    last = len(heldout) - o.seq_len - 1
+    return torch.stack([heldout[round(i * last / 7) :][: o.seq_len + 1] for i in range(8)]).long()
 
 
 def scaled_blocks(model, x, rho):
@@ -106,49 +111,33 @@ def replay(paths, ranks, order=None):
 # The published routes and times (released code of arXiv 2502.19913):
 # method -> (rounds, {seconds of a forward: seconds of an iteration}, a path per microbatch of a round).
 PUBLISHED_ROUTES = {
-    "SkipPipe": (
-        2,
-        {0.44: 33.3138, 0.88: 44.7538, 1.76: 68.5538},
-        3 * [(0, 14, 6, 12), (3, 15, 17, 5), (4, 7, 13, 19), (10, 1, 18, 2), (11, 8, 16, 9)],
-    ),
-    "no TC2": (
-        2,
-        {0.44: 35.4348, 0.88: 48.4934, 1.76: 76.2072},
-        [
-            (0, 12, 5, 19), (0, 1, 19, 18), (0, 6, 18, 17), (3, 12, 6, 2), (3, 14, 12, 2), (3, 6, 14, 13),
-            (4, 15, 13, 7), (4, 15, 5, 17), (4, 15, 13, 7), (10, 1, 17, 5), (10, 1, 7, 2), (10, 14, 18, 19),
-            *[(11, 8, 16, 9)] * 3,
-        ],
-    ),
-    "random": (
-        2,
-        {0.44: 48.9157, 0.88: 60.3667, 1.76: 86.8002},
-        [
-            (0, 12, 7, 17), (0, 14, 16, 9), (0, 1, 8, 19), (3, 12, 7, 17), (3, 15, 6, 5), (3, 1, 8, 19),
-            (4, 13, 18, 2), (4, 15, 6, 5), (4, 1, 8, 19), (10, 13, 18, 2), (10, 15, 6, 5), (10, 14, 16, 9),
-            (11, 13, 18, 2), (11, 12, 7, 17), (11, 14, 16, 9),
-        ],
-    ),
-    "full": (
-        3,
-        {0.44: 79.9397, 0.88: 105.6097, 1.76: 154.2028},
-        [p for p in [(0, 15, 1, 16, 5, 17), (3, 8, 9, 12, 18, 2), (4, 14, 6, 13, 7, 19)] for _ in range(3)],
-    ),
+    "SkipPipe": (2, {0.44: 33.3138, 0.88: 44.7538, 1.76: 68.5538}, 3 * [
+        (0, 14, 6, 12), (3, 15, 17, 5), (4, 7, 13, 19), (10, 1, 18, 2), (11, 8, 16, 9),
+    ]),
+    "no TC2": (2, {0.44: 35.4348, 0.88: 48.4934, 1.76: 76.2072}, [
+        (0, 12, 5, 19), (0, 1, 19, 18), (0, 6, 18, 17), (3, 12, 6, 2), (3, 14, 12, 2), (3, 6, 14, 13),
+        (4, 15, 13, 7), (4, 15, 5, 17), (4, 15, 13, 7), (10, 1, 17, 5), (10, 1, 7, 2), (10, 14, 18, 19),
+        *[(11, 8, 16, 9)] * 3,
+    ]),
+    "random": (2, {0.44: 48.9157, 0.88: 60.3667, 1.76: 86.8002}, [
+        (0, 12, 7, 17), (0, 14, 16, 9), (0, 1, 8, 19), (3, 12, 7, 17), (3, 15, 6, 5), (3, 1, 8, 19),
+        (4, 13, 18, 2), (4, 15, 6, 5), (4, 1, 8, 19), (10, 13, 18, 2), (10, 15, 6, 5), (10, 14, 16, 9),
+        (11, 13, 18, 2), (11, 12, 7, 17), (11, 14, 16, 9),
+    ]),
+    "full": (3, {0.44: 79.9397, 0.88: 105.6097, 1.76: 154.2028}, [
+        p for p in [(0, 15, 1, 16, 5, 17), (3, 8, 9, 12, 18, 2), (4, 14, 6, 13, 7, 19)] for _ in range(3)
+    ]),
 }
 
 
 def random_network(draw, shape, speeds=(1.0,), memory=(1, 2, 3)):
     """Nodes numbered stage by stage, delays with and without ties."""
     nodes, first = sum(shape), [sum(shape[:s]) for s in range(len(shape))]
-    delay = [
-        [0.0 if i == j else draw.choice([0.1, 0.5, 1.0, 2.0, 3 * draw.random()]) for j in range(nodes)]
-        for i in range(nodes)
-    ]
-    return skippipe.Network(
-        delay, [draw.choice(speeds) for _ in range(nodes)],
-        [list(range(a, a + n)) for a, n in zip(first, shape)], draw.choice(memory), draw.choice([0.0, 0.13]),
-        0.09,
-    )
+    near_or_far = lambda: draw.choice([0.1, 0.5, 1.0, 2.0, 3 * draw.random()])
+    delay = [[0.0 if i == j else near_or_far() for j in range(nodes)] for i in range(nodes)]
+    compute = [draw.choice(speeds) for _ in range(nodes)]
+    stages = [list(range(a, a + n)) for a, n in zip(first, shape)]
+    return skippipe.Network(delay, compute, stages, draw.choice(memory), draw.choice([0.0, 0.13]), 0.09)
 
 
 def assert_possible(network, paths, rounds, result):
@@ -159,15 +148,12 @@ def assert_possible(network, paths, rounds, result):
         way = skippipe.chain(path)
         assert rank == way[hop] and kind == skippipe.kind(path, hop)
         if hop:
-            assert (
-                start
-                >= end[u, hop - 1] + (network.delay[way[hop - 1]][rank] if way[hop - 1] != rank else 0) - 1e-6
-            )
+            way_there = network.delay[way[hop - 1]][rank] if way[hop - 1] != rank else 0
+            assert start >= end[u, hop - 1] + way_there - 1e-6
         elif u >= len(paths):
             assert start >= end[u - len(paths), len(way) - 1] - 1e-6
-        assert stop - start == pytest.approx(
-            network.compute[rank] * {"forward": 1, "loss": 0.25, "backward": 1.5}[kind]
-        )
+        work = {"forward": 1, "loss": 0.25, "backward": 1.5}[kind]
+        assert stop - start == pytest.approx(network.compute[rank] * work)
         end[u, hop], hops[u] = stop, hop + 1
         tasks[rank].append((start, stop, hop, {"forward": 1, "loss": 0, "backward": -1}[kind]))
     assert all(hops[u] == len(skippipe.chain(paths[u % len(paths)])) for u in range(rounds * len(paths)))
@@ -184,18 +170,14 @@ def every_path(network, kept, origin):
     """All paths under CC1 and CC2, by trying every order of the stages."""
     for stages in itertools.permutations(range(1, len(network.stages)), kept - 1):
         swapped = [i for i in range(kept - 2) if stages[i] > stages[i + 1]]
-        if (
-            all(stages[i] == stages[i + 1] + 1 for i in swapped)
-            and len(swapped) <= 2
-            and not any(i + 1 in swapped for i in swapped)
-        ):
+        apart = not any(i + 1 in swapped for i in swapped)
+        if apart and len(swapped) <= 2 and all(stages[i] == stages[i + 1] + 1 for i in swapped):
             plain = list(stages)
             for i in swapped:
                 plain[i : i + 2] = plain[i + 1], plain[i]
             if plain == sorted(plain):
-                yield from (
-                    (origin, *nodes) for nodes in itertools.product(*(network.stages[s] for s in stages))
-                )
+                for nodes in itertools.product(*(network.stages[s] for s in stages)):
+                    yield origin, *nodes
 
 
 def every_order(paths, nodes):
@@ -206,10 +188,9 @@ def every_order(paths, nodes):
         open_ = [u for u, c in enumerate(chains) if done[u] < len(c)]
         for u in open_:
             rank = chains[u][done[u]]
-            extend(
-                done[:u] + (done[u] + 1,) + done[u + 1 :],
-                order[:rank] + (order[rank] + ((u, done[u]),),) + order[rank + 1 :],
-            )
+            longer = order[rank] + ((u, done[u]),)
+            further = done[:u] + (done[u] + 1,) + done[u + 1 :]
+            extend(further, order[:rank] + (longer,) + order[rank + 1 :])
         if not open_:
             found.add(order)
 
