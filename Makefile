@@ -30,8 +30,8 @@ figures: .venv/ready
 	mkdir -p $(OUT)/results $(OUT)/figures && rm -rf runs/figures
 	time $(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps $(if $(QUICK),30,600) --name figures
 	time $(BIN)/python skippipe.py --figure $(OUT)/figures/skippipe.png --results $(OUT)/results/skippipe.json
-	time $(BIN)/python skippipe.py --nodes 42 --sizes 7,5,5,5,5,5,5,5 --kept 6 --seconds $(if $(QUICK),5,15) --figure '' --results ''
-	time $(BIN)/python skippipe.py --nodes 20 --sizes 5,3,3,3,3,3 --seconds 1 --figure '' --results ''
+	time $(BIN)/python skippipe.py --sizes 7,5,5,5,5,5,5,5 --kept 6 --seconds $(if $(QUICK),5,15) --figure '' --results ''
+	time $(BIN)/python skippipe.py --sizes 5,3,3,3,3,3 --seconds 1 --figure '' --results ''
 	time $(MAKE) --no-print-directory emulate
 	time $(BIN)/python bench_sync.py --simulate --out $(OUT)
 	time $(BIN)/python -m experiments.stability --out $(OUT)

@@ -9,6 +9,11 @@ transformers loads unchanged.
     x = x + down(silu(gate(norm(x))) * up(norm(x)))                 SwiGLU: arXiv 2002.05202
     norm(x) = weight * x / sqrt(mean(x^2) + eps)                    RMSNorm: arXiv 1910.07467
 
+From tokens (B, T + 1) to the loss in nats, summed, of a module that holds both ends:
+
+    x = model.blocks(model.embed(tokens[:, :-1]))
+    loss = model.loss(x, tokens[:, 1:])
+
 Attention is causal, and grouped (arXiv 2305.13245) where there are fewer key-value heads than heads.
 
 Shapes: B sequences, T tokens, C hidden size, H heads, K key-value heads, D = C / H, F the MLP's width,
@@ -39,7 +44,7 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if not isinstance(value, bool) and not value > 0:
+            if value is not False and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"{name} must be positive, got {value}")
         heads = self.num_attention_heads
         if self.hidden_size % (2 * heads):
@@ -175,7 +180,6 @@ def draw(name, shape, seed):
 def count_parameters(config):
     """(all, without embedding and head) parameters of the whole model."""
     kv_size = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    columns = 2 * config.hidden_size + 2 * kv_size + 3 * config.intermediate_size
-    block = (columns + 2) * config.hidden_size              # seven matrices and two norms
+    block = config.hidden_size * (2 * config.hidden_size + 2 * kv_size + 3 * config.intermediate_size + 2)
     inner = config.num_hidden_layers * block + config.hidden_size
     return inner + (2 - config.tie_word_embeddings) * config.vocab_size * config.hidden_size, inner

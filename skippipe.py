@@ -6,46 +6,47 @@ ends by going home, and backward retraces it. A microbatch is a chain of 2m + 3 
 
     hop     0  ...  m       m + 1     m + 2  ...  2m + 2
     task    forward         loss      backward
-    rank    path[0..m]      origin    path[m..0]                                                  (1)
-    work    1               1/4       1.5                                                         (2)
+    rank    path[0..m]      origin    path[m..0]                                                  (S1)
+    work    1               1/4       1.5                                                         (S2)
 
-The time model is that of the released scheduler. A task that node i begins at `start`, the next one of
-its chain being due on node j:
+The time model is that of the released scheduler. Node i begins a task at `start`. The next task of the
+chain is due on node j:
 
-    end     = start + work * w[i]          w[i]: the seconds of a forward on node i               (3)
-    arrival = end + delay[i][j]            links do not contend, sending does not occupy a node   (4)
-    usable  = end + overhead               when node i may begin its next task                    (5)
+    end     = start + work * w[i]          w[i]: the seconds of a forward on node i               (S3)
+    arrival = end + delay[i][j]            links do not contend, sending does not occupy a node   (S4)
+    usable  = end + overhead               when node i may begin its next task                    (S5)
 
-(`origin_overhead` after an origin's first forward of a microbatch.) A node runs one task at a time and
-holds at most `memory` microbatches: a forward takes a slot, the same microbatch's backward frees it.
+(S5 has `origin_overhead` after an origin's first forward of a microbatch.) A node runs one task at a
+time and holds at most `memory` microbatches: a forward takes a slot, the same microbatch's backward
+frees it.
 
 From top to bottom: simple paths, the network, the simulator, the constraints (CC1, CC2, CC3, TC1, TC2)
-and the search. What goes beyond the paper's search is in planning/, and so is the command line:
+and the search. planning/ holds a stronger search and the command line:
 
     python skippipe.py                                              # the published 20 nodes in 12 cities
-    python skippipe.py --nodes 42 --sizes 7,5,5,5,5,5,5,5 --kept 6  # more nodes in the same cities
+    python skippipe.py --sizes 7,5,5,5,5,5,5,5 --kept 6             # 42 nodes in the same cities
     python skippipe.py --instance mine.json                         # your own delay, compute and stages
 """
 import heapq
 import math
 import random
 import time
+from collections import namedtuple
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain as joined
+from itertools import chain as joined, takewhile
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
-WORK = {FORWARD: 1.0, LOSS: 0.25, BACKWARD: 1.5}        # Eq. 2
-SLOTS = {FORWARD: -1, LOSS: 0, BACKWARD: 1}             # memory slots that a task frees
+WORK = {FORWARD: 1.0, LOSS: 0.25, BACKWARD: 1.5}        # S2
 
 
 def chain(path):
-    """Eq. 1: the rank of every hop."""
+    """S1: the rank of every hop."""
     return (*path, path[0], *reversed(path))
 
 
 def kind(path, hop):
-    """Which task a hop is: one of FORWARD, LOSS and BACKWARD."""
+    """The kind of a hop's task: FORWARD, LOSS or BACKWARD."""
     if hop < len(path):
         return FORWARD
     return LOSS if hop == len(path) else BACKWARD
@@ -64,8 +65,8 @@ def full_paths(stages, microbatches):
 def random_paths(stages, microbatches, step, seed):
     """NoLoCo's random routing (arXiv 2506.10911): a fresh permutation at every stage boundary.
 
-    Drawn per microbatch and boundary from (seed, step, boundary) by everyone alike, so no message is
-    needed to agree. Shares and order are those of `full_paths`.
+    Every rank draws the same permutations from (seed, step, boundary), so ranks agree without a message.
+    Shares and order are those of `full_paths`.
     """
     draws = [random.Random(f"routes {seed} {step} {boundary}") for boundary in range(len(stages) - 1)]
     return deal(stages, microbatches, lambda boundary, ranks: draws[boundary].sample(ranks, len(ranks)))
@@ -83,9 +84,8 @@ def deal(stages, microbatches, shuffle):
 def plain(value):
     """Lists and numbers, also where numpy's or torch's were given."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(value, (list, tuple)):
-        return value
-    return [x if type(x) is float else plain(x) for x in value]
+    listed = isinstance(value, (list, tuple, range))
+    return [x if type(x) is float else plain(x) for x in value] if listed else value
 
 
 def per_node(value, nodes, name):
@@ -102,9 +102,9 @@ class Network:
 
     delay[i][j]: seconds from the end of a task on i to the arrival of its message on j. compute[i]:
     seconds of one forward on i (w). stages: the ranks of each stage, stages[0] the origins. memory:
-    microbatches held at once. compute and memory are one number or one per node. overhead,
-    origin_overhead: seconds (Eq. 5). Arrays and tensors become lists. Sets stage_of: rank -> stage.
-    Raises ValueError when these do not fit together.
+    microbatches that a node holds at once. compute and memory are one number or one per node. overhead,
+    origin_overhead: seconds (S5). Arrays and tensors become lists. Sets stage_of: rank -> stage. A node
+    of no stage stays idle. Raises ValueError where these do not fit together.
     """
     delay: list
     compute: list
@@ -120,17 +120,19 @@ class Network:
         self.memory = per_node(self.memory, nodes, "memory")
         if self.origin_overhead is None:
             self.origin_overhead = self.overhead
-        if not all(hasattr(row, "__len__") and len(row) == nodes for row in self.delay):
+        if not all(isinstance(row, list) and len(row) == nodes for row in self.delay):
             raise ValueError(f"delay must have as many columns as rows, {nodes}")
-        numbers = [self.overhead, self.origin_overhead, *self.compute, *self.memory, *joined(*self.delay)]
-        if not all(isinstance(x, (int, float)) and 0 <= x < math.inf for x in numbers):
-            raise ValueError("delays, compute times, memory and overheads must be numbers from 0, and finite "
-                             "(name a missing node as dead)")
-        ranks = [*joined(*self.stages)]
-        known = set(ranks) <= set(range(nodes))
-        if not ranks or not all(self.stages) or len(set(ranks)) != len(ranks) or not known:
-            raise ValueError(f"stages must be non-empty lists of different ranks below {nodes}, "
-                             f"got {self.stages}")
+        seconds = [self.overhead, self.origin_overhead, *self.compute, *joined(*self.delay)]
+        if not all(isinstance(x, (int, float)) and 0 <= x <= 1e9 for x in seconds):
+            raise ValueError("delays, compute times and overheads must be seconds from 0 to 1e9")
+        if not all(isinstance(m, int) and 0 <= m <= 1e9 for m in self.memory):
+            raise ValueError(f"memory must be whole numbers of microbatches, 0 to 1e9, got {self.memory}")
+        lists = isinstance(self.stages, list) and all(isinstance(s, list) and s for s in self.stages)
+        ranks = [*joined(*self.stages)] if lists else []
+        known = ranks and all(isinstance(r, int) and 0 <= r < nodes for r in ranks)
+        if not known or len(set(ranks)) != len(ranks):
+            raise ValueError(f"stages must be non-empty lists of different nodes below {nodes}, whole "
+                             f"numbers, got {self.stages}")
         self.stage_of = {r: s for s, stage in enumerate(self.stages) for r in stage}
 
 
@@ -141,27 +143,17 @@ class Deadlock(RuntimeError):
     """No task can start although some are left: the order or the memory is impossible."""
 
 
+# one simulated task; arrived, start, end: seconds since the iteration began
+Task = namedtuple("Task", "rank microbatch hop kind arrived start end")
+
+
 @dataclass
 class Result:
-    """makespan: seconds until the last microbatch is back home. timeline: (rank, microbatch, kind,
-    start, end) in order of start, seconds. hops: for each entry of the timeline (hop, second at which
-    the task arrived). waiting[rank]: seconds that tasks spent at the rank before they started."""
+    """makespan: seconds until the last microbatch is back home. timeline: the Tasks in order of start.
+    order: for each rank the (microbatch, hop) that it ran, in order: what `simulate` takes as `order`."""
     makespan: float
     timeline: list = field(repr=False)
-    hops: list = field(repr=False)
-    waiting: list = field(repr=False)
-
-    def order(self):
-        """For each rank the (microbatch, hop) that it ran, in order: what `simulate` takes as
-        `order`."""
-        order = [[] for _ in self.waiting]
-        for (rank, u, *_), (hop, _) in zip(self.timeline, self.hops):
-            order[rank].append((u, hop))
-        return order
-
-    def last(self):
-        """The microbatch that comes home last."""
-        return max(self.timeline, key=lambda task: task[4])[1]
+    order: list = field(repr=False)
 
 
 ARRIVES, USABLE = 0, 1      # in this order at one moment
@@ -170,21 +162,22 @@ ARRIVES, USABLE = 0, 1      # in this order at one moment
 def simulate(network, paths, rounds=1, order=None):
     """Run one iteration in the time model of the module docstring and return a `Result`.
 
-    rounds: microbatches per path; the next one starts when the one before it is back home, its origin
-    usable again, and is numbered len(paths) higher. order: for each rank the list of (microbatch, hop)
-    in which it must run its tasks; without it first come, first served (`next_task`). What arrives at
-    the very moment at which a node becomes usable is already waiting for it; of several arrivals at one
-    moment the lowest microbatch comes first. Times are plain doubles. Raises Deadlock when tasks are
-    left that can never start.
+    rounds: microbatches per path. A path's next microbatch starts when the one before it is back home
+    and the origin is usable again; its number is len(paths) higher. order: for each rank the list of
+    (microbatch, hop) in which it must run its tasks. Without an order a node takes the task that arrived
+    first, and injections (hop 0) last. A task that arrives at the very moment at which its node becomes
+    usable is already waiting for it; of several such arrivals the lowest microbatch comes first. Times
+    are plain doubles. Raises Deadlock where tasks are left that can never start, ValueError without
+    paths.
     """
+    if not paths:
+        raise ValueError("there is no path to simulate")
     count, slots = len(paths), list(network.memory)
     chains = [chain(path) for path in paths]
-    turns = order and [[*map(tuple, tasks), ()] for tasks in order]
-    present = [[] for _ in slots]               # the tasks that wait at each node (see `next_task`)
+    places = order and [{tuple(task): i for i, task in enumerate(tasks)} for tasks in order]
+    forwards, others = ([[] for _ in slots] for _ in range(2))      # the tasks that wait at each node, heaps
     idle = [True] * len(slots)
-    ran = [0] * len(slots)
-    waiting = [0.0] * len(slots)
-    timeline, hops = [], []
+    timeline, ran = [], [[] for _ in slots]
     events = [(0.0, ARRIVES, u, 0, path[0]) for u, path in enumerate(paths)]
     heapq.heapify(events)
     while events:
@@ -192,47 +185,32 @@ def simulate(network, paths, rounds=1, order=None):
         if event == USABLE:
             idle[node] = True
         else:
-            present[node].append((hop == 0, now, u, hop, kind(paths[u % count], hop)))
-        turn = turns[node][ran[node]] if order else None
-        task = next_task(present[node], slots[node], turn) if idle[node] else None
-        if task is None:
+            what = kind(paths[u % count], hop)
+            place = places[node].get((u, hop), math.inf) if order else hop == 0
+            heapq.heappush((forwards if what == FORWARD else others)[node], (place, now, u, hop, what))
+        startable = [others[node], forwards[node]] if slots[node] else [others[node]]
+        heap = min(filter(None, startable), default=None)       # the heap with the first task
+        if not idle[node] or heap is None or order and heap[0][0] != len(ran[node]):
             continue
-        present[node].remove(task)
-        _, came, u, hop, what = task
+        _, came, u, hop, what = heapq.heappop(heap)
         idle[node] = False
-        ran[node] += 1
-        waiting[node] += now - came
-        slots[node] += SLOTS[what]              # a backward's from its start: the node is busy anyway
-        end = now + WORK[what] * network.compute[node]                              # Eq. 3
-        timeline.append((node, u, what, now, end))
-        hops.append((hop, came))
-        usable = end + (network.overhead if hop else network.origin_overhead)       # Eq. 5
+        ran[node].append((u, hop))
+        # a backward frees its slot from its start: the node is busy anyway
+        slots[node] += (what == BACKWARD) - (what == FORWARD)
+        end = now + WORK[what] * network.compute[node]                              # S3
+        timeline.append(Task(node, u, hop, what, came, now, end))
+        usable = end + (network.overhead if hop else network.origin_overhead)       # S5
         heapq.heappush(events, (usable, USABLE, u, hop, node))
-        if what == BACKWARD and hop == 2 * len(paths[u % count]):
-            if u + count < rounds * count:
-                heapq.heappush(events, (usable, ARRIVES, u + count, 0, node))
-        else:
+        if hop + 1 < len(chains[u % count]):
             to = chains[u % count][hop + 1]
-            arrival = end + (network.delay[node][to] if to != node else 0.0)        # Eq. 4
+            arrival = end + (network.delay[node][to] if to != node else 0.0)        # S4
             heapq.heappush(events, (arrival, ARRIVES, u, hop + 1, to))
-    tasks = rounds * sum(map(len, chains))
-    if len(timeline) < tasks:
-        why = "the planned order contradicts itself or the memory" if order else \
-            "every node that could run one is out of memory"
-        raise Deadlock(f"{tasks - len(timeline)} of {tasks} tasks can never start: {why}")
-    return Result(max(task[4] for task in timeline), timeline, hops, waiting)
-
-
-def next_task(present, slots, turn):
-    """The task that a usable node begins, or None. present: (injected, arrival, microbatch, hop, kind).
-
-    A forward needs a memory slot. turn: the (microbatch, hop) whose turn it is; None: whichever arrived
-    first, microbatches that its origin injects last.
-    """
-    ready = [task for task in present if slots or task[4] != FORWARD]
-    if turn is not None:
-        ready = [task for task in ready if task[2:4] == turn]
-    return min(ready, default=None)
+        elif u + count < rounds * count:
+            heapq.heappush(events, (usable, ARRIVES, u + count, 0, node))
+    left = rounds * sum(map(len, chains)) - len(timeline)
+    if left > 0:
+        raise Deadlock(f"{left} tasks can never start: the order or the memory of the nodes forbids it")
+    return Result(max(task.end for task in timeline), timeline, ran)
 
 
 # ---- the constraints: each function yields Violations
@@ -276,8 +254,7 @@ def cc2(network, paths, swaps=2):
             back = b < a - 1 or b < a and swapped > swaps
             if back or b in stages[:i] or b < max(stages[:i - 1], default=b):
                 yield Violation(f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to stage {b} "
-                                f"(node {path[i]}) after stages {stages[:i - 1]}: not in order, even with "
-                                f"{swaps} swaps of neighbours")
+                                f"(node {path[i]}): not in order, even with {swaps} swaps of neighbours")
 
 
 def visitors_of(paths, place):
@@ -317,16 +294,16 @@ def tc1(network, paths, caps):
 
 
 def tc2(network, paths, result):
-    """TC2: two microbatches do not want the same node at the same time. A wish, not a rule, so `check`
-    leaves it out: yields a Violation for every task that had to wait at a node, the longest wait first.
-    Nobody can be sent away from an origin: no bans there."""
+    """TC2: no two microbatches want the same node at the same time. A soft constraint: `check` leaves it
+    out. Yields a Violation for every task that waited at a node, the longest wait first. A Violation at
+    an origin has no bans, since no microbatch can leave its origin out."""
     before, found = {}, []
-    for (rank, u, _, start, _), (_, came) in zip(result.timeline, result.hops):
-        if start - came > 1e-9 and rank in before:
-            found.append((came - start, rank, u, before[rank]))
-        before[rank] = u
+    for task in result.timeline:
+        if task.start - task.arrived > 1e-9 and task.rank in before:
+            found.append((task.arrived - task.start, task.rank, task.microbatch, before[task.rank]))
+        before[task.rank] = task.microbatch
     for wait, rank, u, v in sorted(found):
-        users = sorted({u % len(paths), v % len(paths)}) if network.stage_of[rank] else []
+        users = sorted({u % len(paths), v % len(paths)}) if network.stage_of.get(rank) else []
         bans = [(user, [rank]) for user in users]
         yield Violation(f"TC2: microbatch {u} waits {-wait:.2f} s at node {rank} for {v}", bans, -wait)
 
@@ -341,9 +318,9 @@ def node_caps(network, share, dead=()):
     """
     caps = [0] * len(network.compute)
     for stage in network.stages[1:]:
-        usable = [r for r in stage if r not in dead and network.memory[r]]
-        power = {r: network.memory[r] / max(network.compute[r], 1e-9) for r in usable}
-        for r in usable:
+        power = {r: network.memory[r] / max(network.compute[r], 1e-9)
+                 for r in stage if r not in dead and network.memory[r]}
+        for r in power:
             part = math.ceil(share * power[r] / sum(power.values()) - 1e-9)
             caps[r] = max(network.memory[r], part)
     return caps
@@ -353,9 +330,11 @@ def check(network, paths, stages_kept=None, swaps=2, dead=()):
     """Every violation of CC1, CC2, CC3 and TC1 as a list of sentences that name microbatch, stage and
     node; empty for valid paths.
 
-    Paths of another length than stages_kept (default: the first path's) and nodes that are dead or of no
-    stage are listed too.
+    The list also names paths of another length than stages_kept (default: the first path's), nodes that
+    are dead or in no stage, and the absence of any path.
     """
+    if not paths:
+        return ["there is no path"]
     kept = stages_kept or len(paths[0])
     found = []
     for u, path in enumerate(paths):
@@ -425,9 +404,9 @@ def hop_costs(network, forward=1.0, backward=1.5):
 @dataclass
 class Plan:
     """paths: a tuple of ranks per microbatch of a round, the origins in turn. order: for each rank its
-    (microbatch, hop) in order of dispatch; simulate(network, paths, rounds, order) takes `makespan`
-    seconds. bound: no plan is faster, seconds. seconds, work: what planning took. result: the
-    simulation. Unpacks: paths, order = plan(...)."""
+    (microbatch, hop) in order of dispatch. makespan: seconds of simulate(network, paths, rounds, order).
+    bound: no plan is faster, seconds. seconds, work: what the search took. result: the simulation.
+    Unpacks: paths, order = plan(...)."""
     paths: list
     order: list = field(repr=False)
     makespan: float
@@ -445,35 +424,29 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
     """Paths and dispatch order of one iteration, as short as the paper's search makes it. Returns a
     `Plan`.
 
-    stages_kept: how many stages a path visits, the origin's included. Each living origin gets
-    microbatches_per_origin paths, each planned on its own (the released search ties three together), and
-    sends `rounds` microbatches down each. dead: nodes that are not there. seconds: limit of the search;
-    iterations: limit in paths planned and simulations run. The clock only decides where the one sequence
-    of steps ends, so with seconds=None the plan depends on seed and iterations alone. collisions=False
-    stops before TC2. Raises Infeasible where no valid plan exists; where one does, one is found.
-    `planning.search.plan` takes the same and finds shorter iterations.
+    stages_kept: how many stages a path visits, the origin's included. microbatches_per_origin: paths of
+    each living origin, each planned on its own (the released search ties three together). rounds:
+    microbatches that an origin sends down each path. dead: nodes that are not there; a dead origin takes
+    its microbatches with it. seconds: limit of the search, the first plan excepted. iterations: limit in
+    paths planned and simulations run. With seconds=None the plan depends on seed and iterations alone.
+    collisions=False stops before TC2. Raises Infeasible exactly where no valid plan exists.
+    `planning.search.plan` takes the same arguments and finds shorter iterations.
     """
     problem = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    search = Search(*problem, seed, seconds, iterations)
-    search.bound = lower_bound(*problem)
-    return search.plan(collisions)
+    return Search(*problem, seed, seconds, iterations, lower_bound(*problem)).plan(collisions)
 
 
 class Search:
     """The problem, the work done and the best plan so far: what the steps of the search share."""
 
     def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=(), seed=0,
-                 seconds=None, iterations=None):
+                 seconds=None, iterations=None, bound=0.0):
         most, counts = len(network.stages), (stages_kept, microbatches_per_origin, rounds, swaps)
         whole = all(hasattr(count, "__index__") for count in counts)
         if not whole or min(*counts[:3], swaps + 1) < 1 or stages_kept > most:
             raise ValueError(f"stages_kept must be 1 to {most}, microbatches_per_origin and rounds 1 or "
-                             "more, swaps 0 or more, all whole numbers; got "
-                             f"{stages_kept}, {microbatches_per_origin}, {rounds} and {swaps}")
-        self.network = network
-        self.kept = stages_kept
-        self.rounds = rounds
-        self.swaps = swaps
+                             f"more, swaps 0 or more, all whole numbers; got {counts}")
+        self.network, self.kept, self.rounds, self.swaps = network, stages_kept, rounds, swaps
         self.dead = frozenset(plain(dead))
         if unknown := self.dead - set(range(len(network.compute))):
             raise ValueError(f"dead: {[*unknown]} are no nodes of a network of {len(network.compute)}")
@@ -483,32 +456,34 @@ class Search:
         self.start = time.perf_counter()
         self.seconds = math.inf if seconds is None else seconds
         self.iterations = math.inf if iterations is None else iterations
-        self.work = 0
-        self.bound = 0.0
+        self.bound, self.work = bound, 0
         self.best = self.paths = None
+        self.low, self.spare, self.caps, self.visits = self.fair_visits()
         self.hop = hop_costs(network)
-        self.visits = self.fair_visits()
+        # the seconds of each origin's shortest path, the others absent
+        self.trip = {o: shortest_path(self.hop, self.stages, o, self.kept, swaps)[0] for o in self.stages[0]}
 
     def fair_visits(self):
-        """CC3 as numbers, {stage: visits}, and TC1's caps. A valid plan exists exactly if these visits
-        fit the nodes: deal the stages out in turn and let every path visit its own in ascending
-        order."""
+        """CC3 and TC1 as numbers: (least visits of a stage, stages that may get one more, each node's
+        cap, {stage: visits}). A valid plan exists exactly if these visits fit the nodes: deal the stages
+        out in turn and let every path visit its own in ascending order."""
         living = [s for s in range(1, len(self.stages)) if self.stages[s]]
-        if not self.stages[0] or not all(self.network.memory[o] for o in self.stages[0]):
-            raise Infeasible("CC1 cannot be met: no node of stage 0 is alive, or one has no memory")
+        if not self.stages[0]:
+            raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
+        if not all(self.network.memory[o] for o in self.stages[0]):
+            raise Infeasible("CC1 cannot be met: a node of stage 0 has memory 0")
         if len(living) < self.kept - 1:
             raise Infeasible(f"CC3 cannot be met: a path visits {self.kept - 1} stages after its origin, "
                              f"living nodes have only {living}")
         low, extra = divmod(len(self.origins) * (self.kept - 1), max(1, len(living)))
-        self.caps = node_caps(self.network, low + (extra > 0), self.dead)
-        fits = {s: sum(self.caps[r] for r in self.stages[s]) for s in living}
-        self.low = low
-        self.spare = [s for s in living if fits[s] > low] if extra else []
-        if len(self.spare) < extra or min(fits.values(), default=low) < low:
+        caps = node_caps(self.network, low + (extra > 0), self.dead)
+        fits = {s: sum(caps[r] for r in self.stages[s]) for s in living}
+        spare = [s for s in living if fits[s] > low] if extra else []
+        if len(spare) < extra or min(fits.values(), default=low) < low:
             s = min(fits, key=fits.get)
             raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each "
                              f"stage, stage {s} (nodes {self.stages[s]}) has room for {fits[s]}")
-        return {s: low + (s in self.spare[:extra]) for s in living}
+        return low, spare, caps, {s: low + (s in spare[:extra]) for s in living}
 
     def plan(self, collisions=True):
         """Run the search to its end and return the `Plan`."""
@@ -518,25 +493,25 @@ class Search:
             self.find()
         else:
             self.conflict_based_search(limit=5000, collisions=False)
-            if not self.best:
-                self.farthest_first()
-        result = simulate(self.network, self.paths, self.rounds, self.best.order())
-        spent = time.perf_counter() - self.start
-        return Plan(self.paths, result.order(), result.makespan, self.bound, spent, self.work, result)
+        if not self.best:
+            self.farthest_first()
+        best, spent = self.best, time.perf_counter() - self.start
+        return Plan(self.paths, best.order, best.makespan, self.bound, spent, self.work, best)
 
     def find(self):
-        """Every step of the search in turn, until it is `over`. What goes beyond the paper overrides
-        this."""
+        """Every step of the search in turn, until it is `over`. Subclasses may override."""
         self.farthest_first()       # first of all, since it cannot fail
         self.conflict_based_search()
 
+    def late(self):
+        return time.perf_counter() - self.start > self.seconds
+
     def over(self):
-        return (self.work >= self.iterations or time.perf_counter() - self.start > self.seconds
-                or self.best is not None and self.best.makespan <= self.bound + 1e-6)
+        optimal = self.best is not None and self.best.makespan <= self.bound + 1e-6
+        return optimal or self.work >= self.iterations or self.late()
 
     def simulate(self, paths, order=None):
-        """The simulated iteration, remembered if it is the best; None if it deadlocks: infinitely
-        long."""
+        """The simulated iteration; None if it deadlocks. The best one is remembered."""
         self.work += 1
         try:
             result = simulate(self.network, paths, self.rounds, order)
@@ -547,9 +522,9 @@ class Search:
         return result
 
     def dispatch(self, paths):
-        """First come, first served; where that runs out of memory and deadlocks, every rank's tasks in
-        order of depth * microbatch + hop. The larger depth, the fewer microbatches are under way at
-        once, in the end one, so this ends."""
+        """Simulate first come, first served. Where that runs out of memory and deadlocks, every rank's
+        tasks go in order of depth * microbatch + hop. The larger depth, the fewer microbatches are under
+        way at once, in the end one, so this ends."""
         result, depth, count = self.simulate(paths), 1, len(paths)
         while result is None:
             depth *= 2
@@ -563,10 +538,10 @@ class Search:
 
     def conflict_based_search(self, limit=math.inf, collisions=True):
         """The paper's method: every microbatch on its own shortest path, then one conflict after the
-        other resolved by branching on who keeps off.
+        other resolved by branching: which microbatch keeps off?
 
         A node of the tree holds the bans of each microbatch. Its conflict is the first of: an over-full
-        stage (CC3), an over-full node (TC1), a time overlap (TC2); each child forbids one of the
+        stage (CC3), an over-full node (TC1), a time overlap (TC2). Each child forbids one of the
         microbatches involved the stage or the node. Best first: the least excess, then the shortest
         iteration; for paths not valid yet the farthest microbatch's trip stands for it. Ends after
         `limit` children, or without TC2 at the first valid paths.
@@ -601,28 +576,31 @@ class Search:
             excess, *_, bans, children = heapq.heappop(tree)
             if not excess and not collisions:
                 break
-            for u, nodes in children:
+            for u, nodes in takewhile(lambda child: not self.late(), children):
                 push(bans[:u] + (bans[u] | frozenset(nodes),) + bans[u + 1:])
 
-    def fill(self, paths, visits, hops=None, noise=0.0):
+    def fill(self, paths, visits, trip, hops=None, noise=0.0):
         """Plan the missing paths (None), so that each stage gets `visits` more. Never a dead end: a
         stage due for all that are left is a must.
 
-        Farthest origin first, since its trip is the longest part of the iteration and the others have
-        slack to give way. hops(): for each path anew, the costs of the hops; noise: how far the order of
-        planning is shuffled.
+        The origin with the longest trip comes first: its path is the longest part of the iteration, and
+        the other paths have slack to give way. hops(): for each path anew, the costs of the hops
+        (default: `hop_costs`). noise: how far the order of planning is shuffled.
         """
-        paths, visits, room = list(paths), dict(visits), list(self.caps)
+        paths, visits, room, known = list(paths), dict(visits), list(self.caps), {}
         for r in joined(*(path[1:] for path in paths if path)):
             room[r] -= 1
-        todo = [(-self.trip[o] * (1 + noise * self.random.random()), u, o)
-                for u, o in enumerate(self.origins) if not paths[u]]
-        for left, (_, u, origin) in zip(range(len(todo), 0, -1), sorted(todo)):
-            stages = [[r for r in stage if room[r] > 0] if visits.get(s) else []
-                      for s, stage in enumerate(self.stages)]
-            must = [s for s, due in visits.items() if due == left]
-            hop = hops() if hops else self.hop
-            paths[u] = shortest_path(hop, stages, origin, self.kept, self.swaps, must)[1]
+        todo = sorted((-trip[o] * (1 + noise * self.random.random()), u, o)
+                      for u, o in enumerate(self.origins) if not paths[u])
+        for left, (_, u, origin) in zip(range(len(todo), 0, -1), todo):
+            must = tuple(s for s, due in visits.items() if due == left)
+            stages = tuple(tuple(r for r in stage if room[r] > 0) if visits.get(s) else ()
+                           for s, stage in enumerate(self.stages))
+            choice = origin, stages, must
+            if hops or choice not in known:
+                hop = hops() if hops else self.hop
+                known[choice] = shortest_path(hop, stages, origin, self.kept, self.swaps, must)[1]
+            paths[u] = known[choice]
             self.work += 1
             for r in paths[u][1:]:
                 room[r] -= 1
@@ -631,32 +609,18 @@ class Search:
 
     def farthest_first(self):
         """All paths in one sweep: a valid plan in milliseconds, however large the network."""
-        self.trip = {o: shortest_path(self.hop, self.stages, o, self.kept, self.swaps)[0]
-                     for o in self.stages[0]}
-        paths = self.fill([None] * len(self.origins), self.visits)
+        paths = self.fill([None] * len(self.origins), self.visits, self.trip)
         self.dispatch(paths)
         return paths
-
-
-def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2, seed=0, dead=()):
-    """DT-FM skip: paths drawn at random among those that keep to CC1, CC2, CC3 and TC1, with no eye on
-    the links."""
-    search = Search(network, stages_kept, microbatches_per_origin, 1, swaps, dead, seed)
-    search.trip = dict.fromkeys(search.stages[0], 1.0)
-    nodes = range(len(network.compute))
-
-    def costs():
-        return [[search.random.random() for _ in nodes] for _ in nodes]
-    return search.fill([None] * len(search.origins), search.visits, costs, noise=1.0)
 
 
 # ---- how good can a plan be
 
 
 def one_machine(tasks, chains):
-    """A lower bound of the seconds that one machine needs for so many equal chains of tasks: either it
-    works all the time, or a chain runs on undisturbed. tasks: (seconds busy, seconds from its start
-    until the chain's next task may start; for the last task: until the end)."""
+    """A lower bound of the seconds that one machine needs for `chains` equal chains of tasks: the machine
+    works all the time, or a chain runs on undisturbed. tasks: (seconds busy, seconds from a task's start
+    until its chain's next task may start; for the last task: until the end)."""
     return max(chains * sum(busy for busy, _ in tasks), sum(wait for _, wait in tasks))
 
 
@@ -669,10 +633,9 @@ def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps
     over all paths that CC1 and CC2 allow). At most `lanes` of them are under way at once: as many as it
     has paths, or memory for. So they form `lanes` chains, each microbatch beginning after the one before
     it in its chain has ended, and the longest chain has at least q = ceil(microbatches / lanes). Either
-    none has more: then at least microbatches - lanes (q - 1) chains have q; drop the rest, and
-    machine(tasks, chains) bounds the time of these (default `one_machine`; planning/bound.py's is
-    exact). Or one has q + 1 in a row, which cannot be where the chains are simply the paths, of `rounds`
-    each.
+    no chain is longer: then at least microbatches - lanes (q - 1) chains have q. Drop the others;
+    machine(tasks, chains) bounds the time of these (planning/bound.py's is exact). Or a chain has q + 1,
+    which cannot be where the chains are simply the paths, of `rounds` each.
     """
     search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     total, pause, best = microbatches_per_origin * rounds, network.overhead, 0.0
@@ -692,9 +655,8 @@ def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps
 
 
 if __name__ == "__main__":
-    import importlib.util
-    import runpy
-    import sys
-    if not importlib.util.find_spec("planning"):
-        sys.exit("error: the command line is in planning/, which is not beside this file")
-    runpy.run_module("planning", run_name="__main__")
+    from importlib.util import find_spec
+    if not find_spec("planning"):
+        raise SystemExit("error: the command line is in planning/, which is not beside this file")
+    from planning.__main__ import main
+    main()

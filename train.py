@@ -45,15 +45,15 @@ from plumbing.huggingface import initial_weights
 from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
-from plumbing.options import METHODS, MODELS, layout, numbers, option, whole_config
-from plumbing.overlap import PhiAhead
+from plumbing.options import METHODS, MODELS, layout, numbers, option, steps_or_half, whole_config
+from plumbing.overlap import overlapping
 from plumbing.processes import Job, restarts
 from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
 # ---------------------------------------------------------------- options
 
-WIRES = {"fp32": NoLoCo, "int8": OneByteNoLoCo}
+KINDS = {"noloco": {"fp32": NoLoCo, "int8": OneByteNoLoCo}, "diloco": {"fp32": DiLoCo}}
 
 
 @dataclass
@@ -66,7 +66,9 @@ class Options:
     beta: float = option(None, "outer learning rate (N2)")
     gamma: float = option(None, "pull between slow weights (N2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)")
-    wire: str = option("fp32", "a weight between partners: int8 is one byte (noloco)", choices=list(WIRES))
+    wire: str = option("fp32", "of a weight to a partner; int8: one byte (noloco)", choices=["fp32", "int8"])
+    delay: int = option(0, "inner steps that messages travel, at most m / 2; half: m // 2; 0: the paper's",
+                        type=steps_or_half)
     # the pipeline
     stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)", type=numbers(int))
     layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)", type=numbers(int))
@@ -99,7 +101,7 @@ class Options:
     beta2: float = option(0.95, "Adam's, of squared gradients: as Llama; the papers' released code: 0.999")
     clip: float = option(1.0, "largest norm of a rank's gradient")
     # data
-    data: str = option(None, "text file or folder, C4 .json.gz, nanoGPT .bin (default: Python's own library)")
+    data: str = option(None, "text file or folder, or nanoGPT .bin (default: Python's own library)")
     tokenizer: str = option(None, "a Hugging Face tokenizer.json (default: bytes)")
     # the run
     name: str = option(None, "the run is kept in runs/NAME (default: method, stages and time)")
@@ -360,7 +362,7 @@ def inner_step(run, batches, paths, order):
     inner.grad.zero_()
     loss, home, tokens = run.pipeline.run(paths, batches, order=order)
     if run.average:
-        tokens = run.average(inner.grad, tokens)
+        tokens = run.meter.synchronise(run.average, inner.grad, tokens)
     if not tokens:
         return loss, home, None
     norm = torch.linalg.vector_norm(inner.grad) / tokens
@@ -386,14 +388,14 @@ def evaluate(pipeline, stages, corpus, o):
 # ---------------------------------------------------------------- a run
 
 
-def make_outer(job, o, params, replicas, inner, wires=WIRES, **more):
-    """None for ddp and local. wires: the class for each --wire. more: what these classes also take."""
-    settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
-    if o.method == "diloco":
-        return DiLoCo(params, replicas, **settings)
+def make_outer(job, o, params, replicas, inner, kinds=KINDS, **more):
+    """None for ddp and local. kinds: a class for each method and wire. more: what these classes also take."""
+    if o.method not in kinds:
+        return None
+    settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, **more)
     if o.method == "noloco":
         settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
-        return wires[o.wire](params, replicas, **settings, **more)
+    return kinds[o.method][o.wire](params, replicas, **settings)
 
 
 @dataclass
@@ -480,7 +482,7 @@ def train(run):
             run.step += 1
             run.cursor = run.reader and run.reader.cursor
             if outer:
-                run.meter.time(outer.step)
+                run.meter.synchronise(outer.step)
                 run.step = outer.steps = min(outer.steps, o.steps)      # survive: a late one may leap
             log.progress(loss, home)
             evaluates = run.step == o.steps or run.step // o.eval_every > before // o.eval_every
@@ -492,7 +494,7 @@ def train(run):
                 stages = run.routes.living()
                 rho = with_stages_missing(run.rho, len(stages))         # 1 unless paths skip
                 with scaled(run.model, rho[run.stage]):
-                    row = log.row(evaluate(run.pipeline, stages, run.corpus, o))
+                    row = log.own_row(evaluate(run.pipeline, stages, run.corpus, o))
                 if run.step < o.steps:
                     run.routes.renew(run.step)              # before the checkpoint, which has the plan
             if saves:                                       # before anyone is waited for
@@ -502,7 +504,7 @@ def train(run):
             run.meter.go_on()
         if outer:
             outer.settle()
-    log.summary()
+    log.finish()
     with contextlib.suppress(RuntimeError):                 # all is saved: the store may go
         job.close()
         run.checkpoints.seal()
@@ -529,8 +531,8 @@ def main(argv=None):
     own = {}
     if o.replan:
         own.update(Pipeline=TimedPipeline, Routes=ReplanningRoutes)
-    if o.gamma != o.beta:
-        own.update(make_outer=partial(make_outer, wires={"fp32": PhiAhead}))
+    if o.delay or o.gamma != o.beta:
+        own.update(make_outer=partial(make_outer, **overlapping(o)))
     train(build(job, o, **own))
 
 

@@ -265,7 +265,7 @@ def idle(o, job):
         return None
     rows = list(rows.values())
     result = as_measured(delay, rows, stages, microbatches)
-    works = [sum(end - start for node, _, _, start, end in result.timeline if node == r) for r in range(2)]
+    works = [sum(task.end - task.start for task in result.timeline if task.rank == r) for r in range(2)]
     return dict(measured=[row["idle"] for row in rows],
                 simulated=[1 - work / result.makespan for work in works],
                 makespan=result.makespan, iteration=statistics.median(walls))

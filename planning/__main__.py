@@ -1,168 +1,105 @@
 """Plan SkipPipe's paths and draw them; without options for the published instance.
 
-    python -m planning                                                # table, figures/skippipe.png
-    python -m planning --nodes 42 --sizes 7,5,5,5,5,5,5,5 --kept 6    # more nodes in the same cities
+    python -m planning                                                # table, runs/skippipe.png
+    python -m planning --sizes 7,5,5,5,5,5,5,5 --kept 6               # 42 nodes in the same cities
     python -m planning --instance mine.json     # {"delay": [[...]], "compute": [...], "stages": [[...]]}
 """
 import argparse
 import json
+import re
 import sys
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from planning.assign import assign_stages
-from planning.instance import city_delays, city_links, published_network
-from planning.show import canvas, compare, draw, print_paths, print_table
-from skippipe import Deadlock, Infeasible, Network, per_node
+from planning.instance import published_network, read_instance, spread_network
+from planning.methods import compare
+from planning.show import draw, print_paths, print_table
+from skippipe import Search
 
 
 def numbers(text):
-    try:
-        return [int(x) for x in text.split(",") if x]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"takes whole numbers with commas between them, not {text}")
+    return [int(x) for x in text.split(",") if x]
 
 
-OPTIONS = (     # name, type, default, help
-    ("instance", str, None, "JSON file: delay (s), compute (s), stages; may have memory, overhead, "
-     "origin_overhead (s), names"),
-    ("links", str, None, "csv file a,b,latency_ms,bandwidth_gib_s with every pair of cities, in place of "
-     "the built-in twelve"),
-    ("nodes", int, None, "nodes, spread over the cities in turn and assigned to stages by search"),
-    ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5,5,5,5,5,5, assigned to stages by search"),
-    ("compute", float, None, "seconds of one forward on a node"),
-    ("memory", int, None, "microbatches that a node holds at once"),
+OPTIONS = (     # name, type, default, help; all before seconds say what is planned
+    ("instance", str, None, "JSON file with delay and compute (s) and stages: a network of your own"),
+    ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5: in the published cities, assigned by search"),
+    ("nodes", int, None, "how many nodes there are: as many as --sizes adds up to"),
+    ("compute", float, None, "seconds of one forward on a node, instead of the network's own"),
+    ("memory", int, None, "microbatches that a node holds at once, instead of the network's own"),
     ("kept", int, None, "stages that a microbatch visits, the first included (default: two thirds)"),
-    ("microbatches", int, 3, "paths per origin"),
-    ("rounds", int, 2, "microbatches per path, one after the other"),
-    ("dead", numbers, [], "nodes that are not there, e.g. 5,17"),
-    ("seconds", float, 10.0, "limit of the planning, and of the assignment"),
-    ("figure", str, None, "the picture; '' for none (default: figures/skippipe.png; with any option "
-     "above but --seconds runs/skippipe-OPTIONS.png)"),
-    ("results", str, None, "the numbers behind table and picture, paths and order of dispatch; '' for none "
-     "(default: results/skippipe.json or runs/skippipe-OPTIONS.json)"),
-    ("save", str, None, "write the network to this file, in the form of --instance"),
+    ("microbatches", int, 3, "paths per origin: an iteration has origins x paths x rounds microbatches"),
+    ("rounds", int, 2, "microbatches that go down each path, one after the other"),
+    ("dead", numbers, [], "nodes that are not there, e.g. 5,17; dead origins take their microbatches along"),
+    ("seconds", float, 10.0, "limit of the planning, first plans excepted; of the assignment (--sizes) too"),
+    ("figure", str, None, "the picture; '' for none (default: runs/skippipe-OPTIONS.png)"),
+    ("results", str, None, "numbers, paths and order of dispatch; '' for none (default: as --figure, .json)"),
+    ("save", str, "", "write the network to this file, in the form of --instance"),
 )
-PROBLEM = OPTIONS[:-4]      # without seconds, figure, results and save
-
-
-def outputs(o):
-    """(picture, numbers): where they go. Whatever is not the published instance has its options in the name:
-    no plan overwrites another network's."""
-    other = ""
-    for name, kind, default, _ in PROBLEM:
-        value = getattr(o, name)
-        if value != default:
-            file = kind is str and str(Path(value).with_suffix("")).strip("./")
-            other += f"-{file}" if file else f"-{name}-{value}"
-    other = other.replace("/", "-").translate({ord(c): None for c in "[] "})
-    figure, results = ("runs", "runs") if other else ("figures", "results")
-    return (f"{figure}/skippipe{other}.png" if o.figure is None else o.figure,
-            f"{results}/skippipe{other}.json" if o.results is None else o.results)
 
 
 def read_network(o):
-    """The Network that the options ask for, and the names of its nodes. Raises ValueError."""
-    given = {name: getattr(o, name) for name in ("compute", "memory") if getattr(o, name) is not None}
-    for name in ("instance", "links"):
-        if getattr(o, name) and not Path(getattr(o, name)).is_file():
-            raise ValueError(f"--{name} {getattr(o, name)}: no such file")
-    spread = any(value is not None for value in (o.links, o.nodes, o.sizes))
-    if o.instance and spread:
-        raise ValueError("--instance has nodes, links and stages of its own: leave out --nodes, --sizes and "
-                         "--links")
+    """The Network that the options ask for, and the names of its nodes. Raises ValueError or OSError."""
+    if o.instance and o.sizes:
+        raise ValueError("--instance has stages of its own: leave out --sizes")
+    if o.nodes and o.nodes != sum(o.sizes or [0]):
+        raise ValueError(f"--nodes {o.nodes}: give --sizes that add up to as many, one for each stage")
     if o.instance:
-        network, names = read_instance(o.instance, given)
-    elif spread:
-        network, names = spread_network(o, given)
+        network, names = read_instance(o.instance)
     else:
-        network, names = published_network()
-        network = replace(network, **given)
-    return network, names and per_node(names, len(network.delay), "names")
+        network, names = spread_network(o.sizes) if o.sizes else published_network()
+    given = {name: getattr(o, name) for name in ("compute", "memory") if getattr(o, name) is not None}
+    return replace(network, **given), names
 
 
-def read_instance(file, given):
-    """(Network, names) of a file; given: what goes before its values."""
-    try:
-        data = json.loads(Path(file).read_text())
-    except ValueError as error:
-        raise ValueError(f"--instance {file}: is no JSON ({error})")
-    if not isinstance(data, dict) or not {"delay", "compute", "stages"} <= set(data):
-        raise ValueError(f"--instance {file}: must hold an object with delay, compute and stages")
-    names = data.pop("names", None)
-    try:
-        return Network(**data | given), names
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--instance {file}: {error}")
-
-
-def spread_network(o, given):
-    """Nodes in all cities in turn, each assigned to a stage."""
-    sizes = o.sizes or [5, 3, 3, 3, 3, 3]
-    count = sum(sizes) if o.nodes is None else o.nodes
-    try:
-        links = city_links(o.links)
-        if not links:
-            raise ValueError("no row")
-        cities = list(dict.fromkeys(a for a, _ in links))
-        names = [cities[i % len(cities)] for i in range(count)]
-        delay = city_delays(names, links)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--links {o.links}: must have the columns a,b,latency_ms,bandwidth_gib_s and every "
-                         f"pair of cities once ({type(error).__name__}: {error})")
-    compute = [0.44 if o.compute is None else o.compute] * count
-    times = dict(memory=3, overhead=0.13, origin_overhead=0.09)
-    work = (stages_kept(o, len(sizes)), o.microbatches, o.rounds)
-    stages = assign_stages(delay, compute, sizes, *work, **times, seconds=o.seconds, progress=progress)
-    return Network(delay, compute, stages, **times | given), names
-
-
-def progress(work, seconds, makespan, bound=0.0):
-    if sys.stderr.isatty():
-        gap = f", at most {makespan / bound - 1:.1%} above the best" if bound else ""
-        line = f"\r{seconds:6.1f} s: {work} tried, iteration {makespan:.3f} s{gap} "
-        print(line, end="", file=sys.stderr)
-
-
-def stages_kept(o, stages):
-    """How many of so many stages a path visits."""
-    kept = round(2 / 3 * stages) if o.kept is None else o.kept
-    if not 1 <= kept <= stages:
-        raise ValueError(f"--kept {kept}: takes 1 to {stages}, as many as the network has stages")
-    return kept
-
-
-def save(what, file, data):
-    if file:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps(data) + "\n")
-        print(f"{what:9}{file}")
-
-
-def run(o):
-    figure, results = outputs(o)
-    if figure:
-        canvas()        # said before minutes of planning
-    if min(o.microbatches, o.rounds) < 1 or not o.seconds >= 0:
-        raise ValueError("--microbatches and --rounds take numbers from 1, --seconds a time from 0")
+def understand(o):
+    """(network, names, (kept, microbatches, rounds)), and the files that the user did not name: their names
+    hold the options, so no plan overwrites another network's. Raises ValueError or OSError where nothing
+    can be planned or written, so any exception after it is a mistake in this program."""
     network, names = read_network(o)
-    if unknown := set(o.dead) - set(network.stage_of):
-        raise ValueError(f"--dead: {sorted(unknown)} are no nodes of the network, which has "
-                         f"{len(network.stage_of)}, numbered from 0")
-    kept = stages_kept(o, len(network.stages))
-    rows, found = compare(network, kept, o.microbatches, o.rounds, o.dead, o.seconds, progress)
-    sizes = ", ".join(str(len(stage)) for stage in network.stages)
-    print(f"\n{len(network.delay)} nodes in stages of {sizes}; {kept} of {len(network.stages)} stages kept; "
-          f"lower bound {found.bound:.3f} s. Simulated:\n")
-    print_table(rows, found.bound)
-    print_paths(network, names, found.paths, o.rounds)
-    if figure:
-        draw(figure, network, names, rows, found)
-        print(f"{'picture':9}{figure}")
-    save("numbers", results, dict(
-        about="simulated by python skippipe.py", bound=found.bound, methods=rows, stages=network.stages,
-        names=names, rounds=o.rounds, paths=found.paths, order=found.order))
-    save("network", o.save, dict(asdict(network), names=names))
+    work = round(2 / 3 * len(network.stages)) if o.kept is None else o.kept, o.microbatches, o.rounds
+    Search(network, *work, dead=o.dead)
+    if not o.seconds >= 0:
+        raise ValueError(f"--seconds takes a time from 0, not {o.seconds}")
+    told = "".join(f"-{name}-{getattr(o, name)}" for name, _, default, _ in OPTIONS[:9]
+                   if getattr(o, name) != default)
+    stem = "runs/skippipe" + re.sub(r"[^\w,]+", "-", told.replace(".json", "").replace(", ", ",")).rstrip("-")
+    o.figure = f"{stem}.png" if o.figure is None else o.figure
+    o.results = f"{stem}.json" if o.results is None else o.results
+    if o.figure and not find_spec("matplotlib"):
+        raise ValueError("the picture needs matplotlib: install the extra `plot`, or give --figure ''")
+    for file in filter(None, (o.figure, o.results, o.save)):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        open(file, "a").close()
+    return network, names, work
+
+
+def progress(text):
+    if sys.stderr.isatty():
+        print(f"\r{text:<100}", end="", file=sys.stderr, flush=True)
+
+
+def run(o, network, names, work):
+    if o.sizes:
+        times = network.memory, network.overhead, network.origin_overhead
+        stages = assign_stages(network.delay, network.compute, o.sizes, *work, 2, *times, o.seconds,
+                               progress=progress)
+        network = replace(network, stages=stages)
+    rows, found = compare(network, *work, o.dead, o.seconds, progress)
+    print_table(network, work, o.dead, rows, found.bound)
+    print_paths(network, names, found.paths, o.dead)
+    if o.figure:
+        draw(o.figure, network, names, rows, found)
+        print(f"picture  {o.figure}")
+    results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows,
+                   stages=network.stages, names=names, rounds=o.rounds, paths=found.paths, order=found.order)
+    saved = ("numbers", o.results, results), ("network", o.save, dict(asdict(network), names=names))
+    for what, file, data in saved:
+        if file:
+            Path(file).write_text(json.dumps(data) + "\n")
+            print(f"{what}  {file}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -178,10 +115,10 @@ def main(argv=None):
         parser.add_argument("--" + name, type=kind, default=default, help=text + shown)
     o = parser.parse_args(argv)
     try:
-        run(o)
-    except (ValueError, Deadlock, OSError, KeyError, TypeError, IndexError, AttributeError) as error:
-        ours = type(error) in (ValueError, Infeasible, Deadlock)    # not their subclasses, as of a bad file
-        parser.error(error if ours else f"{type(error).__name__} {error}")
+        problem = understand(o)
+    except (ValueError, OSError) as error:
+        parser.error(error)
+    run(o, *problem)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3,
     Local search over swaps of two nodes of different stages, starting from a random assignment (the
     paper takes DT-FM's genetic algorithm). The proxy it minimises is the simulated iteration of the
     farthest-first paths, which take milliseconds and come within a few percent of the plan's. seconds,
-    iterations and seed as in `plan`, an iteration being one assignment tried; progress(tried, seconds,
-    makespan). Raises ValueError if sizes do not fit.
+    iterations and seed as in `plan`, an iteration being one assignment tried. progress(text) is called
+    after each. Raises ValueError if sizes do not fit.
     """
     if sum(sizes) != len(compute) or min(sizes) < 1:
         raise ValueError(f"stage sizes {sizes} must be positive and add up to the {len(compute)} nodes")
@@ -46,5 +46,5 @@ def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3,
             nodes, now = other, new
         best = min(best, now)
         if progress:
-            progress(tried, time.perf_counter() - start, best[0])
+            progress(f"stages: {tried} assignments tried, iteration {best[0]:.3f} s")
     return best[1]

@@ -14,6 +14,8 @@ def one_machine(tasks, chains, work=1000):
     all that is left without a pause.
     """
     count = len(tasks)
+    if count * chains > work:           # the search would end before its first leaf
+        return skippipe.one_machine(tasks, chains)
     tail = [sum(wait for _, wait in tasks[i:]) for i in range(count + 1)]
     rest = [sum(busy for busy, _ in tasks[i:]) for i in range(count + 1)]
 

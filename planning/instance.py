@@ -1,7 +1,10 @@
-"""The network published with SkipPipe's code (arXiv 2502.19913): 20 nodes in 12 cities, 6 stages."""
-import csv
+"""Networks: the one published with SkipPipe's code (arXiv 2502.19913; 20 nodes in 12 cities, 6 stages), more
+nodes in its cities, and a file's."""
+import json
+from dataclasses import fields
+from pathlib import Path
 
-from skippipe import Network
+from skippipe import Network, per_node
 
 CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon Singapore Taiwan London Australia".split()
 # latency in ms / bandwidth in 2^20 bits per second from each city to those after it
@@ -27,24 +30,13 @@ PUBLISHED = {       # simulated seconds of an iteration
 }
 
 
-def city_links(file=None):
-    """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above or a csv with the
-    columns a,b,latency_ms,bandwidth_gib_s."""
-    links = read_csv(file) if file else {}
-    if not file:
-        for i, line in enumerate(LINKS.split("\n")[1:]):
-            for city, link in zip(CITIES[i + 1:], line.split()):
-                latency, speed = map(float, link.split("/"))
-                links[CITIES[i], city] = latency / 1000, speed * 2**20 / 8
-    return links | {(b, a): link for (a, b), link in links.items()}
-
-
-def read_csv(file):
+def city_links():
+    """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above."""
     links = {}
-    with open(file, newline="") as lines:
-        for row in csv.DictReader(lines):
-            latency, speed = float(row["latency_ms"]), float(row["bandwidth_gib_s"])
-            links[row["a"], row["b"]] = latency / 1000, speed * 2**30
+    for i, line in enumerate(LINKS.split("\n")[1:]):
+        for city, link in zip(CITIES[i + 1:], line.split()):
+            latency, speed = map(float, link.split("/"))
+            links[CITIES[i], city] = links[city, CITIES[i]] = latency / 1000, speed * 2**20 / 8
     return links
 
 
@@ -65,3 +57,30 @@ def published_network(corrected=False):
         latency, speed = links[pair]
         links[pair] = latency, speed / (1 if corrected else 1024)
     return Network(city_delays(names, links), [0.44] * 20, STAGES, 3, 0.13, 0.09), names
+
+
+def spread_network(sizes):
+    """(Network, cities) of nodes in the twelve cities in turn, sizes[s] of them in stage s in this order."""
+    names = [CITIES[i % len(CITIES)] for i in range(sum(sizes))]
+    stages = [list(range(sum(sizes[:s]), sum(sizes[:s + 1]))) for s in range(len(sizes))]
+    return Network(city_delays(names, city_links()), 0.44, stages, 3, 0.13, 0.09), names
+
+
+def read_instance(file, stages=None):
+    """(Network, names or None) of a JSON file: an object with delay, compute, stages and what else a Network
+    takes, and names. stages: where the file has none. Raises OSError, or ValueError with one line."""
+    try:
+        data = json.loads(Path(file).read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: is no JSON ({error})")
+    known = {field.name for field in fields(Network)} | {"names"}
+    if not isinstance(data, dict) or not {"delay", "compute"} <= set(data) <= known:
+        raise ValueError(f"{file}: must hold an object with delay and compute, and only {sorted(known)}")
+    if not isinstance(data["delay"], list):
+        raise ValueError(f"{file}: delay must be a list of rows")
+    names = data.pop("names", None)
+    try:
+        network = Network(**{"stages": stages} | data)
+        return network, names and per_node(names, len(network.delay), "names")
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}")

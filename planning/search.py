@@ -15,29 +15,35 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
          iterations=None, dead=(), collisions=True, progress=None):
     """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached.
 
-    progress(work, seconds, makespan, bound) is called now and then.
+    progress(text) is called a few times a second.
     """
     problem = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    search = Search(*problem, seed, seconds, iterations)
-    search.bound = lower_bound(*problem)
-    search.progress = progress
+    search = Search(*problem, seed, seconds, iterations, lower_bound(*problem), progress=progress)
     return search.plan(collisions)
 
 
 class Search(skippipe.Search):
     """The paper's search, then these two in turns until the time is up or the bound is reached."""
-    progress = None
+
+    def __init__(self, *problem, progress=None, **options):
+        super().__init__(*problem, **options)
+        self.progress, self.told = progress, time.perf_counter()
 
     def find(self):
         walk = self.farthest_first()
         self.conflict_based_search(limit=500)
         while not self.over():
-            if self.progress:
-                spent = time.perf_counter() - self.start
-                self.progress(self.work, spent, self.best.makespan, self.bound)
             for paths in (self.paths, walk):
                 self.reorder(paths, steps=50)
             walk = self.large_neighbourhood_search(walk, steps=200)
+
+    def over(self):
+        now = time.perf_counter()
+        if self.progress and self.best and now > self.told + 0.2:
+            self.told = now
+            gap = f", at most {self.best.makespan / self.bound - 1:.1%} above the best" if self.bound else ""
+            self.progress(f"SkipPipe: {self.work} tried, iteration {self.best.makespan:.3f} s{gap}")
+        return super().over()
 
     def reorder(self, paths, steps):
         """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can
@@ -51,7 +57,7 @@ class Search(skippipe.Search):
             if self.over() or not swaps:
                 break
             rank, i = self.random.choice(swaps)
-            order = result.order()
+            order = [list(tasks) for tasks in result.order]
             order[rank][i:i + 2] = reversed(order[rank][i:i + 2])
             new = self.simulate(paths, order)
             if new and new.makespan <= result.makespan + self.leeway(2):
@@ -69,12 +75,12 @@ class Search(skippipe.Search):
                 break
             out = set(draw.sample(range(len(paths)), min(len(paths), draw.choice((1, 2, 2, 3, 4)))))
             if draw.random() < 0.5:
-                out.add(result.last() % len(paths))
+                out.add(last_home(result) % len(paths))
             visits = self.visits_of(paths, out)
             scale = 0.3 * draw.random() ** 4 * max(self.trip.values())
             hop = [[seconds + scale * draw.random() for seconds in row] for row in self.hop]
             rest = [None if u in out else path for u, path in enumerate(paths)]
-            candidate = self.fill(rest, visits, lambda: hop, 0.5)
+            candidate = self.fill(rest, visits, self.trip, lambda: hop, 0.5)
             new = self.dispatch(candidate)
             if new.makespan <= result.makespan + self.leeway(4):
                 paths, result = candidate, new
@@ -99,15 +105,19 @@ class Search(skippipe.Search):
         return visits
 
 
+def last_home(result):
+    """The microbatch that comes home last."""
+    return max(result.timeline, key=lambda task: task.end).microbatch
+
+
 def critical_swaps(paths, result):
     """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the
     critical path, which is walked back from the last task: to the task that the node ran before if that
     kept it waiting, else to the hop before."""
-    order, found = result.order(), []
+    order, found = result.order, []
     place = {task: (rank, i) for rank, tasks in enumerate(order) for i, task in enumerate(tasks)}
-    waited = {(u, hop): start > came
-              for (_, u, _, start, _), (hop, came) in zip(result.timeline, result.hops)}
-    u = result.last()
+    waited = {(task.microbatch, task.hop): task.start > task.arrived for task in result.timeline}
+    u = last_home(result)
     hop = 2 * len(paths[u % len(paths)])
     while u >= 0:
         rank, i = place[u, hop]

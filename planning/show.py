@@ -1,142 +1,78 @@
-"""The methods side by side on one network, as a table and as a picture."""
-from pathlib import Path
+"""The methods and the plan, as text and as a picture."""
+from collections import Counter
 
-from planning.instance import PUBLISHED, published_network
-from planning.search import Search, plan
-from skippipe import BACKWARD, FORWARD, LOSS, full_paths, random_valid_paths, simulate, tc2
+from skippipe import BACKWARD, LOSS
 
-# Okabe and Ito's, which the colour-blind tell apart: one per origin
-HUES = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
-
-
-def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0, progress=None):
-    """The methods on equal work. Returns (rows, the SkipPipe Plan).
-
-    A row: method, note, microbatches, seconds, planning (s), collisions, waiting (s) and, for the
-    published instance, published (s). The full pipeline is DT-FM's and runs all stages; once with all
-    origins and once with as many as have partners of their own. Random paths take the 132 s of the
-    faulty link most of the time, so they get it corrected.
-    """
-    work = (kept, microbatches_per_origin, rounds)
-    published = network == published_network()[0] and work == (4, 3, 2) and not dead
-    rows = full_rows(network, microbatches_per_origin * rounds, dead)
-    if published:
-        paths = full_paths([network.stages[0][:3], *network.stages[1:]], 3)
-        rows.append(row(network, "full pipeline, as published", "3 origins x 9", paths, 3))
-    draws = [random_valid_paths(network, kept, microbatches_per_origin, seed=seed, dead=dead)
-             for seed in range(25)]
-    search = Search(published_network(corrected=True)[0] if published else network, *work, dead=dead)
-    median = sorted(draws, key=lambda paths: search.dispatch(paths).makespan)[12]
-    rows.append(row(network, "random valid paths (DT-FM skip)", "median of 25 draws", median, rounds,
-                    search.dispatch(median)))
-    for method, options in (("SkipPipe without TC2", dict(collisions=False)),
-                            ("SkipPipe", dict(progress=progress))):
-        found = plan(network, *work, seconds=seconds, dead=dead, **options)
-        rows.append(row(network, method, "", found.paths, rounds, found.result, found.seconds))
-    if published:
-        rows = [dict(r, published=PUBLISHED.get(r["method"])) for r in rows]
-    return rows, found
+# Okabe and Ito's colours, which the colour-blind tell apart: one per method, and one per origin
+COLOURS = {"full": "#000000", "random": "#E69F00", "SkipPipe without": "#56B4E9", "SkipPipe": "#009E73"}
+HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
 
-def row(network, method, note, paths, rounds, result=None, planning=0.0):
-    result = result or simulate(network, paths, rounds)
-    late = list(tc2(network, paths, result))
-    return dict(method=method, note=note, microbatches=len(paths) * rounds, seconds=result.makespan,
-                planning=planning, collisions=len(late), waiting=sum(v.excess for v in late),
-                published=None)
-
-
-def full_rows(network, each, dead):
-    """The full pipeline with `each` microbatches per living origin, and as many in all from fewer
-    origins."""
-    alive = [[r for r in stage if r not in dead] for stage in network.stages]
-    total, fewest, rows = len(alive[0]) * each, min(map(len, alive)), []
-    for origins in sorted({len(alive[0]), fewest}, reverse=True):
-        if fewest and total % origins == 0:
-            paths = full_paths([alive[0][:origins], *alive[1:]], total // origins)
-            note = f"{origins} origins x {total // origins}"
-            rows.append(row(network, "full pipeline (DT-FM)", note, paths, 1))
-    return rows
-
-
-def print_table(rows, bound):
-    known = any(r["published"] for r in rows)
-    print(f"{'method':33}{'microbatches':25}{'iteration':>9}{'gap':>8}{'planning':>11}{'collisions':>12}"
-          f"{'waiting':>10}{'published' if known else '':>12}".rstrip())
+def print_table(network, work, dead, rows, bound):
+    """The head and the table. work: (kept, paths per origin, rounds)."""
+    kept, paths, rounds = work
+    alive = len(set(network.stages[0]) - set(dead))
+    lost = len(network.stages[0]) - alive
+    print(f"\n{len(network.delay)} nodes; stages of {[*map(len, network.stages)]} nodes, {kept} kept;\n"
+          f"{alive} origins x {paths} paths x {rounds} rounds = {alive * paths * rounds} microbatches")
+    if lost:
+        print(f"{lost} dead of stage 0 take {lost * paths * rounds} microbatches with them: this iteration "
+              "does less work than one with all origins")
+    print(f"Simulated; no plan with these skips and stages takes less than {bound:.3f} s:\n")
+    lines = [("method", "microbatches", "iteration", "gap", "planning", "collisions", "waiting", "published")]
     for r in rows:
-        skips = "full" not in r["method"]           # the bound is for paths that skip
-        gap = f"{max(0.0, r['seconds'] / bound - 1):.1%}" if skips and bound else ""
+        gap = f"{max(0.0, r['seconds'] / bound - 1):.1%}" if bound and "full" not in r["method"] else ""
         published = f"{r['published']:.2f} s" if r["published"] else ""
-        print(f"{r['method']:33}{r['microbatches']:<4}{r['note']:21}{r['seconds']:7.3f} s{gap:>8}"
-              f"{r['planning']:9.2f} s{r['collisions']:12}{r['waiting']:8.1f} s{published:>12}".rstrip())
+        microbatches = f"{r['microbatches']}: {r['note']}".rstrip(": ")
+        lines.append((r["method"], microbatches, f"{r['seconds']:.3f} s", gap, f"{r['planning']:.2f} s",
+                      str(r["collisions"]), f"{r['waiting']:.1f} s", published))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) if i > 1 else cell.ljust(width)
+                        for i, (cell, width) in enumerate(zip(line, widths))).rstrip())
 
 
-def print_paths(network, names, paths, rounds):
-    """A line per path: who takes it, and its nodes with their cities, if they have any."""
-    lines = {}
-    for u, path in enumerate(paths):
-        lines.setdefault(tuple(path), []).append(str(u))
-    down = "" if rounds == 1 else f", each for {rounds} microbatches one after the other"
-    print(f"\nSkipPipe's paths{down}, node by node (and its stage);\n"
+def label(network, names, r):
+    return f"{names[r] if names else 'node'} {r} ({network.stage_of.get(r, 'no stage')})"
+
+
+def print_paths(network, names, paths, dead):
+    """A line per path: how often it is taken, and its nodes. Then the nodes without work."""
+    print("\nSkipPipe's paths, node by node (and its stage), and how many paths take the same nodes;\n"
           "then each goes home for its loss, and the same way back:\n")
-    words = [[f"{names[r] if names else 'node'} {r} ({network.stage_of[r]})" for r in path] for path in lines]
-    width = max(len(word) for path in words for word in path)
-    for users, path in zip(lines.values(), words):
-        print(f"{','.join(users):12}" + " > ".join(word.ljust(width) for word in path).rstrip())
-    print()
-
-
-def canvas():
-    """An empty picture. Raises ValueError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("the picture needs matplotlib: install the extra `plot`, or give --figure ''")
-    return Figure(figsize=(17, 7.5), layout="constrained")
+    wide = max(len(label(network, names, r)) for path in paths for r in path)
+    for path, times in sorted(Counter(map(tuple, paths)).items()):
+        print(f"{times:4} x  {' > '.join(label(network, names, r).ljust(wide) for r in path).rstrip()}")
+    idle = set(range(len(network.delay))) - {r for path in paths for r in path} - set(dead)
+    print(f"\nIdle nodes: {', '.join(label(network, names, r) for r in sorted(idle)) or 'none'}\n")
 
 
 def draw(file, network, names, rows, found):
-    """The picture: the methods as bars, and the plan as a Gantt chart."""
-    figure = canvas()
-    left, right = figure.subplots(1, 2, width_ratios=[1, 3.2])
-    draw_bars(left, rows, found.bound)
-    draw_plan(right, network, names, found)
-    right.set_title(f"SkipPipe's plan: {rows[-1]['microbatches']} microbatches in {found.makespan:.2f} s")
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110)
-
-
-def draw_bars(axis, rows, bound):
-    seconds = [r["seconds"] for r in rows]
-    bars = axis.barh([f"{r['method']}\n{r['note']}" for r in rows], seconds, color="#BBBBBB")
-    bars[-1].set_color("#0072B2")
-    axis.bar_label(bars, fmt=" %.1f s")
-    axis.axvline(bound, color="black", linestyle=":")
-    axis.set_xlabel(f"simulated iteration in seconds (dotted: bound, {bound:.2f})")
-    axis.set_xlim(0, 1.35 * max(seconds))
-    axis.invert_yaxis()
-
-
-def draw_plan(axis, network, names, found):
-    """A line per node, grouped by stage; one hue per origin, one shade and number per microbatch."""
-    place, height = {}, 0
-    for stage in network.stages:
-        for r in stage:
-            place[r] = height
-            height += 1
-        height += 1
-    last = max(task[1] for task in found.result.timeline)
-    for (rank, u, what, start, end), (_, came) in zip(found.result.timeline, found.result.hops):
-        y, origin = place[rank], found.paths[u % len(found.paths)][0]
-        hue = HUES[network.stages[0].index(origin) % len(HUES)]
-        color = "black" if what == LOSS else (hue, 1 - 0.7 * u / max(1, last))
-        axis.hlines(y + 0.45, came, start, color=hue, linewidth=2)
-        axis.barh(y, end - start, left=start, height=0.76, color=color, edgecolor="black",
-                  hatch="////" if what == BACKWARD else None)
-        if what == FORWARD:
-            axis.text((start + end) / 2, y, u, ha="center", va="center", fontsize=6)
-    labels = [f"stage {network.stage_of[r]}: {names[r] if names else 'node'} {r}" for r in place]
-    axis.set_yticks(list(place.values()), labels)
-    axis.invert_yaxis()
-    axis.set_xlabel("simulated seconds; numbered: forward, black: loss, hatched: backward, "
-                    "line below: the task waits for its node")
+    """The picture: the methods as bars; below them a line per node, with its tasks in SkipPipe's plan."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    top, bottom = figure.subplots(2, 1, height_ratios=[1.2, 2.7])
+    colours = [next(hue for name, hue in COLOURS.items() if r["method"].startswith(name)) for r in rows]
+    methods = [f"{r['method']}\n{r['microbatches']} microbatches, {r['note'] or 'planned'}" for r in rows]
+    bars = top.barh(methods, [r["seconds"] for r in rows], color=colours)
+    top.bar_label(bars, [f" {r['seconds']:.2f} s" for r in rows])
+    top.axvline(found.bound, color="black", linestyle=":")
+    top.margins(x=0.12)
+    place = {r: i + stage for i, (r, stage) in enumerate(network.stage_of.items())}     # a gap between stages
+    for task in found.result.timeline:
+        turn, u = divmod(task.microbatch, len(found.paths))
+        hue = HUES[network.stages[0].index(found.paths[u][0]) % len(HUES)]
+        bottom.barh(place[task.rank], task.end - task.start, left=task.start, linewidth=0.5,
+                    color="black" if task.kind == LOSS else (hue, 1 if turn == 0 else 0.45),
+                    edgecolor="black", hatch="/////" if task.kind == BACKWARD else None)
+    bottom.set_yticks([*place.values()], [label(network, names, r) for r in place])
+    finding = (f"An iteration takes {found.makespan:.2f} s with SkipPipe, {rows[0]['seconds']:.2f} s with "
+               f"the {rows[0]['method']}.\nDotted: no plan with these skips and stages takes less.")
+    key = ("What each node (and its stage) does. Plain: forward, black: loss, hatched: backward.\n"
+           "A colour: the microbatches of one origin, a node of stage 0; pale: later rounds.")
+    for axis, title in (top, finding), (bottom, key):
+        axis.set_title(title, loc="left", fontsize=10.5)
+        axis.set_xlabel("seconds of the simulated iteration")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.invert_yaxis()
+    figure.savefig(file, dpi=150)

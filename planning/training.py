@@ -1,16 +1,17 @@
 """Planned paths for training: what links and ranks take, measured or read from a file, and the plan."""
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 
 import torch
 
+from planning.instance import read_instance
+from planning.methods import random_valid_paths
 from planning.search import Search, plan
 from plumbing.processes import BadInput
-from skippipe import Deadlock, Network, full_paths, random_valid_paths, simulate
+from skippipe import Deadlock, Infeasible, full_paths, simulate
 
 
 def planned(network, kept, each, rounds, seed, dead, **options):
@@ -32,7 +33,7 @@ def dtfm(network, kept, each, rounds, seed, dead):
 
 def first_come(network, kept, each, rounds, dead, paths):
     """The order of dispatch that first come, first served gives."""
-    return Search(network, kept, each, rounds, dead=dead).dispatch(paths).order()
+    return Search(network, kept, each, rounds, dead=dead).dispatch(paths).order
 
 
 PLANNERS = {        # --routing: (network, kept, each, rounds, seed, dead) -> paths, order
@@ -69,7 +70,7 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=()):
             paths, order = PLANNERS[routing](network, *work, seed, tuple(dead))
             makespan = simulate(network, paths, rounds, order).makespan
             return dict(paths=paths * rounds, order=order, makespan=makespan, network=asdict(network))
-        except (ValueError, Deadlock) as error:
+        except (Infeasible, Deadlock) as error:
             if not dead or kept == 1:
                 raise BadInput(f"--routing {routing}: {error}")
             kept -= 1
@@ -83,28 +84,19 @@ def idle(plan, world):
 
 
 def read_links(file, stages):
-    """The Network in a JSON file with delay, compute (seconds) and maybe stages, memory, overhead and
-    origin_overhead, its nodes in the order of this run's ranks. Raises BadInput."""
+    """The Network in a JSON file (`planning.instance.read_instance`; stages default to this run's), its nodes
+    in the order of this run's ranks. Raises BadInput."""
     try:
-        links = json.loads(Path(file).read_text())
-        theirs = links.get("stages", stages)
-        if not all(isinstance(stage, list) for stage in theirs):
-            raise BadInput(f"{file}: stages must be lists of nodes, e.g. [[0, 1], [2, 3]]")
-        sizes, own = ([len(stage) for stage in each] for each in (theirs, stages))
-        if sizes != own:
-            raise BadInput(f"{file} has stages of {sizes} nodes, this run of {own}: give --stages as there")
-        return by_rank(links, [node for stage in theirs for node in stage], stages)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise BadInput(f"--links {file}: {type(error).__name__} {error}")
-
-
-def by_rank(links, nodes, stages):
-    """The Network whose rank r is the file's node nodes[r]."""
-    def each(value):
-        return [value[n] for n in nodes] if isinstance(value, list) else [value] * len(nodes)
-    delay = [[links["delay"][a][b] for b in nodes] for a in nodes]
-    return Network(delay, each(links["compute"]), stages, each(links.get("memory", 3)),
-                   links.get("overhead", 0.0), links.get("origin_overhead"))
+        network, _ = read_instance(file, stages)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--links {error}")
+    sizes, own = ([len(stage) for stage in each] for each in (network.stages, stages))
+    if sizes != own:
+        raise BadInput(f"{file} has stages of {sizes} nodes, this run of {own}: give --stages as there")
+    nodes = [node for stage in network.stages for node in stage]        # rank r is the file's node nodes[r]
+    delay = [[network.delay[a][b] for b in nodes] for a in nodes]
+    compute, memory = ([each[n] for n in nodes] for each in (network.compute, network.memory))
+    return replace(network, delay=delay, compute=compute, memory=memory, stages=stages)
 
 
 def measure(pipeline, stages, job):

@@ -5,7 +5,6 @@
 """
 import contextlib
 import json
-import os
 import sys
 from itertools import count
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from plumbing.options import launch
 from plumbing.processes import BadInput, may_restart, one_line, restarts
-from plumbing.report import Log, Meter, counts, drop, sent
+from plumbing.report import Log, Meter, atomic, counts, sent
 
 FORM = 2        # of what is saved; other forms are refused
 
@@ -23,16 +22,14 @@ class Checkpoints:
     """This rank's parts, in a folder that is this machine's own or one for all."""
 
     def __init__(self, job, folder):
-        self.job = job
-        self.rank = job.rank
-        self.folder = folder / "checkpoints"
+        self.job, self.rank, self.folder = job, job.rank, folder / "checkpoints"
 
     def place(self, step):
         return self.folder / f"{step:08d}"
 
-    def steps(self, rank=None):
+    def steps(self, rank):
         """The steps of which this folder has the rank's part."""
-        found = self.folder.glob(f"*/rank{self.rank if rank is None else rank}.pt")
+        found = self.folder.glob(f"*/rank{rank}.pt")
         return sorted(int(p.parent.name) for p in found if p.parent.name.isdigit())
 
     # ---- writing
@@ -40,16 +37,11 @@ class Checkpoints:
     def save(self, step, state):
         """Raises BadInput where there is no room, or no leave, to write."""
         place = self.place(step)
-        half = place / f"rank{self.rank}.tmp"
         try:
             place.mkdir(parents=True, exist_ok=True)
-            with open(half, "wb") as file:
+            with atomic(place / f"rank{self.rank}.pt") as file:
                 torch.save(dict(state, form=FORM), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(half, place / f"rank{self.rank}.pt")
         except (OSError, RuntimeError) as error:
-            drop(half)
             with contextlib.suppress(OSError):
                 place.rmdir()
             told = error if isinstance(error, OSError) else error.__context__       # torch hides a full disk
@@ -63,7 +55,7 @@ class Checkpoints:
         Rank 0 finds the newest step that all have, and the newest that all living have; in newer ones than
         the former it marks who will never write them. Both stay, and all that is newer.
         """
-        held = self.steps()
+        held = self.steps(self.rank)
         if self.job.world == 1:
             return self.forget(held[:-2])
         store = self.job.store
@@ -101,67 +93,58 @@ class Checkpoints:
     # ---- reading
 
     def parts(self, rank, replicas):
-        """{step: file} of a rank's parts; where it was dead when the others wrote, that of any of its
-        replicas."""
-        held = {}
-        for mark in self.folder.glob(f"*/rank{rank}.dead"):
-            others = [mark.with_name(f"rank{r}.pt") for r in replicas]
-            held.update({int(mark.parent.name): file for file in others if file.exists()})
-        held.update({step: self.place(step) / f"rank{rank}.pt" for step in self.steps(rank)})
-        return held
+        """{step: file} of a rank's parts. A rank that was dead then has the part of any of its replicas."""
+        marks = self.folder.glob(f"*/rank{rank}.dead")
+        held = {int(mark.parent.name): file for mark in marks for r in replicas
+                if (file := mark.with_name(f"rank{r}.pt")).exists()}
+        return held | {step: self.place(step) / f"rank{rank}.pt" for step in self.steps(rank)}
 
     def newest(self, replicas):
-        """This rank's part of the newest checkpoint of which every rank holds one (None: there is none yet),
-        and its newer ones, which only some hold, or of which one is damaged: training passes there again.
+        """(state, steps): this rank's part of the newest checkpoint of which every rank holds a sound one
+        (None: there is none), and the steps of its newer parts. Training passes those again.
         """
         held = self.parts(self.rank, replicas)
-        sound, damaged = dict(held), []
-        while True:
+        sound, problem, damaged = dict(held), True, []
+        while problem:
             told = self.job.share(f"checkpoints/{len(damaged)}", json.dumps(list(sound)))
-            common = set.intersection(*(set(json.loads(text)) for text in told))
-            step = max(common, default=-1)
-            state, problem = try_load(sound.get(step))
-            problems = [p for p in self.job.share(f"damaged/{len(damaged)}", problem) if p]
-            if not problems:
-                break
-            damaged += problems[:1]
-            sound.pop(step)
-        if damaged and not state:
-            raise BadInput(f"{damaged[0]}, and {self.folder} has no other that all ranks hold")
+            step, lacking = self.whole(dict(enumerate(map(json.loads, told))))
+            state, problem = None, ""
+            try:
+                state = sound.get(step) and load(sound[step])
+            except BadInput as error:
+                problem = str(error)
+            problem = next(filter(None, self.job.share(f"damaged/{len(damaged)}", problem)), "")
+            if problem:
+                damaged.append(problem)
+                sound.pop(step)
         if state:
-            of_our_form(sound[step], state)
-        self.job.say(f"warning: {problem}; step {step} is taken instead" for problem in damaged)
-        if state and self.job.world > 1:
-            self.job.store.set("whole", str(step))
+            self.job.say(f"warning: {why}; step {step} is taken instead" for why in damaged + lacking)
+            if self.job.world > 1:
+                self.job.store.set("whole", str(step))
+        elif damaged:
+            raise BadInput(f"{damaged[0]}, and {self.folder} has no other that all ranks hold")
         return state, [other for other in held if other > step]
+
+    def whole(self, held):
+        """(the newest step of which all ranks hold a part, or -1; [what a newer one lacks] or []).
+
+        held: {rank: the steps of which it holds a part}.
+        """
+        step = max(set.intersection(*map(set, held.values())), default=-1)
+        newest = max(set().union(*held.values()), default=-1)
+        lacking = [str(rank) for rank, steps in held.items() if newest not in steps]
+        return step, [f"{self.place(newest)} lacks the part of rank {', '.join(lacking)}"] if lacking else []
 
 
 def load(file):
-    """A part, mapped into memory."""
+    """A part, mapped into memory. Raises BadInput when it is damaged or of another form."""
     try:
-        return torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+        state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
         raise BadInput(f"{file} is damaged ({one_line(error)[:100]})")
-
-
-def try_load(file):
-    """(state, problem): of one that is damaged, or of none, the state is None."""
-    try:
-        return file and load(file), ""
-    except BadInput as error:
-        return None, str(error)
-
-
-def of_our_form(file, state):
     if not isinstance(state, dict) or state.get("form") != FORM:
-        raise BadInput(f"{file} was written by another version of this program, which alone can go on with "
-                       "it")
+        raise BadInput(f"{file} was written by another version of this program")
     return state
-
-
-def read(file):
-    """A part; raises BadInput when it is damaged or of another form."""
-    return of_our_form(file, load(file))
 
 
 # ---- a run (a train.Run) in a checkpoint, and back
@@ -181,7 +164,7 @@ def go_on(run):
     run.job.together(fits, run, state)
     if not state:
         return None
-    run.step, run.rho = state["step"], state.get("rho")
+    run.step, run.rho = state["step"], rho_of(run.o, state)
     run.theta.copy_(state["theta"])
     run.inner.load_state_dict(state["adam"])
     run.meter = Meter(**state["meter"])
@@ -193,11 +176,15 @@ def go_on(run):
     return state["plan"]
 
 
+def rho_of(o, state):
+    """rho of each stage, as the checkpoint was evaluated; o: the options now, perhaps --unscaled."""
+    return not o.unscaled and state.get("rho") or [1.0] * len(o.stages)
+
+
 def begin(run):
     """The log of a run that begins or goes on. One that has done all its steps says so, and ends here."""
     if run.step == run.o.steps and not run.job.joining:
-        run.job.say([f"{run.folder} is finished, all its {run.step} steps are done: "
-                     "give more --steps to go on"])
+        run.job.say([f"{run.folder} has done all its {run.step} steps: give more --steps to go on"])
         with contextlib.suppress(RuntimeError):
             run.job.close()
         sys.exit(0)

@@ -1,9 +1,9 @@
-"""The tokens of a run, from text, nanoGPT's token files or C4's shards, and an origin's own part of them.
+"""The tokens of a run, from text or from nanoGPT's token files, and an origin's own part of them.
 
-`load_data` is what a trainer calls. Nothing depends on the number of origins except how the data are split.
+`load_data` is what a trainer calls; tools/prepare.py writes token files. Only the split of the data depends
+on the number of origins.
 """
 import hashlib
-import math
 import os
 import random
 import re
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from plumbing.c4 import Stream, heldout_documents
 from plumbing.huggingface import named_end
 from plumbing.processes import BadInput
 
@@ -25,14 +24,12 @@ HELDOUT = r"(^|[^a-z])val(id|idation)?([^a-z]|$)"       # in a name: nanoGPT's v
 
 @dataclass
 class Corpus:
-    train: list             # tensors of tokens (1-D, any integer type), or the paths of C4 shards to stream
+    train: list             # tensors of tokens (1-D, any integer type)
     heldout: torch.Tensor
     digest: str             # losses compare only between runs with the same
-    bytes_per_token: float  # of the held-out part; None when only tokens are known
-    encode: object          # documents, as bytes -> a tensor of tokens of each, closed by the end token
-    end: int                # the end token; None when unknown
-    streamed: bool
-    alone: bool             # one file; of a shard some of the lines are then held out
+    bytes_per_token: float  # of the held-out part (one file: of the file); None when only tokens are known
+    end: int                # id of the token that ends a document; None when unknown
+    undecodable: int        # bytes of text that are no UTF-8, for a tokenizer that needs it
 
 
 def load_data(o, place, origins):
@@ -40,10 +37,7 @@ def load_data(o, place, origins):
 
     o: data, tokenizer, vocab, seq_len, batch, eval_sequences, init_from and seed. Raises BadInput.
     """
-    corpus = load_corpus(o)
-    if corpus.streamed:
-        return corpus, Stream(corpus, o.seq_len, place, origins)
-    parts = []
+    corpus, parts = load_corpus(o), []
     for tokens in corpus.train:
         share = len(tokens) // origins
         parts.append(tokens[place * share:(place + 1) * share])
@@ -51,37 +45,36 @@ def load_data(o, place, origins):
 
 
 def load_corpus(o):
-    """Training data and held-out tokens, from disjoint files (one file: disjoint ranges, or lines of C4).
+    """Training and held-out tokens, from disjoint files; from one file, disjoint ranges. Raises BadInput.
 
-    Text is read and tokenised here; nanoGPT's token files are mapped; of C4 only the held-out documents that
-    an evaluation uses are read.
+    Text is read and tokenised here; token files are mapped into memory.
     """
-    root, files = find_files(o)
-    kind = kind_of(files, o)
-    encode, end = load_tokenizer(o)
+    root, files, kind = find_files(o.data)
+    if kind == "C4":
+        raise BadInput(f"--data {o.data}: training reads text and .bin files; write these shards as .bin "
+                       f"files once: python -m tools.prepare {o.data} FOLDER")
+    tokenizer = load_tokenizer(o.tokenizer)
+    check_vocabulary(tokenizer, kind, o)
     digest = hashlib.sha256(Path(o.tokenizer).read_bytes() if o.tokenizer else b"")
-    if kind != "text":          # too large to read for this
+    if kind == "bin":           # too large to read for this
         digest.update(str([(p.relative_to(root).as_posix(), p.stat().st_size) for p in files]).encode())
-    needed = (o.eval_sequences + o.batch) * o.seq_len + 1
-    alone = len(files) == 1
-    train, held = (files, files) if alone else split(root, files, named=bool(o.data))
+
+    def read(paths):
+        return ([mapped(p) for p in paths], None) if kind == "bin" else tokenise(paths, tokenizer, digest)
+
     try:
-        if kind == "c4":
-            parts, size = tokenise(heldout_documents(held, alone), encode, needed)
-        elif alone:
-            (whole,), size = read(files, kind, encode, digest)
-            cut = max(0, len(whole) - max(o.seq_len + 1, len(whole) // 20))
-            train, parts = [whole[:cut]], [whole[cut:]]
-            size = size and size * (len(whole) - cut) / len(whole)
-        else:
-            train, _ = read(train, kind, encode, digest)
-            parts, size = read(held, kind, encode, digest)
+        (train, _), (held, size) = map(read, split(root, files, named=bool(o.data)))
     except (OSError, RuntimeError) as error:
         raise BadInput(f"--data {o.data}: {error}")
-    heldout = parts[0] if len(parts) == 1 else torch.cat([part[:needed] for part in parts])
+    per_token = size and size / sum(map(len, held))
+    if len(files) == 1:
+        (whole,), cut = held, -max(o.seq_len + 1, len(held[0]) // 20)
+        train, held = [whole[:cut]], [whole[cut:]]
+    needed = (o.eval_sequences + o.batch) * o.seq_len + 1
+    heldout = held[0] if len(held) == 1 else torch.cat([part[:needed] for part in held])
     check_tokens(heldout, train if kind == "bin" else [], o)
-    return Corpus(train, heldout, digest.hexdigest()[:12], size and size / len(heldout), encode,
-                  end if o.tokenizer or kind != "bin" else None, streamed=kind == "c4", alone=alone)
+    end = tokenizer.end if o.tokenizer or kind == "text" else None
+    return Corpus(train, heldout, digest.hexdigest()[:12], per_token, end, tokenizer.undecodable)
 
 
 def heldout_sequences(corpus, count, seq_len):
@@ -94,120 +87,131 @@ def heldout_sequences(corpus, count, seq_len):
 # ---- files
 
 
-def find_files(o):
-    """(the folder that paths are relative to, files): those of --data, else the standard library's."""
-    if not o.data:
-        root, files = standard_library()
-        if sum(p.stat().st_size for p in files) < 5e6:
-            raise BadInput(f"the standard library in {root} has under 5 MB of .py text: "
-                           "give --data a text file or folder")
-        return root, files
-    root = Path(o.data)
-    files = [root]
-    if root.is_dir():
+def find_files(data):
+    """(the folder that paths are relative to, files, bin, C4 or text) of --data, else the standard library.
+
+    Raises BadInput without a file, and for files of several kinds.
+    """
+    root, files = (Path(data), [Path(data)]) if data else standard_library()
+    if root.is_dir() and data:
         inside = sorted(p for p in root.rglob("*") if p.is_file())
         files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
     if not files or not all(p.is_file() for p in files):
-        raise BadInput(f"--data {o.data}: no such file, or a folder without files")
-    return root, files
+        raise BadInput(f"{data}: no such file, or a folder without files")
+    kinds = {"bin" if p.suffix == ".bin" else "C4" if p.name.endswith(".json.gz") else "text" for p in files}
+    if len(kinds) > 1:
+        raise BadInput(f"{data} mixes {' and '.join(sorted(kinds))} files: keep one kind in a folder")
+    return root, files, kinds.pop()
 
 
 def standard_library():
     """The .py files of the running Python's own library: real text, on every machine, nothing to download."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    not_its_own = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
-    near_duplicates = {"encodings"}
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib",       # not its own
+                "encodings"}                                                        # near-duplicate tables
     files = []
     for folder, inner, names in os.walk(root):      # what is left out is not even listed: it can take seconds
-        inner[:] = [name for name in inner if name not in not_its_own | near_duplicates]
+        inner[:] = [name for name in inner if name not in left_out]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
+    if sum(p.stat().st_size for p in files) < 5e6:
+        raise BadInput(f"the standard library in {root} has under 5 MB of .py text: give --data TEXT")
     return root, sorted(files)
 
 
-def kind_of(files, o):
-    """bin, c4 or text: the same for all files, and one that the model's vocabulary can read."""
-    kinds = {"bin" if p.suffix == ".bin" else "c4" if p.name.endswith(".json.gz") else "text" for p in files}
-    if len(kinds) > 1:
-        mixed = " and ".join(sorted(kinds))
-        raise BadInput(f"--data {o.data} mixes {mixed} files: keep one kind in a folder")
-    (kind,) = kinds
-    if kind != "bin" and not o.tokenizer and (o.vocab < 256 or o.init_from and o.vocab > 256):
-        give = f": give --tokenizer {o.init_from}/tokenizer.json" if o.init_from else ""
-        raise BadInput(f"bytes need a vocabulary of 256, the model has {o.vocab}" + give)
-    return kind
-
-
-def split(root, files, named):
+def split(root, files, named=True):
     """(training, held-out) files. Held out are those called val, if `named` and any, else a 20th, by hash."""
-    def by_path(path):
-        return hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest()
-    by_hash = sorted(files, key=by_path)
+    by_hash = sorted(files, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
     by_name = [p for p in files if re.search(HELDOUT, p.name.lower())] if named else []
     held = set(by_name if 0 < len(by_name) < len(files) else by_hash[:max(1, len(files) // 20)])
     return [p for p in files if p not in held], [p for p in files if p in held]
 
 
+def read_text(path):
+    """The bytes of a text file. Raises BadInput for a binary one, which has a zero byte near its start."""
+    text = path.read_bytes()
+    if b"\0" in text[:8192]:
+        raise BadInput(f"{path} is no text file: its first bytes include a zero; keep text alone in --data")
+    return text
+
+
+def mapped(path):
+    """The tokens of a .bin file: uint16 and nothing else."""
+    return torch.from_file(str(path), size=path.stat().st_size // 2, dtype=torch.uint16)
+
+
 # ---- tokens
 
 
-def load_tokenizer(o):
-    """(encode, end) as in Corpus, of --tokenizer, else of bytes, which a zero byte closes."""
-    if not o.tokenizer:
-        return encode_bytes, 0
-    try:
+class ByteTokenizer:
+    """A text's tokens are its bytes; a zero byte ends it."""
+
+    size, end, undecodable = 256, 0, 0
+
+    def encode(self, texts):
+        """Texts, as bytes -> a 1-D tensor of each one's tokens, the end token last."""
+        return [torch.frombuffer(bytearray(text + b"\0"), dtype=torch.uint8) for text in texts]
+
+
+class FileTokenizer:
+    """A Hugging Face tokenizer.json. size: 1 + the largest id; end: id of the token that ends a document.
+
+    undecodable: bytes so far that were no UTF-8; each run of them became a replacement character.
+    """
+
+    def __init__(self, file):
         from tokenizers import Tokenizer
+        self.inner = Tokenizer.from_file(file)
+        self.inner.encode_special_tokens = True     # a text that spells the end token does not end there
+        self.size = max(self.inner.get_vocab().values(), default=0) + 1
+        self.undecodable = 0
+        names = [named] if (named := named_end(file)) else ENDS
+        self.end = next((i for i in map(self.inner.token_to_id, names) if i is not None), None)
+        if self.end is None:
+            raise ValueError(f"it has no {' or '.join(names)} to end a document: name its eos_token in a "
+                             "tokenizer_config.json beside it")
+
+    def encode(self, texts):
+        found = self.inner.encode_batch_fast([self.decode(text) for text in texts], add_special_tokens=False)
+        return [torch.tensor([*tokens.ids, self.end], dtype=torch.int32) for tokens in found]
+
+    def decode(self, text):
+        try:
+            return text.decode()
+        except UnicodeDecodeError:
+            self.undecodable += len(text) - len(text.decode(errors="ignore").encode())
+            return text.decode(errors="replace")
+
+
+def load_tokenizer(file):
+    """The tokenizer of --tokenizer, by default bytes. Raises BadInput."""
+    try:
+        return FileTokenizer(file) if file else ByteTokenizer()
     except ImportError:
         raise BadInput("--tokenizer needs the tokenizers package: pip install '.[hf]'")
-    try:
-        tokenizer = Tokenizer.from_file(o.tokenizer)
-        named = named_end(o.tokenizer)
     except Exception as error:          # the package raises nothing narrower
-        raise BadInput(f"--tokenizer {o.tokenizer}: {error}")
-    size = max(tokenizer.get_vocab().values(), default=0) + 1
-    if size > o.vocab:
-        raise BadInput(f"{o.tokenizer} has {size} tokens, the model {o.vocab}: give --vocab {size}")
-    names = [named] if named else ENDS
-    ends = [i for i in map(tokenizer.token_to_id, names) if i is not None]
-    if not ends:
-        raise BadInput(f"{o.tokenizer} has no {' or '.join(names)} to end a document: "
-                       "name its eos_token in a tokenizer_config.json beside it")
-    tokenizer.encode_special_tokens = True      # a text that spells the end token does not end there
-
-    def encode(texts):
-        texts = [text.decode(errors="replace") for text in texts]
-        found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [torch.tensor(e.ids + ends[:1], dtype=torch.int32) for e in found]
-    return encode, ends[0]
+        raise BadInput(f"--tokenizer {file}: {error}")
 
 
-def encode_bytes(texts):
-    return [torch.frombuffer(bytearray(text + b"\0"), dtype=torch.uint8) for text in texts]
-
-
-def read(paths, kind, encode, digest):
-    """Of these files ([their tokens, in one tensor or more], bytes of text behind them; None: unknown)."""
-    if kind == "bin":                   # uint16 and nothing else
-        return [torch.from_file(str(p), size=p.stat().st_size // 2, dtype=torch.uint16) for p in paths], None
-    return tokenise(texts_of(paths, digest), encode)
-
-
-def texts_of(paths, digest):
-    for path in paths:
-        text = path.read_bytes()
-        digest.update(text + b"\0")
-        yield text
-
-
-def tokenise(texts, encode, needed=math.inf):
-    """Of as many texts as give `needed` tokens ([their tokens], their bytes, an end to each included)."""
+def tokenise(paths, tokenizer, digest):
+    """([the tokens of these files, in one tensor], the bytes of their text, with one for each end)."""
+    texts, size = map(read_text, paths), 0
     parts = [torch.empty(0, dtype=torch.uint8)]
-    size = count = 0
-    while count < needed and (some := list(islice(texts, 100))):
-        tokens = encode(some)
-        parts += tokens
-        count += sum(map(len, tokens))
-        size += sum(len(text) + 1 for text in some)
+    while some := list(islice(texts, 100)):
+        for text in some:
+            digest.update(text + b"\0")
+            size += len(text) + 1
+        parts += tokenizer.encode(some)
     return [torch.cat(parts)], size
+
+
+def check_vocabulary(tokenizer, kind, o):
+    """Raise BadInput where the model lacks the tokenizer's tokens."""
+    if o.tokenizer and tokenizer.size > o.vocab:
+        raise BadInput(f"{o.tokenizer} has {tokenizer.size} tokens, the model {o.vocab}: "
+                       f"give --vocab {tokenizer.size}")
+    if kind == "text" and not o.tokenizer and (o.vocab < 256 or o.init_from and o.vocab > 256):
+        give = f": give --tokenizer {o.init_from}/tokenizer.json" if o.init_from else ""
+        raise BadInput(f"bytes need a vocabulary of 256, the model has {o.vocab}" + give)
 
 
 def check_tokens(heldout, mapped, o):
@@ -215,11 +219,9 @@ def check_tokens(heldout, mapped, o):
     if len(heldout) < o.seq_len + 1:
         raise BadInput(f"the held-out data has {len(heldout)} tokens, fewer than one sequence of "
                        f"{o.seq_len} + 1: more data or a smaller --seq-len")
-    if not mapped:
-        return
     starts = [part[:1 << 24] for part in (*mapped, heldout) if len(part)]       # 16M of each file must do
     top = max(int(start.to(torch.int32).max()) for start in starts)
-    if top >= o.vocab:
+    if mapped and top >= o.vocab:
         raise BadInput(f"the data has token {top}, the model a vocabulary of {o.vocab}: "
                        f"give --vocab {top + 1} or more")
 
@@ -230,17 +232,11 @@ class Reader:
     `cursor`, the sequences read, is all its state. Raises BadInput for a part without a sequence.
     """
 
-    bad_lines = 0       # of streams only
-
     def __init__(self, parts, seq_len, seed):
-        self.parts = parts
-        self.seq_len = seq_len
-        self.seed = seed
+        self.parts, self.seq_len, self.seed = parts, seq_len, seed
         sequences = [max(0, len(part) - 1) // seq_len for part in parts]
-        self.firsts = list(accumulate(sequences, initial=0))    # the number of each part's first sequence
-        self.count = self.firsts[-1]
-        self.cursor = 0
-        self.epoch = None
+        *self.firsts, self.count = accumulate(sequences, initial=0)     # number of each part's first sequence
+        self.cursor, self.epoch = 0, None
         if self.count < 1:
             raise BadInput(f"an origin's part of the data has {sum(map(len, parts))} tokens, fewer than one "
                            f"sequence of {seq_len} + 1: more data, fewer origins or a smaller --seq-len")

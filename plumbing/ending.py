@@ -16,6 +16,13 @@ PATIENCE = timedelta(seconds=5)     # for what the threads of the others tell at
 GONE = "gone"                       # what a rank tells that ends by itself, saying why
 
 
+def next_command(run):
+    """How to go on with a run that ended early."""
+    if run.checkpoints.steps(run.job.rank):
+        return f"go on with --resume {run.folder}"
+    return f"remove {run.folder}, which holds no checkpoint yet, and start again"
+
+
 class Ending:
     """Around training. run: a train.Run."""
 
@@ -25,29 +32,23 @@ class Ending:
         self.last = 0                                   # the step after which all stop
         self.decided = threading.Event()
         self.store = job.store and job.store.clone()    # a store serves one thread at a time
-        self.main = threading.current_thread() is threading.main_thread()      # signals reach no other
 
     def __enter__(self):
-        if self.job.store:
-            self.job.store.delete_key(f"last/{self.job.rank}")      # of a process whose place this one took
-        if self.main:
-            self.handlers = {n: signal.signal(n, self.hear) for n in (signal.SIGINT, signal.SIGTERM)}
-            self.ear, self.mouth = socket.socketpair()
-            self.mouth.setblocking(False)
-            self.before = signal.set_wakeup_fd(self.mouth.fileno())
-            self.listener = threading.Thread(target=self.listen, daemon=True)
-            self.listener.start()
+        if self.store:
+            self.store.delete_key(f"last/{self.job.rank}")      # of a process whose place this one took
+        self.handlers = {n: signal.signal(n, self.hear) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.ear, self.mouth = socket.socketpair()
+        self.mouth.setblocking(False)
+        self.before = signal.set_wakeup_fd(self.mouth.fileno())
+        threading.Thread(target=self.listen, daemon=True).start()
         return self
 
     def __exit__(self, error, *_):
         self.tell(self.job.store, GONE if error and not self.last else self.run.step)
-        if self.main:
-            signal.set_wakeup_fd(self.before)
-            for number, handler in self.handlers.items():       # torchrun may repeat the signal
-                signal.signal(number, signal.SIG_IGN if self.number and self.store else handler)
-            self.mouth.close()
-            self.listener.join()
-            self.ear.close()
+        signal.set_wakeup_fd(self.before)
+        self.mouth.close()                                      # ends the thread
+        for number, handler in self.handlers.items():           # torchrun may repeat the signal
+            signal.signal(number, signal.SIG_IGN if self.number and self.store else handler)
 
     def hear(self, number, frame):
         if not self.store:
@@ -59,8 +60,7 @@ class Ending:
                 store.set(f"last/{self.job.rank}", str(what))
 
     def listen(self):
-        heard = self.ear.recv(1)
-        if heard:
+        if heard := self.ear.recv(1):
             self.number = heard[0]
             self.tell(self.store, self.run.step + 1)
             self.last = self.agree() if self.store else self.run.step
@@ -79,12 +79,10 @@ class Ending:
             os._exit(128 + self.number)
         return max(map(int, told))
 
-    def due(self):
-        """Whether all stop here."""
-        return self.number and self.decided.wait() and self.run.step >= self.last
-
-    def stop(self, save):
-        """Raises SystemExit."""
+    def stop_if_due(self, save):
+        """Raises SystemExit where all stop at this step."""
+        if not self.number or self.decided.wait() and self.run.step < self.last:
+            return
         if self.run.outer:
             self.run.outer.settle()
         self.run.meter.pause()
@@ -95,7 +93,7 @@ class Ending:
         sys.exit(128 + self.number)
 
     def say(self, more=""):
-        self.run.log.close()
+        self.run.log.bar.close()
         if self.job.rank == 0:
-            print(f"stopped at step {self.run.step}{more}; go on with --resume {self.run.folder}",
-                  file=sys.stderr, flush=True)
+            line = f"stopped at step {self.run.step}{more}; {next_command(self.run)}"
+            print(line, file=sys.stderr, flush=True)

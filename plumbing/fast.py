@@ -1,6 +1,7 @@
-"""What is faster by hand than plain torch (docs/speed.md has the numbers): Adam on one flat vector, and a
-cross-entropy that keeps one copy of its logits. With a vocabulary of 128000 a copy is the largest tensor of
-all, and the plain one makes three.
+"""What is faster by hand than plain torch: Adam on one flat vector, and a cross-entropy with one copy of its
+logits (docs/speed.md has the figures).
+
+With a vocabulary of 128000 that copy is the largest tensor of all, and torch's cross-entropy makes three.
 """
 from types import MethodType
 
@@ -9,7 +10,7 @@ from torch.optim.adam import adam as adam_update
 
 
 class Adam:
-    """On one flat vector, in one pass. (torch.optim.Adam imports all of torch.compile: a second.)"""
+    """Adam on one flat vector, in one pass. (torch.optim.Adam imports torch.compile: a second.)"""
 
     def __init__(self, theta, grad, beta2=0.95):
         self.theta, self.grad = theta, grad
@@ -35,7 +36,7 @@ class Adam:
 
 
 def speed_up(model):
-    """Let a Llama compute its loss as here: the same numbers to float32 rounding. Returns the model."""
+    """Give a Llama the loss below, equal to its own up to float32 rounding. Returns the model."""
     model.loss = MethodType(loss, model)
     return model
 

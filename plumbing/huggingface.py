@@ -96,19 +96,20 @@ def save_pretrained(model, folder, positions, end=None):
 
 
 def save_tokenizer(folder, tokenizer=None, end=None):
-    """Write tokenizer.json and tokenizer_config.json, which transformers and --tokenizer read.
+    """The run's tokenizer beside the model, as tokenizer.json and tokenizer_config.json.
 
-    tokenizer: the tokenizer.json to copy, with the end token that is named beside it; None: bytes. end: id
-    of the token that ends a document. Of token files neither is known, and nothing is written.
+    tokenizer: the file of --tokenizer, else bytes; end: id of the token that ends a document. Of token files
+    alone (neither is known) nothing is written.
     """
-    if not tokenizer and end is None:
+    if end is None:
         return
-    content = Path(tokenizer).read_bytes() if tokenizer else json.dumps(byte_tokenizer()).encode()
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
-    if name := named_end(tokenizer) if tokenizer else "\0":
-        config["eos_token"] = name
-    (Path(folder) / "tokenizer.json").write_bytes(content)
-    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
+    name, content = "\0", json.dumps(byte_tokenizer())
+    if tokenizer:
+        from tokenizers import Tokenizer
+        name, content = Tokenizer.from_file(tokenizer).id_to_token(end), Path(tokenizer).read_text()
+    (Path(folder) / "tokenizer.json").write_text(content)
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(dict(
+        tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False, eos_token=name)))
 
 
 def named_end(tokenizer):

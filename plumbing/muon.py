@@ -1,8 +1,7 @@
-"""Muon as the inner optimizer (`--optimizer muon`): neither paper speaks of it, but NoLoCo's distance to DDP
-was smaller with it (docs/results.md).
+"""Muon as the inner optimizer (`--optimizer muon`).
 
-Adam divides each number of a gradient by the noise of that replica's own small batches. Muon makes the whole
-update of a matrix orthogonal instead.
+Neither paper uses Muon, but with it NoLoCo came nearer to DDP (docs/results.md). Adam divides each number of
+a gradient by the noise of that replica's own small batches. Muon makes a matrix's update orthogonal instead.
 """
 import torch
 
@@ -10,9 +9,9 @@ from plumbing.processes import BadInput
 
 
 class Muon:
-    """torch's, for the matrices of the layers, with updates as large as Adam's; torch's Adam for all else.
+    """torch's Muon for the matrices of the layers, with updates as large as Adam's; Adam for all else.
 
-    grad: the flat gradient, of which the parameters' own are views. beta2: Adam's.
+    grad: the flat gradient, of which the parameters' gradients are views. beta2: Adam's.
     """
 
     def __init__(self, grad, model, beta2=0.95):

@@ -1,8 +1,8 @@
 """NoLoCo's theta in one byte a weight (after Moniqua, arXiv 2002.11787, and SwarmSGD, 1910.12308).
 
-Partners hold nearly the same weights, so weights may travel modulo some B: whoever receives them takes the
-value with that remainder which is nearest to its own. It needs no state, so any two can meet. For each
-block, a tensor of the model or a piece of one:
+Partners hold nearly equal weights, so a weight may travel modulo some B: the receiver takes the value with
+that remainder which is nearest to its own weight. The code needs no state, so any two replicas can meet. For
+each block, a tensor of the model or a piece of one:
 
     B = 16 max |theta - phi| ,   s = B / 256                                           (M1)
     k = round(theta / s) mod 256         travels, one byte a weight, and s             (M2)
@@ -10,14 +10,13 @@ block, a tensor of the model or a piece of one:
 
     |theta' - theta| <= s / 2    wherever  |theta - own| < B / 2 - s                   (M4)
 
-B is the sender's: how far it has come since the last outer step says how far replicas are apart. (phi differs
-between them by about as much: a pair's average halves what each round adds.) Rounding is to the nearest; fp32
-weights stay where they are, so nothing is rounded away. The error of a pair's mean, at most s / 4, is a 64th
-of the sender's largest step. (s is at least 2^-22 max |theta|: fp32 counts no further. So of a block that
-has not moved at all a partner reads little but its own.) docs/hosts.md says how often (M4)'s condition fails.
-
-(M4) holds in exact arithmetic. Rounding in fp32 adds at most about 2^-23 |theta| to the error. We
-measured 0.33 s more than s / 2 where |theta / s| is near 2^22, and at most 0.01 s below 2^16.
+B is the sender's. How far the sender has come since its last outer step tells how far replicas are apart.
+(phi differs between replicas by about as much, since a pair's average halves what each round adds.)
+Rounding is to the nearest, and fp32 weights stay where they are, so no update is rounded away. The error of a
+pair's mean is at most s / 4, a 64th of the sender's largest step. s is at least 2^-22 max |theta|, since fp32
+counts no further; so of a block that has not moved a partner reads little but its own. M4 holds in exact
+arithmetic: rounding in fp32 adds at most about 2^-23 |theta|. We measured up to 0.33 s more than s / 2 where
+|theta / s| is near 2^22, and at most 0.01 s below 2^16. docs/hosts.md says how often M4's condition fails.
 """
 from itertools import pairwise
 
@@ -37,7 +36,7 @@ def lengths(outer):
 
 
 class OneByte:
-    """Before NoLoCo, or a subclass, among the bases of a class: its theta then travels so.
+    """Before NoLoCo, or a subclass, among the bases of a class: its theta travels in one byte a weight.
 
     Raises ValueError where gamma differs from beta, since phi would have to travel too.
     """
@@ -50,19 +49,23 @@ class OneByte:
         self.pieces = [len(piece) for tensor in tensors for piece in tensor.split(BLOCK)]      # the blocks
         size = len(self.theta) + 4 * len(self.pieces)
         self.message = torch.empty(size, dtype=torch.uint8, device=self.theta.device)
-        self.room = torch.empty(BLOCK, device=self.theta.device)        # to reckon in
+        self.room = torch.empty(BLOCK, device=self.theta.device)        # for intermediate results
 
     def parts(self, message):
         """A message's bytes by block, and each block's s."""
-        codes, scales = message.split([len(self.theta), 4 * len(self.pieces)])
+        codes, scales = message.split([len(self.phi), 4 * len(self.pieces)])
         return codes.split(self.pieces), scales.view(torch.float32)
 
     def encode(self, vector, name):
         return super().encode(self.encoded(vector), name)
 
     def decode(self, message):
-        """A message is read beside this replica's theta; fp32 is a vector already."""
-        return message if message.dtype == self.theta.dtype else Unread(self, message, self.theta)
+        """fp32 is a vector already."""
+        return message if message.dtype == self.theta.dtype else Unread(self, message)
+
+    def beside(self):
+        """The vector beside which messages are read."""
+        return self.theta
 
     def notice(self, thetas):
         """Not here: what is read differs from the partner's weights by its rounding."""
@@ -75,24 +78,26 @@ class OneByte:
             moved = largest(torch.sub(theta, phi, out=x))
             s.copy_(moved.mul_(MARGIN / 256).maximum(largest(theta).mul_(2**-22)).clamp_(min=1e-30))
             torch.div(theta, s, out=x).add_(WHOLE)
-            k.copy_(x.view(torch.int32))                                # their last bytes
+            k.copy_(x.view(torch.int32))                                # the last byte of each
         return self.message
 
 
 class Unread:
     """A message of which `split` reads one block at a time, so that the block is still in cache when used.
 
-    own: the vector beside which it is read. The message may arrive until `split` is called.
+    own: the vector beside which it is read (None: as outer.beside says). The message may arrive until `split`
+    is called.
     """
 
-    def __init__(self, outer, message, own):
+    def __init__(self, outer, message, own=None):
         self.outer, self.message, self.own = outer, message, own
 
     def split(self, pieces):
         """M3. A block lasts until the next is read."""
-        codes, scales = self.outer.parts(self.message.to(self.own.device))
-        room = torch.empty(2, BLOCK, device=self.own.device)
-        for own, k, s in zip(self.own.split(pieces), codes, scales):
+        beside = self.outer.beside() if self.own is None else self.own
+        codes, scales = self.outer.parts(self.message.to(beside.device))
+        room = torch.empty(2, BLOCK, device=beside.device)
+        for own, k, s in zip(beside.split(pieces), codes, scales):
             x, y = room[:, :len(own)]
             x.copy_(k)
             torch.div(own, 256 * s, out=y).sub_(x, alpha=1 / 256).round_()

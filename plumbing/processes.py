@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from plumbing.ending import Ending
+from plumbing.ending import Ending, next_command
+from plumbing.silence import Silence
 
 DAY = 86400.0       # seconds: as good as for ever
 
@@ -66,8 +67,8 @@ class Job:
             result = function(*args)
         except (BadInput, OSError) as error:
             problem = one_line(error)
-        if problems := [p for p in self.share(f"problem/{name or function.__name__}", problem) if p]:
-            self.refuse(problems[0])
+        for line in filter(None, self.share(f"problem/{name or function.__name__}", problem)):
+            self.refuse(line)
         return result
 
     def refuse(self, line):
@@ -75,10 +76,7 @@ class Job:
         if self.rank == 0:
             complain(line)
         self.share("told", "")              # torchrun stops all when the first leaves: not before the line
-        if self.rank:
-            self.store.set(f"left/{self.rank}", "=")
-        for r in range(1, self.world if self.rank == 0 else 0):
-            self.store.get(f"left/{r}")     # rank 0 may host the store, so it leaves last
+        Job.collect(self, "left", 0)        # rank 0 may host the store, so it leaves last
         sys.exit(2)
 
     def agree(self, parse, argv):
@@ -87,9 +85,8 @@ class Job:
 
     def agree_on(self, name, function):
         """function() is called on rank 0 and its result, which JSON must be able to carry, given to all."""
-        def first():
-            return function() if self.rank == 0 else None
-        return json.loads(self.share(name, json.dumps(self.together(first, name=name)))[0])
+        found = self.together(lambda: function() if self.rank == 0 else None, name=name)
+        return json.loads(self.share(name, json.dumps(found))[0])
 
     def leaves_help(self, argv):
         """Whether --help is asked for, which rank 0 prints, and this is another."""
@@ -134,8 +131,7 @@ class Job:
             if o.device == "cuda" and not gpus:
                 raise BadInput("--device cuda: torch sees no GPU on at least one machine")
             if o.backend == "nccl" and local_world > gpus:
-                raise BadInput(f"--backend nccl needs a GPU for each of the {local_world} processes of a "
-                               f"machine, one has {gpus}; use --backend gloo")
+                raise BadInput(f"--backend nccl: a machine has {gpus} GPUs for {local_world} ranks; use gloo")
         self.together(devices)
         if gpus:
             self.device = torch.device("cuda", local_rank % gpus)
@@ -164,18 +160,18 @@ class Job:
             problem = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}: {error}"
         # told before anyone gives up: who finds nothing wrong waits for the others here
         told = [text.split("|") for text in self.share("host", f"{this_host()}|{names}|{problem}")]
-        if problems := [text for *_, text in told if text]:
-            raise BadInput(problems[0])
+        for problem in filter(None, (text for *_, text in told)):
+            raise BadInput(problem)
         loopback = [r for r, (_, name, _) in enumerate(told) if name.split(",")[0] in ("lo", "lo0")]
         if loopback and len({host for host, *_ in told}) > 1:
-            raise BadInput(f"rank {loopback[0]} would offer the other hosts its loopback interface: on its "
-                           "host export GLOO_SOCKET_IFNAME=NAME, the interface that the others reach, or "
-                           "start all with --master-addr ADDRESS, node 0's address as the others see it")
+            raise BadInput(f"rank {loopback[0]} would offer other hosts its loopback interface: there export "
+                           "GLOO_SOCKET_IFNAME=NAME, the interface that the others reach, or give torchrun "
+                           "--master-addr ADDRESS, node 0's address as the others see it")
 
     patience = DAY      # seconds for a message that only the log waits for
 
     def meet(self, key, ranks):
-        """A Gloo group of these ranks, for once: (who came, group)."""
+        """A Gloo group of these ranks, for once: (the ranks that came, group)."""
         return ranks, gloo_group(self.store, key, ranks.index(self.rank), len(ranks), DAY)
 
     def averager(self, replicas):
@@ -189,24 +185,27 @@ class Job:
     def rescue(self, run, save):
         """Around training, which needs every process. (survive/ saves here what can be saved.)"""
         try:
-            with Ending(self, run) as self.ending:
+            with Ending(self, run) as self.ending, self.silence(run):
                 yield
         except (BadInput, OSError) as error:        # a full disk, most often
-            run.log.close()
-            self.give_up(f"{one_line(error)}; once that is put right go on with --resume {run.folder}")
+            run.log.bar.close()
+            self.give_up(f"{one_line(error)}; once that is put right {next_command(run)}")
         except RuntimeError:                        # most often a peer's connection that broke
             if self.another_gave_up():
                 sys.exit(2)
-            print(f"stopped: rank {self.rank} at step {run.step}; if another process is gone, go on with "
-                  f"--resume {run.folder}", file=sys.stderr, flush=True)
+            print(f"stopped: rank {self.rank} at step {run.step}; if another process is gone, "
+                  f"{next_command(run)}", file=sys.stderr, flush=True)
             if self.ending.number:
                 sys.exit(2)
             raise
 
+    def silence(self, run):
+        """Says which ranks say nothing. (survive/ goes on without them.)"""
+        return Silence(self, run)
+
     def stop_if_asked(self, save):
         """At the start of a step: after Ctrl-C or SIGTERM all save and leave at the same one."""
-        if self.ending.due():
-            self.ending.stop(save)
+        self.ending.stop_if_due(save)
 
     def give_up(self, line):
         """This rank cannot go on: it says why, and nobody else says anything."""
@@ -242,16 +241,13 @@ class Average:
     def __init__(self, all_reduce, replicas):
         self.all_reduce, self.replicas = all_reduce, replicas
         self.bytes_sent = 0
-        self.waits = []                     # seconds of each
 
     def __call__(self, grad, tokens):
-        start = time.perf_counter()
         count = torch.tensor(float(tokens), device=grad.device)
         works = [self.all_reduce(t) for t in (count, grad)]
         for work in works:
             work.wait()
         self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
-        self.waits.append(time.perf_counter() - start)
         return float(count)
 
 

@@ -10,7 +10,6 @@ import json
 import sys
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 import train
@@ -21,7 +20,7 @@ from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 
-WIRES = {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}
+KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 
 
 class SurvivingJob(Job):
@@ -94,6 +93,9 @@ class SurvivingJob(Job):
         finally:
             run.pipeline.stop()
 
+    def silence(self, run):
+        return contextlib.nullcontext()
+
     def another_gave_up(self):
         """The others go on without this one, so each says why it does not."""
         return False
@@ -130,7 +132,7 @@ def make_outer(job, o, params, replicas, inner):
         job.tell(dict(step=event["outer"] * o.inner_steps, **event))
 
     # in a pipeline the iterations of all go together: there nobody leaves out steps
-    return train.make_outer(job, o, params, replicas, inner, WIRES, store=job.store,
+    return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store,
                             timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=inner.reset)
 
 
@@ -144,8 +146,4 @@ def join(run):
         run.job.refuse(f"--join: no living replica answered ({str(error)[:100]})")
     run.step = run.outer.steps
     print(f"rank {rank} joined at step {run.step}", flush=True)
-    if not run.corpus.streamed:
-        run.reader.cursor = run.step * run.o.microbatches * run.o.batch
-    elif held := run.checkpoints.steps():             # (a stream is read again from there, or from its start)
-        file = run.checkpoints.place(held[-1]) / f"rank{rank}.pt"
-        run.reader.cursor = torch.load(file, weights_only=True, mmap=True)["cursor"]
+    run.reader.cursor = run.step * run.o.microbatches * run.o.batch

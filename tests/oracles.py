@@ -2,16 +2,19 @@
 
 import copy
 import itertools
-from collections import deque
+from collections import Counter, deque
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
 import skippipe
 import train
-from model import rotary
+from model import Config, Llama, rotary
+from noloco import flatten
 from plumbing.data import load_corpus
 from skippipe import chain
+from tests.harness import connected_job, processes
 
 
 def reference_logits(tokens, w, config):
@@ -62,6 +65,71 @@ def scaled_blocks(model, x, rho):
         x = x + rho * layer.self_attn(layer.input_layernorm(x), *angles)
         x = x + rho * layer.mlp(layer.post_attention_layernorm(x))
     return x
+
+
+def small_llama(stages, shape):
+    """(the layers of each stage, the config of a model for messages of this shape): 1, 2, 1, ... layers."""
+    marks = list(accumulate((s % 2 + 1 for s in range(len(stages))), initial=0))
+    layers = [list(range(a, b)) for a, b in pairwise(marks)]
+    return layers, Config(hidden_size=shape[2], num_attention_heads=2, num_key_value_heads=1,
+                          intermediate_size=48, num_hidden_layers=marks[-1])
+
+
+def microbatches(t, paths, shape):
+    generator = torch.Generator().manual_seed(t)
+    return torch.randint(256, (len(paths), shape[0], shape[1] + 1), generator=generator)
+
+
+def _gradients(rank, world, stages, sets, shape, dtype):
+    """Of each set of paths: (loss, tokens home, tokens through this rank, its gradients by name)."""
+    layers, config = small_llama(stages, shape)
+    stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
+    model, job, found = Llama(config, layers[stage], ends=stage == 0), connected_job(), []
+    _, grad = flatten(model.parameters())
+    pipeline = train.Pipeline(model, job, stages, shape, dtype)
+    for t, paths in enumerate(sets):
+        grad.zero_()
+        tokens = microbatches(t, paths, shape)
+        loss, *counts = pipeline.run(paths, {u: tokens[u] for u, p in enumerate(paths) if p[0] == rank})
+        gradients = {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
+        found.append((float(loss), *counts, gradients))
+    job.close()
+    return found
+
+
+def worst_gradient(stages, sets, shape, dtype=torch.float32, tolerance=1e-5):
+    """The largest relative error of a rank's gradient, against one process in float64."""
+    layers, config = small_llama(stages, shape)
+    stage_of = {r: s for s, ranks in enumerate(stages) for r in ranks}
+    whole, size, worst = Llama(config).double(), shape[0] * shape[1], 0.0
+    head_dim = config.hidden_size // config.num_attention_heads
+    angles = rotary(shape[1], head_dim, config.rope_theta, torch.device("cpu"))
+    by_rank = processes(len(stage_of), _gradients, stages, sets, shape, dtype)
+    for t, (paths, found) in enumerate(zip(sets, zip(*by_rank), strict=True)):
+        losses, wants = Counter(), [Counter() for _ in stage_of]
+        for path, tokens in zip(paths, microbatches(t, paths, shape)):
+            x = whole.embed(tokens[:, :-1])
+            for i in [i for r in path for i in layers[stage_of[r]]]:
+                x = whole.model.layers[str(i)](x, *angles)
+            whole.zero_grad()
+            loss = whole.loss(x, tokens[:, 1:])
+            loss.backward()
+            losses[path[0]] += loss.item()
+            for rank, (name, p) in itertools.product(path, whole.named_parameters()):
+                wants[rank][name] += 0 if p.grad is None else p.grad
+        for rank, (loss, home, count, gradients) in enumerate(found):
+            assert count == size * sum(rank in p for p in paths)
+            assert home == size * sum(rank == p[0] for p in paths)
+            assert abs(loss - losses[rank]) <= tolerance * max(1, abs(losses[rank]))
+            for name, got in gradients.items():
+                got, want = torch.from_numpy(got), torch.as_tensor(wants[rank][name])
+                if not want.any():
+                    assert not got.any()
+                else:
+                    worst = max(worst, ((got.double() - want).norm() / want.norm()).item())
+            if count and stage_of[rank] == 0:
+                assert all(got.any() for got in gradients.values())  # embedding, gains and head included
+    return worst
 
 
 def any_paths(stages, count, r):
@@ -143,10 +211,11 @@ def random_network(draw, shape, speeds=(1.0,), memory=(1, 2, 3)):
 def assert_possible(network, paths, rounds, result):
     """The invariants of the time model, checked on a timeline."""
     end, tasks, hops = {}, [[] for _ in network.compute], {}
-    for rank, u, kind, start, stop in result.timeline:
+    for rank, u, number, kind, arrived, start, stop in result.timeline:
         path, hop = paths[u % len(paths)], hops.setdefault(u, 0)
         way = skippipe.chain(path)
         assert rank == way[hop] and kind == skippipe.kind(path, hop)
+        assert number == hop and start >= arrived
         if hop:
             way_there = network.delay[way[hop - 1]][rank] if way[hop - 1] != rank else 0
             assert start >= end[u, hop - 1] + way_there - 1e-6

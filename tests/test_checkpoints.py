@@ -15,7 +15,7 @@ from plumbing.processes import BadInput
 from tests.harness import NEEDS_MUON, SMALL, checkpoint, metrics, options, processes, run, train_main
 
 
-def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_path, monkeypatch):
+def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     argv = [str(a) for a in ["--steps", 6, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]]
     real = torch.save
@@ -32,31 +32,35 @@ def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_pa
     # and a line cut short
     (tmp_path / "runs/x/metrics.jsonl").write_text('{"step": 2}\n{"step": 4, "hel')
     monkeypatch.setattr(torch, "save", real)
+    capsys.readouterr()
     train.main(["--resume", "runs/x"])
+    damaged = 'warning: line 2 of runs/x/metrics.jsonl is damaged and left out: {"step": 4, "hel'
+    assert damaged in capsys.readouterr().out.splitlines()
     train.main([*argv[: -1 - len(SMALL) - 1], "--name", "y", *SMALL])
-    assert torch.equal(
-        checkpoint(tmp_path / "runs/x", 6, 0)["theta"], checkpoint(tmp_path / "runs/y", 6, 0)["theta"]
-    )
+    first, second = (checkpoint(tmp_path / "runs" / name, 6, 0)["theta"] for name in "xy")
+    assert torch.equal(first, second)
     # the whole line from before the checkpoint is still there
     assert [line["step"] for line in metrics(tmp_path / "runs/x")] == [2, 6]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=NEEDS_MUON)])
 def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
-    argv = [
-        "--optimizer", optimizer,
-        "--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--gamma", 1.0, "--eval-every", 3,
-        "--save-every", 6, "--data", corpus, "--name", "x", *SMALL,
-    ]
+    argv = ["--optimizer", optimizer, "--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--gamma", 1.0,
+            "--eval-every", 3, "--save-every", 6, "--data", corpus, "--name", "x", *SMALL]
     run(4, *argv, cwd=tmp_path)
     whole = tmp_path / "runs/x"
     again = shutil.copytree(whole, tmp_path / "runs/y")
     shutil.rmtree(again / "checkpoints/00000012")  # as if killed at step 11
     (again / "checkpoints/00000012").mkdir()
     (again / "checkpoints/00000012/rank0.pt").write_bytes(b"written by one rank only")
-    run(4, "--resume", again, cwd=tmp_path)
+    out = run(4, "--resume", again, cwd=tmp_path)
+    lacking = f"{again}/checkpoints/00000012 lacks the part of rank 1, 2, 3"
+    assert f"warning: {lacking}; step 6 is taken instead" in out.splitlines()
+    assert all(0 < line["held"] <= line["held_max"] < 1 for line in metrics(again)[1:])
+    assert f"held            {metrics(again)[-1]['held']:.1%} of training by synchronisation" in out
     # phi in flight is sent again
-    same = lambda line: {k: v for k, v in line.items() if "second" not in k and k != "sync_bytes"}
+    timed = ("held", "held_max", "sync_bytes")
+    same = lambda line: {k: v for k, v in line.items() if "second" not in k and k not in timed}
     assert list(map(same, metrics(again))) == list(map(same, metrics(whole)))
     for rank in range(4):
         a, b = checkpoint(whole, 12, rank), checkpoint(again, 12, rank)
@@ -96,7 +100,7 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(cor
     before = state()
     for extra in ([], ["--steps", 4, "--eval-every", 2]):
         out = run(2, "--resume", "runs/x", *extra, cwd=tmp_path)
-        assert out.endswith("\nruns/x is finished, all its 4 steps are done: give more --steps to go on\n")
+        assert out.endswith("\nruns/x has done all its 4 steps: give more --steps to go on\n")
     results = processes(2, train_main, ["--resume", "runs/x", "--steps", "3"], cwd=tmp_path)
     assert results == [(2, "error: --steps 3: runs/x has done 4 already; give more\n"), (2, "")]
     assert state() == before
@@ -107,9 +111,8 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(cor
 def test_runs_without_a_name_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "launch", lambda: "now")
-    assert [checkpoints.new_folder(options()) for _ in range(3)] == [
-        "noloco-1-now", "noloco-1-now-2", "noloco-1-now-3"
-    ]
+    found = [checkpoints.new_folder(options()) for _ in range(3)]
+    assert found == ["noloco-1-now", "noloco-1-now-2", "noloco-1-now-3"]
     assert checkpoints.new_folder(options("--name", "mine")) == "mine"
     with pytest.raises(BadInput, match="runs/mine exists: go on with --resume"):
         checkpoints.new_folder(options("--name", "mine"))
@@ -135,6 +138,17 @@ def test_machines_without_a_shared_folder_resume_and_one_without_its_part_refuse
     assert not results[1][1]
 
 
+def test_a_run_goes_on_where_its_data_were_moved_and_not_with_other_data(corpus, tmp_path):
+    folder = shutil.copytree(corpus, tmp_path / "before")
+    run(2, "--steps", 2, "--data", "before", "--name", "x", *SMALL, cwd=tmp_path)
+    folder.rename(tmp_path / "after")
+    run(2, "--resume", "runs/x", "--data", "after", "--steps", 3, cwd=tmp_path)
+    assert '"data": "after"' in (tmp_path / "runs/x/config.json").read_text()
+    (tmp_path / "after/0.txt").write_text("other words")
+    results = processes(2, train_main, ["--resume", "runs/x", "--steps", "4"], cwd=tmp_path)
+    assert [code for code, _ in results] == [2, 2] and "the data differ from those of runs/x" in results[0][1]
+
+
 def test_resume_with_another_number_of_processes_is_refused(corpus, tmp_path):
     run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
     ((code, text),) = processes(1, train_main, ["--resume", "runs/x"], cwd=tmp_path)
@@ -152,6 +166,6 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_line(form, corpus, tm
     results = processes(2, train_main, ["--resume", "runs/x", "--steps", "4"], cwd=tmp_path)
     assert [code for code, _ in results] == [2, 2] and not results[1][1]
     assert results[0][1] == (
-        "error: runs/x/checkpoints/00000002/rank1.pt was written by another version of this program, "
-        "which alone can go on with it\n"
+        "error: runs/x/checkpoints/00000002/rank1.pt was written by another version of this program, and "
+        "runs/x/checkpoints has no other that all ranks hold\n"
     )

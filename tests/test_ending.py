@@ -1,15 +1,19 @@
 """Runs that end early: Ctrl-C, a disk that is full."""
 
 import os
+import re
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import train
+from plumbing import silence
 from plumbing.report import Log
-from tests.harness import SMALL, checkpoint, metrics, processes, run, store_host, train_main
+from tests.harness import SMALL, captured, checkpoint, metrics, processes, run, store_host, train_main
 
 
 def _interrupted(rank, world, argv, number):
@@ -25,9 +29,8 @@ def _interrupted(rank, world, argv, number):
     return train_main(rank, world, argv)
 
 
-@pytest.mark.parametrize(
-    "number, extra", [(signal.SIGINT, ["--gamma", "1.0"]), (signal.SIGTERM, ["--survive", "30"])]
-)
+@pytest.mark.parametrize("number, extra", [(signal.SIGINT, ["--gamma", "1.0"]),
+                                           (signal.SIGTERM, ["--survive", "30"])])
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_to_the_bit(number, extra, corpus, tmp_path):
     argv = ["--stages", "2,2", "--inner-steps", 4, "--steps", 9, "--eval-every", 4, "--data", corpus]
     argv = [*map(str, [*argv, *extra, *SMALL])]
@@ -61,7 +64,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_one_line_of_one_rank(corpus, tm
     lines = [line for _, text in results for line in text.splitlines() if "runs/x/" in line]
     assert lines == [
         "error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File too large; once "
-        "that is put right go on with --resume runs/x"
+        "that is put right remove runs/x, which holds no checkpoint yet, and start again"
     ]
     assert not any("Traceback" in text or "stopped" in text for _, text in results)
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".tmp", ".pt")]
@@ -79,9 +82,41 @@ def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monke
             train.main(argv)
     assert stop.value.code == 2
     line = "error: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"
-    assert capsys.readouterr().err.splitlines()[-1].startswith(line)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"{line}; once that is put right go on with --resume runs/x"
     monkeypatch.setattr("plumbing.report.os.replace", full)
     with pytest.raises(SystemExit) as stop:
         train.main(["--resume", "runs/x", "--steps", "6"])
     assert stop.value.code == 2 and line in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def _silent(rank, world, argv):
+    """Rank 1 stops in the midst of training; it goes on when rank 0 has said that it is silent."""
+    silence.PATIENCE = 1.0
+    pid = Path("pid")
+    if rank == 1:
+        usual, pid_of_mine = train.inner_step, os.getpid()
+
+        def stop_once(run, *rest):
+            if run.step == 2 and not pid.exists():
+                pid.write_text(str(pid_of_mine))
+                os.kill(pid_of_mine, signal.SIGSTOP)
+            return usual(run, *rest)
+        train.inner_step = stop_once
+    else:
+        write = tqdm.write
+
+        def wake(text, *args, **kwargs):
+            write(text, *args, **kwargs)
+            if "no sign of life" in text:
+                os.kill(int(pid.read_text()), signal.SIGCONT)
+        tqdm.write = staticmethod(wake)
+    return captured(rank, world, train.main, argv)
+
+
+def test_a_silent_rank_is_named_and_training_goes_on_when_it_is_back(corpus, tmp_path):
+    argv = ["--method", "ddp", "--steps", 4, "--data", corpus, "--name", "x", *SMALL]
+    (code, out), _ = processes(2, _silent, [str(a) for a in argv], cwd=tmp_path)
+    assert code == 0 and "kept in" in out
+    assert re.search(r"no sign of life from rank 1 for \d+ s: .* --resume runs/x", out)

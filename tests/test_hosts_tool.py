@@ -1,7 +1,8 @@
-"""tools/hosts.py. The oracle is the kernel: who hears whom, and which networks /proc still shows."""
+"""tools/hosts.py. The oracles: sockets and clocks inside hosts; what /proc and control groups still show."""
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -10,29 +11,37 @@ from pathlib import Path
 
 import pytest
 
-from tools.hosts import Hosts, missing, read
+from planning.instance import city_links
+from tools import hosts as tool
+from tools.hosts import Hosts, enter, read
 
 ROOT = Path(__file__).parents[1]
 TOOL = [sys.executable, "-m", "tools.hosts"]
+UDP, TCP = socket.SOCK_DGRAM, socket.SOCK_STREAM
+COUNT = """import time
+n, begin = 0, float(input())
+time.sleep(begin - time.time())
+while time.time() < begin + 2: n += 1
+print(n)"""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def able():
     """Skip where this machine cannot be several, unless it is the one that must test this."""
-    reason = missing()
-    if reason and os.environ.get("CI"):
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
+    try:
+        with Hosts(2, cpu={(): 0.5}):
+            pass
+    except OSError as error:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
 
 
 def run(*arguments):
     return subprocess.run([*TOOL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def networks():
-    """The network namespaces of all processes."""
-    found = set()
+def left():
+    """The network namespaces of all processes, and the tool's control groups."""
+    found = set(tool.CGROUPS.glob("**/hosts.*"))
     for process in Path("/proc").glob("[0-9]*"):
         try:
             found.add(os.readlink(process / "ns/net"))
@@ -42,64 +51,140 @@ def networks():
 
 
 def socket_on(hosts, host, kind):
-    """A socket stays in the network where it was made: a thread goes there, makes it, and ends."""
+    """A bound socket stays in the network where it was made: a thread goes there, makes it, and ends."""
     def make():
-        hosts.enter(host)
+        enter(hosts.networks[host])
         return socket.socket(socket.AF_INET, kind)
 
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(make).result()
     made.settimeout(20)
+    made.bind((f"10.77.0.{host + 1}", 0))
     return made
 
 
-def test_hosts_reach_each_other_and_nobody_else(able):
-    tcp = socket.SOCK_STREAM
+def connected(hosts, one, other):
+    client = socket_on(hosts, one, TCP)
+    with socket_on(hosts, other, TCP) as server:
+        server.listen()
+        client.connect(server.getsockname())
+        return client, server.accept()[0]
+
+
+def goodput(hosts, pairs, seconds=2):
+    """Mbit/s that arrive over TCP, from a second after the start on, at each pair's second host."""
+    begin = time.monotonic() + 1
+
+    def send(client):
+        while time.monotonic() < begin + seconds:
+            client.sendall(bytes(100_000))
+        client.close()
+
+    def receive(server):
+        size = 0
+        while text := server.recv(1_000_000):
+            size += len(text) if time.monotonic() > begin else 0
+            last = time.monotonic()
+        return size * 8e-6 / (last - begin)
+
+    with ThreadPoolExecutor(2 * len(pairs)) as threads:
+        ends = [connected(hosts, *pair) for pair in pairs]
+        results = [(threads.submit(send, client), threads.submit(receive, server)) for client, server in ends]
+        return [result.result() for _, result in results]
+
+
+def round_trip(hosts, one, other):
+    """Milliseconds, the median of 9."""
+    ends, times = [socket_on(hosts, host, UDP) for host in (one, other)], []
+    for _ in range(9):
+        begin = time.monotonic()
+        for here, there in (ends, ends[::-1]):
+            here.sendto(b"ping", there.getsockname())
+            assert there.recv(100) == b"ping"
+        times.append(1000 * (time.monotonic() - begin))
+    return statistics.median(times)
+
+
+def test_hosts_reach_each_other_and_nobody_else():
     with Hosts(2) as hosts, socket.create_server(("", 0)) as outside:
-        with socket_on(hosts, 1, tcp) as server, socket_on(hosts, 0, tcp) as client:
-            server.bind((hosts.address(1), 0))
-            server.listen()
-            client.connect(server.getsockname())
+        client, server = connected(hosts, 0, 1)
+        with client, server:
             client.sendall(b"hello")
-            accepted, (address, _) = server.accept()
-            with accepted:
-                assert accepted.recv(5) == b"hello"
-            assert address == hosts.address(0)
-            assert min(hosts.bytes(0)) > 100
+            assert server.recv(5) == b"hello"
+            assert server.getpeername()[0] == "10.77.0.1"
         port = outside.getsockname()[1]
         for address in ("127.0.0.1", "192.0.2.1"):          # its own loopback; the world
-            with socket_on(hosts, 0, tcp) as client, pytest.raises(OSError):
+            with socket_on(hosts, 0, TCP) as client, pytest.raises(OSError):
                 client.connect((address, port))
         outside.setblocking(False)
         with pytest.raises(BlockingIOError):                # nobody came
             outside.accept()
 
 
-def test_cut_drops_both_directions_until_restored(able):
-    with Hosts(3, mbit=100, slow={1: 50}) as hosts:
-        ends = [socket_on(hosts, host, socket.SOCK_DGRAM) for host in range(3)]
-        for host, end in enumerate(ends):
-            end.bind((hosts.address(host), 7000))
+def test_round_trip_times_are_those_asked_for():
+    with Hosts(5, latency={(): 20, (3,): 40, (1, 2): 60, (1, 3): 10}) as hosts:
+        for pair, latency in {(0, 1): 20, (3, 0): 40, (2, 1): 60, (1, 3): 10}.items():
+            assert round_trip(hosts, *pair) == pytest.approx(2 * latency, rel=0.1)
+
+
+def test_goodput_is_the_rate_asked_for():
+    with Hosts(4, mbit={(): 80, (3,): 8, (0, 2): 20}, latency={(): 5}) as hosts:
+        assert goodput(hosts, [(0, 1)]) == pytest.approx([80], rel=0.1)
+        assert goodput(hosts, [(1, 0), (2, 1), (3, 2)]) == pytest.approx([80, 80, 8], rel=0.1)
+        assert goodput(hosts, [(0, 2), (1, 3)]) == pytest.approx([20, 8], rel=0.1)
+        sent, received = hosts.bytes[1][0], hosts.bytes[0][1]
+        hosts.rate((0,), 40)
+        [speed] = goodput(hosts, [(1, 0)])
+        assert speed == pytest.approx(40, rel=0.1)
+        assert hosts.bytes[0][1] - received == pytest.approx(3 * 40e6 / 8, rel=0.2)
+        assert hosts.bytes[1][0] - sent >= hosts.bytes[0][1] - received
+
+
+def test_half_the_processors_compute_half_as_fast():
+    ratios, pipes = [], dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for _ in range(3):
+        with Hosts(2, cpu={(): 0.2, (1,): 0.1}) as hosts:
+            counts = [hosts.start(host, [sys.executable, "-c", COUNT], **pipes) for host in (0, 1)]
+            begin = f"{time.time() + 0.5}\n"
+            with ThreadPoolExecutor(2) as threads:
+                full, half = threads.map(lambda count: int(count.communicate(begin)[0]), counts)
+            ratios.append(half / full)
+    assert statistics.median(ratios) == pytest.approx(0.5, rel=0.15)
+
+
+def test_version_2_of_control_groups(monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "CGROUPS", tmp_path)
+    tool.limit(tmp_path / "x", 0.25)
+    assert (tmp_path / "x/cpu.max").read_text() == "5000 20000"
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
+
+
+def test_without_control_groups_one_line_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "CGROUPS", tmp_path)
+    with pytest.raises(OSError, match="^--cpu: no control groups, version 1 or 2, in"):
+        Hosts(2, cpu={(): 0.5})
+
+
+def test_cut_drops_both_directions_until_restored():
+    with Hosts(3, mbit={(): 100, (1,): 50}) as hosts:
+        ends = [socket_on(hosts, host, UDP) for host in range(3)]
 
         def send(text, sender, receiver):
-            ends[sender].sendto(text, (hosts.address(receiver), 7000))
+            ends[sender].sendto(text, ends[receiver].getsockname())
 
         def exchange(text, one, other):
-            send(text, one, other)
-            assert ends[other].recv(100) == text
-            send(text, other, one)
-            assert ends[one].recv(100) == text
+            for here, there in ((one, other), (other, one)):
+                send(text, here, there)
+                assert ends[there].recv(100) == text
 
         exchange(b"before", 0, 1)
-        hosts.cut(1)
+        hosts.cut([1])
         send(b"lost", 0, 1)
         send(b"lost", 1, 0)
         exchange(b"meanwhile", 0, 2)                        # the others go on
-        hosts.rate(1, 20)
-        hosts.restore(1)
+        hosts.rate((1,), 20)
+        hosts.cut([1], 0)
         exchange(b"after", 0, 1)                            # had "lost" only been late, it would come first
-        for end in ends:
-            end.close()
 
 
 @pytest.mark.parametrize("command, number, status", [
@@ -107,48 +192,57 @@ def test_cut_drops_both_directions_until_restored(able):
     ("exit 3", None, 3),
     ("echo here; sleep 1000", signal.SIGINT, 130),
     ("echo here; sleep 1000 & wait", signal.SIGTERM, 143),
-    ("echo here; sleep 1000 & wait", signal.SIGKILL, -9),
+    ("echo here; setsid sleep 1000 & wait", signal.SIGKILL, -9),
 ])
-def test_nothing_is_left_behind(able, command, number, status):
-    before = networks()
-    with subprocess.Popen([*TOOL, "2", "--", "sh", "-c", command], cwd=ROOT, stdout=subprocess.PIPE) as tool:
+def test_nothing_is_left_behind(command, number, status):
+    before = left()
+    argv = [*TOOL, "2", "--cpu", "0.5", "--", "sh", "-c", command]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE) as process:
         try:
             if number:
-                assert tool.stdout.readline() == b"here\n"
-                assert len(networks() - before) >= 3        # two hosts and the switch
-                tool.send_signal(number)
-            assert tool.wait(60) == status
+                assert process.stdout.readline() == b"here\n"
+                assert len(left() - before) >= 4            # two networks, two control groups
+                process.send_signal(number)
+            assert process.wait(60) == status
         finally:
-            tool.kill()
+            process.kill()
     deadline = time.monotonic() + 30
-    while networks() - before and time.monotonic() < deadline:
+    while left() - before and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert networks() <= before
+    assert left() <= before
 
 
-def test_torchrun_is_told_where_it_is(able, tmp_path):
-    torchrun = tmp_path / "torchrun"
-    torchrun.write_text('#!/bin/sh\necho "$@"\nexit $NODE_RANK\n')
-    torchrun.chmod(0o755)
-    done = run("2", "--logs", str(tmp_path), "--", str(torchrun), "--nproc-per-node", "1", "train.py")
-    told = "--nnodes 2 --node-rank {} --master-addr 10.77.0.1 --master-port 29500 --nproc-per-node 1 train.py"
-    told = [told.format(host) + "\n" for host in range(2)]
+def test_every_host_is_told_where_it_is(tmp_path):
+    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    line = " ".join(f"${name} $PET_{name}" for name in names)
+    done = run("2", "--logs", str(tmp_path), "--", "sh", "-c", f"echo {line}; exit $NODE_RANK")
+    told = [f"2 2 {host} {host} 10.77.0.1 10.77.0.1 29500 29500\n" for host in range(2)]
     assert done.returncode == 0
     assert done.stdout == told[0]
     assert done.stderr == "host 1 ended with status 1:\n" + told[1]
     assert [(tmp_path / f"host{host}.log").read_text() for host in range(2)] == told
 
 
-def test_what_node_0_prints_sets_things_off(able):
+def test_what_node_0_prints_sets_things_off():
     events = ["--cut", "2@step 1:+0", "--rate", "1@0=5", "--cut", "1@step 2:"]
     done = run("3", *events, "--", "sh", "-c", "echo step 1:")
     lines = sorted(line.split(" s: ")[1] for line in done.stderr.splitlines())
-    assert lines == ["host 1 at 5 Mbit/s", "host 2 back", "host 2 cut off"]
+    assert lines == ["cut (2,) 0.0", "rate (1,) 5.0"]
+
+
+def test_cities():
+    options = read("14 --cities --mbit 5=20 --latency 0-1=7 -- true".split())
+    (mbit, latency, _), (seconds, speed) = options.tables, city_links()["Belgium", "Germany"]
+    assert (mbit[0, 2], latency[0, 2]) == (speed * 8e-6, seconds * 1000)
+    assert (mbit[()], mbit[5,], latency[0, 1], latency[0, 12]) == (0, 20, 7, 1)
+    assert (latency[2, 12], mbit[2, 12]) == (latency[0, 2], mbit[0, 2])
 
 
 @pytest.mark.parametrize("arguments", [
     "", "4", "4 --", "1 -- true", "201 -- true", "x -- true", "4 --mbit -1 -- true", "4 --slow 4=2 -- true",
-    "4 --slow 2 -- true", "4 --cut 3 -- true", "4 --cut 4@1 -- true", "4 --rate 3@1 -- true", "4 -- no-such",
+    "4 --slow 2 -- true", "4 --slow 2-2=5 -- true", "4 --latency 1-4=5 -- true", "4 --latency 2= -- true",
+    "4 --cpu 0 -- true", "4 --cpu 1-2=1 -- true", "4 --rate 1-4@3=5 -- true",
+    "4 --cut 3 -- true", "4 --cut 4@1 -- true", "4 --rate 3@1 -- true", "4 -- no-such",
 ])
 def test_bad_arguments_give_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -1,7 +1,6 @@
 """noloco.py beyond the equations: what it refuses, the README's example, Gloo's network interface."""
 
 import contextlib
-import io
 import os
 import re
 import shutil
@@ -180,25 +179,6 @@ def test_sharded_parameters_are_refused_and_a_noloco_per_shard_equals_whole_repl
     for rank, (said, weights) in enumerate(sharded):
         assert said.startswith("sharded parameters: give plain copies of this rank's shards")
         assert weights == pytest.approx(whole[rank // 2], abs=1e-6)
-
-
-def _readme_optimizer_example(rank, world):
-    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    block = next(block for block in blocks if "outer = NoLoCo(" in block)
-    scope, out = {}, io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(block, scope)
-    return out.getvalue(), scope["outer"].steps, scope["model"].weight.tolist()
-
-
-def test_readme_optimizer_example_learns_its_target():
-    """A loop as torchrun runs it: every rank's weights come near those that they should be.
-
-    With two replicas they are equal.
-    """
-    (first, steps, weights), (second, _, others) = processes(2, _readme_optimizer_example)
-    assert first.startswith("rank 0: loss 0.0") and second.startswith("rank 1: loss 0.0") and steps == 400
-    assert weights == others and torch.allclose(torch.tensor(weights), torch.ones(1, 8), rtol=0, atol=0.05)
 
 
 # ---------------- gloo_interface

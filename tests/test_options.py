@@ -1,8 +1,9 @@
 """Options: what --help says; bad input is one line and status 2, from rank 0 alone."""
 
-import gzip
 import json
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 import train
 from plumbing import report
 from plumbing.processes import BadInput
-from tests.harness import SMALL, options, processes, run, train_main
+from tests.harness import HERE, SMALL, options, processes, run, train_main
 
 
 LLAMA = dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -37,16 +38,20 @@ def bad(*argv, error):
         bad("--data", "short.txt", "--seq-len", 512, error="data has"),
         bad("--data", "mixed", error="mixes"),
         bad("--data", "tokens.bin", error="give --vocab 60001 or more"),
-        bad("--data", "broken.json.gz", error="broken.json.gz"),
-        bad("--data", "nulls.json.gz", error="nulls.json.gz, line 21: no JSON object with a text"),
-        bad("--data", "few.json.gz", error="fewer than one sequence"),
+        bad("--data", "c4.json.gz", error="as .bin files once: python -m tools.prepare c4.json.gz FOLDER"),
+        bad("--data", "x.png", error="x.png is no text file"),
         bad("--init-from", "nowhere", error="nowhere"),
         bad("--init-from", "torn", error="Unterminated"),
         bad("--init-from", "foreign", error="model_type None is not supported, only llama"),
         bad("--init-from", "llama", "--hidden", 64, error="--hidden 64 differs from the 32 of llama"),
         bad("--init-from", "llama", "--data", "short.txt", error="No such file"),
-        bad("--resume", "torn", error="no readable config.json there (Unterminated"),
-        bad("--resume", "foreign", error="no readable config.json there"),
+        bad("--resume", "torn", error="no readable config.json of a run there (Unterminated"),
+        bad("--resume", "foreign", error="no readable config.json of a run there"),
+        bad("--resume", "lr", error="lr is 'fast'"),
+        bad("--resume", "ways", error="method is 'fedavg'"),
+        bad("--resume", "stages", error="stages is [2, '2']"),
+        bad("--resume", "batch", error="batch is None"),
+        bad("--resume", "tied", error="tied is 1"),
         bad("--vocab", 100, "--data", "short.txt", error="vocabulary of 256"),
         bad("--tokenizer", "nowhere.json", "--data", "short.txt", error="nowhere.json"),
         bad("--layers-per-stage", "1,1", error="stages must share"),
@@ -81,14 +86,14 @@ def test_bad_input_is_one_line_and_status_2(argv, error, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("mixed").mkdir()
-    for name in ("empty.txt", "mixed/a.txt", "mixed/b.bin"):
+    for name in ("empty.txt", "mixed/a.txt", "mixed/b.bin", "c4.json.gz"):
         Path(name).touch()
     Path("short.txt").write_text("too short " * 60)
     Path("tokens.bin").write_bytes(torch.tensor([1, 60000] * 2000, dtype=torch.uint16).numpy().tobytes())
-    Path("broken.json.gz").write_bytes(b"not gzip")
-    Path("nulls.json.gz").write_bytes(gzip.compress(b'{"text": null}\n' * 30))
-    Path("few.json.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n' * 30))
-    for name, text in (("torn", '{"method": "nol'), ("foreign", '{"unknown": 1}')):
+    Path("x.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    for name, text in (("torn", '{"method": "nol'), ("foreign", '{"unknown": 1}'), ("lr", '{"lr": "fast"}'),
+                       ("ways", '{"method": "fedavg"}'), ("stages", '{"stages": [2, "2"]}'),
+                       ("batch", '{"batch": null}'), ("tied", '{"tied": 1}')):
         Path(name).mkdir()
         Path(name, "config.json").write_text(text)
     Path("llama").mkdir()
@@ -108,19 +113,15 @@ def test_bad_input_under_several_processes_is_printed_by_rank_0_alone(tmp_path):
 
 
 def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
-    out = run(
-        2, "--alpha", 0.5, "--gamma", 3.1, "--steps", 1, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path
-    )
+    out = run(2, "--alpha", 0.5, "--gamma", 3.1, "--steps", 1, "--data", corpus, "--name", "x", *SMALL,
+              cwd=tmp_path)
     assert out.count("warning: gamma 3.1") == 1
     assert "warning: gamma 3.1 is outside 0 < gamma < 3.000" in out         # for two; many replicas: 1.5
 
 
-@pytest.mark.parametrize("argv, outer", [
-    ((), (50, 0.5, 0.7, 0.7)),
-    (("--alpha", "0"), (50, 0.0, 0.7, 0.7)),
-    (("--method", "diloco"), (100, 0.3, 0.7, 0.7)),
-    (("--model", "tiny"), (10, 0.0, 1.0, 1.0)),
-], ids=str)
+@pytest.mark.parametrize("argv, outer", [((), (50, 0.5, 0.7, 0.7)), (("--alpha", "0"), (50, 0.0, 0.7, 0.7)),
+                                         (("--method", "diloco"), (100, 0.3, 0.7, 0.7)),
+                                         (("--model", "tiny"), (10, 0.0, 1.0, 1.0))], ids=str)
 def test_weights_from_elsewhere_take_the_papers_outer_settings_unless_asked_for_tinys(argv, outer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     o = train.parse(["--init-from", str(tmp_path), *argv], 8)
@@ -155,15 +156,12 @@ def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_
     assert sorted(listed) == sorted(f.name.replace("_", "-") for f in fields(train.Options))
     entries = re.findall(r"^  --([a-z0-9-]+)(.*?)(?=^  --|^$|\Z)", text, re.M | re.S)
     help_of = {option: " ".join(words.split()) for option, words in entries}
-    for option, defaults in {
-        "lr": "tiny 0.003, small 0.0006, medium 0.0002, large 0.00012",
-        "steps": "tiny 300, small 25000, medium 25000, large 25000",
-        "hidden": "tiny 128, small 768, medium 2048, large 4096",
-        "inner-steps": "noloco 50, diloco 100, noloco with tiny 10, diloco with tiny 20",
-        "alpha": "noloco 0.5, diloco 0.3, noloco with tiny 0.0, diloco with tiny 0.0",
-        "group-size": "noloco 2",
-        "clip": "1.0",
-    }.items():
+    for option, defaults in {"lr": "tiny 0.003, small 0.0006, medium 0.0002, large 0.00012",
+                             "steps": "tiny 300, small 25000, medium 25000, large 25000",
+                             "hidden": "tiny 128, small 768, medium 2048, large 4096",
+                             "inner-steps": "noloco 50, diloco 100, noloco with tiny 10, diloco with tiny 20",
+                             "alpha": "noloco 0.5, diloco 0.3, noloco with tiny 0.0, diloco with tiny 0.0",
+                             "group-size": "noloco 2", "clip": "1.0"}.items():
         assert help_of[option].endswith(f"(default: {defaults})"), help_of[option]
 
 
@@ -180,3 +178,9 @@ def test_runs_of_older_versions_go_on_unless_they_used_what_is_gone(corpus, tmp_
         Path("runs/x/config.json").write_text(json.dumps({**config, **gone}))
         with pytest.raises(BadInput, match="was started with --.*, which this version lacks"):
             options("--resume", "runs/x")
+
+
+def test_importing_a_module_changes_no_warnings():
+    code = ("import warnings, torch, tqdm, model, noloco; before = list(warnings.filters); "
+            "import plumbing.report, plumbing.checkpoints, plumbing.data; assert warnings.filters == before")
+    subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True, timeout=60)

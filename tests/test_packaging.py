@@ -19,9 +19,8 @@ def test_the_wheel_holds_three_modules_and_installs(tmp_path):
     pytest.importorskip("build")
     for name in ("pyproject.toml", "README.md", "LICENSE", *(m + ".py" for m in MODULES)):
         shutil.copy(HERE / name, tmp_path)
-    run_in = lambda *command: subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    run_in = lambda *command: subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True,
+                                             text=True, timeout=120)
     built = run_in("-m", "build", "--no-isolation")  # an sdist, and the wheel from it
     assert built.returncode == 0, built.stdout + built.stderr
     (wheel,) = (tmp_path / "dist").glob("*.whl")
@@ -30,12 +29,8 @@ def test_the_wheel_holds_three_modules_and_installs(tmp_path):
         about = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
     assert re.findall(r"^Provides-Extra: (.*)$", about, re.M) == ["plot", "hf", "test", "all"]
     assert re.findall(r"^Requires-Dist: (\w+)>=[\d.]+$", about, re.M) == ["torch", "einops", "tqdm"]
-    assert (
-        run_in(
-            "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", "fresh", str(wheel)
-        ).returncode
-        == 0
-    )
+    offline = ["--quiet", "--no-deps", "--no-index", "--target", "fresh"]
+    assert run_in("-m", "pip", "install", *offline, str(wheel)).returncode == 0
     code = "import noloco, skippipe, model; print(noloco.__file__, skippipe.__file__, model.__file__)"
     found = run_alone(tmp_path / "fresh", "-c", code)
     assert [Path(f).parent for f in found.split()] == [tmp_path / "fresh"] * 3
@@ -44,9 +39,8 @@ def test_the_wheel_holds_three_modules_and_installs(tmp_path):
 def run_alone(folder, *command):
     """What Python prints where there is nothing of this repository but what the folder holds."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True,
+                          timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

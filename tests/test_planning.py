@@ -1,18 +1,17 @@
 """The planner beyond test_minimal.py: invariants, feasibility, the dead, assignment, command line."""
 
-import csv
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
+import time
+from dataclasses import replace
 
 import pytest
 
 import skippipe
-from planning import search
+from planning import methods, search
 from planning.__main__ import main
 from planning.assign import assign_stages
 from planning.instance import published_network
@@ -20,6 +19,7 @@ from tests.harness import HERE
 from tests.oracles import PUBLISHED_ROUTES, assert_possible, random_network, valid_combinations
 
 PLANS = [skippipe.plan, search.plan]    # the paper's, and ours
+NETWORK = published_network()[0]
 
 
 def cap(monkeypatch, caps):
@@ -27,29 +27,25 @@ def cap(monkeypatch, caps):
     monkeypatch.setattr(skippipe, "node_caps", lambda network, share, dead=(): caps)
 
 
-def test_conflict_based_search_alone_finds_valid_paths():
-    network, _ = published_network()
-    for plan in PLANS:
-        found = plan(network, 4, 3, rounds=2, seconds=None, collisions=False)
-        assert skippipe.check(network, found.paths, 4) == [] and found.work < 1000 and found.makespan < 40
+@pytest.mark.parametrize("plan", PLANS)
+def test_conflict_based_search_alone_finds_valid_paths(plan):
+    found = plan(NETWORK, 4, 3, rounds=2, seconds=None, collisions=False)
+    assert skippipe.check(NETWORK, found.paths, 4) == [] and found.work < 1000 and found.makespan < 40
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_valid_plan_is_found_exactly_where_there_is_one(plan, monkeypatch):
     draw, none = random.Random("feasible"), 0
+    kinds = [([1, 2, 1, 1], 3), ([2, 1, 1, 2], 2), ([1, 1, 2], 2), ([2, 2, 1], 3), ([1, 1, 1, 1], 4)]
     for _ in range(150):
-        shape, kept = draw.choice(
-            [([1, 2, 1, 1], 3), ([2, 1, 1, 2], 2), ([1, 1, 2], 2), ([2, 2, 1], 3), ([1, 1, 1, 1], 4)]
-        )
+        shape, kept = draw.choice(kinds)
         network = random_network(draw, shape)
         quota = [draw.choice([0, 1, 1, 2, 3]) for _ in network.compute]
-        origins = (
-            network.stages[0] * draw.choice([1, 2]) if len(network.stages[0]) == 1 else network.stages[0]
-        )
-        possible = next(valid_combinations(network, kept, origins, quota), None)
+        each = draw.choice([1, 2]) if shape[0] == 1 else 1
+        possible = next(valid_combinations(network, kept, network.stages[0] * each, quota), None)
         cap(monkeypatch, quota)
         try:
-            found = plan(network, kept, len(origins) // len(network.stages[0]), seconds=None, iterations=30)
+            found = plan(network, kept, each, seconds=None, iterations=30)
             assert possible and skippipe.check(network, found.paths, kept) == []
         except skippipe.Infeasible as error:
             assert possible is None and "cannot be met" in str(error)
@@ -63,10 +59,7 @@ def test_random_instances_keep_the_invariants(plan, monkeypatch):
     for case in range(200):
         shape = [draw.randint(1, 3) for _ in range(draw.randint(1, 5))]
         network = random_network(draw, shape, (1.0,) if case % 2 else (0.3, 1.0, 3.0))
-        kept = draw.randint(1, len(shape))
-        each = draw.randint(1, 4)
-        rounds = draw.randint(1, 2)
-        swaps = draw.randint(0, 2)
+        kept, each, rounds, swaps = (draw.randint(*e) for e in ((1, len(shape)), (1, 4), (1, 2), (0, 2)))
         dead = {draw.randrange(sum(shape))} if case % 3 == 0 else set()
         monkeypatch.undo()
         if case % 5 == 0:       # memory, not the caps, decides: first come, first served may deadlock
@@ -81,39 +74,41 @@ def test_random_instances_keep_the_invariants(plan, monkeypatch):
         result = skippipe.simulate(network, found.paths, rounds=rounds, order=found.order)
         assert result.makespan == found.makespan >= found.bound - 1e-6
         assert_possible(network, found.paths, rounds, result)
-        paths = skippipe.random_valid_paths(network, kept, each, swaps, case, dead)
+        paths = methods.random_valid_paths(network, kept, each, swaps, case, dead)
         assert skippipe.check(network, paths, kept, swaps, dead) == []
 
 
 def test_a_plan_depends_on_seed_and_work_alone():
     network = random_network(random.Random(3), [3, 2, 2, 2], memory=(3,))
-    first, again, other = (
-        search.plan(network, 3, 3, seconds=None, iterations=900, seed=seed) for seed in (1, 1, 2)
-    )
-    assert (first.paths, first.order, first.makespan, first.work) == (
-        again.paths, again.order, again.makespan, again.work
-    )
-    assert (first.paths, first.order) != (other.paths, other.order)
-    longer = search.plan(network, 3, 3, seconds=None, iterations=3000, seed=1)
-    assert longer.makespan <= first.makespan
+    first, again, other, longer = (
+        replace(search.plan(network, 3, 3, seconds=None, iterations=work, seed=seed), seconds=0)
+        for seed, work in ((1, 900), (1, 900), (2, 900), (1, 3000)))
+    assert first == again       # paths, order, makespan, bound, work and every task
+    assert (first.paths, first.order) != (other.paths, other.order) and longer.makespan <= first.makespan
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_dead_nodes_and_what_cannot_be_met(plan, monkeypatch):
-    network, _ = published_network()
-    found = plan(network, 4, 3, 2, seconds=None, iterations=50, dead={5, 8, 11})
-    assert len(found.paths) == 12 and skippipe.check(network, found.paths, 4, dead={5, 8, 11}) == []
-    whole_stage = plan(network, 4, 3, 2, seconds=None, iterations=50, dead={15, 8, 14})
-    assert skippipe.check(network, whole_stage.paths, 4, dead={15, 8, 14}) == []
-    three_stages = [r for stage in network.stages[1:4] for r in stage]
-    for constraint, dead in {"CC1": network.stages[0], "CC3": three_stages, "TC1": ()}.items():
+    for dead, paths in ({5, 8, 11}, 12), ({15, 8, 14}, 15):      # two nodes and an origin; a whole stage
+        found = plan(NETWORK, 4, 3, 2, seconds=None, iterations=50, dead=dead)
+        assert len(found.paths) == paths and skippipe.check(NETWORK, found.paths, 4, dead=dead) == []
+    three_stages = [r for stage in NETWORK.stages[1:4] for r in stage]
+    for constraint, dead in {"CC1": NETWORK.stages[0], "CC3": three_stages, "TC1": ()}.items():
         if constraint == "TC1":
             cap(monkeypatch, [2] * 20)
         with pytest.raises(skippipe.Infeasible, match=constraint):
-            plan(network, 4, 3, 2, seconds=None, iterations=50, dead=dead)
-    for wrong in (dict(stages_kept=7), dict(stages_kept=4, microbatches_per_origin=0)):
-        with pytest.raises(ValueError):
-            plan(network, **wrong)
+            plan(NETWORK, 4, 3, 2, seconds=None, iterations=50, dead=dead)
+    for wrong, words in (
+        (dict(stages_kept=7), "stages_kept must be 1 to 6"),
+        (dict(microbatches_per_origin=0), "microbatches_per_origin and rounds 1 or more"),
+        (dict(dead={99}), r"dead: \[99\] are no nodes of a network of 20"),
+        (dict(stages_kept=1.5), r"all whole numbers; got \(1.5"),
+        (dict(microbatches_per_origin=2.0), r"all whole numbers; got \(4, 2.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan(NETWORK, **{**dict(stages_kept=4, seconds=None, iterations=20), **wrong})
+    with pytest.raises(ValueError, match="no nodes"):
+        methods.random_valid_paths(NETWORK, 4, dead={-1})
 
 
 def test_a_slow_node_gets_less_work():
@@ -127,90 +122,70 @@ def test_a_slow_node_gets_less_work():
     assert found.makespan < skippipe.simulate(network, one_each).makespan
 
 
-def test_planned_order_beats_waiting_in_line_and_deadlocks_are_refused():
-    network, _ = published_network()
+def test_an_order_that_deadlocks_is_refused():
     paths = PUBLISHED_ROUTES["SkipPipe"][2]
-    order = skippipe.simulate(network, paths, rounds=2).order()
+    order = skippipe.simulate(NETWORK, paths, rounds=2).order
     order[8].reverse()
     with pytest.raises(skippipe.Deadlock):
-        skippipe.simulate(network, paths, rounds=2, order=order)
-    assert skippipe.Search(network, 4, 3, 2).simulate(paths, order) is None
+        skippipe.simulate(NETWORK, paths, rounds=2, order=order)
+    assert skippipe.Search(NETWORK, 4, 3, 2).simulate(paths, order) is None
 
 
 def test_assigned_stages_are_at_least_as_good_as_the_published():
-    published, names = published_network()
-    stages = assign_stages(
-        published.delay, published.compute, [5, 3, 3, 3, 3, 3], 4, 3, 2, overhead=0.13, origin_overhead=0.09,
-        seconds=None, iterations=250,
-    )
+    assert NETWORK.compute == [0.44] * 20 and published_network()[1][10] == "London"
+    assert 132 < NETWORK.delay[6][10] < 133 and published_network(corrected=True)[0].delay[6][10] < 1
+    stages = assign_stages(NETWORK.delay, NETWORK.compute, [5, 3, 3, 3, 3, 3], 4, 3, 2, overhead=0.13,
+                           origin_overhead=0.09, seconds=None, iterations=250)
     assert [len(s) for s in stages] == [5, 3, 3, 3, 3, 3]
     assert sorted(r for s in stages for r in s) == list(range(20))
-    network = skippipe.Network(published.delay, published.compute, stages, 3, 0.13, 0.09)
-    ours, theirs = (
-        search.plan(n, 4, 3, 2, seconds=None, iterations=600).makespan for n in (network, published)
-    )
+    ours, theirs = (search.plan(replace(NETWORK, stages=s), 4, 3, 2, seconds=None, iterations=600).makespan
+                    for s in (stages, NETWORK.stages))
     assert ours <= theirs
     with pytest.raises(ValueError):
-        assign_stages(published.delay, published.compute, [5, 3], 2)
+        assign_stages(NETWORK.delay, NETWORK.compute, [5, 3], 2)
 
 
-def test_skippipe_command_line(tmp_path, capsys):
-    delay = [[0.0 if i == j else 0.5 for j in range(4)] for i in range(4)]
-    (tmp_path / "mine.json").write_text(json.dumps(dict(delay=delay, compute=0.1, stages=[[0, 1], [2], [3]])))
-    main(
-        [
-            "--instance", str(tmp_path / "mine.json"), "--kept", "2", "--figure", "",
-            "--results", str(tmp_path / "r.json"), "--save", str(tmp_path / "again.json"), "--seconds", "0.5",
-        ]
-    )
-    assert "SkipPipe without TC2" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "r.json").read_text())["paths"]) == 6
-    assert json.loads((tmp_path / "again.json").read_text())["stages"] == [[0, 1], [2], [3]]
-    with open(tmp_path / "links.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["a", "b", "latency_ms", "bandwidth_gib_s"], ["X", "Y", 10, 0.1]])
-    main(
-        [
-            "--links", str(tmp_path / "links.csv"), "--sizes", "2,1,1", "--kept", "2", "--figure", "",
-            "--results", "", "--seconds", "0.2",
-        ]
-    )
-    (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "odd.json").write_text(
-        json.dumps(dict(delay=[[0, "x"], [1, 0]], compute=1, stages=[[0], [1]]))
-    )
-    capsys.readouterr()
-    for wrong in (
-        ["--kept", "9"], ["--kept", "x"], ["--dead", "99"], ["--nodes", "7"], ["--sizes", "3,x"],
-        ["--instance", "nowhere.json"], ["--instance", str(tmp_path / "broken.json")],
-        ["--instance", str(tmp_path / "odd.json")], ["--nonsense"],
-        ["--links", str(tmp_path / "broken.json")], ["--compute", "-1"], ["--memory", "0"],
-        ["--dead", "0,3,4,10,11"], ["--seconds", "-1"], ["--rounds", "0"], ["--nodes", "-3"],
+def test_networks_that_cannot_be_and_no_paths_get_one_clear_line():
+    assert skippipe.check(NETWORK, []) == ["there is no path"]
+    with pytest.raises(ValueError, match="there is no path to simulate"):
+        skippipe.simulate(NETWORK, [])
+    for wrong, words in (
+        (dict(memory=2.5), "memory must be whole numbers of microbatches, 0 to 1e9"),
+        (dict(memory=1e308), "memory must be whole numbers of microbatches, 0 to 1e9"),
+        (dict(stages=[[0.0], [1]]), "stages must be non-empty lists of different nodes below 2, whole"),
+        (dict(stages=[0, 1]), "stages must be non-empty lists"),
+        (dict(compute=1e308), "must be seconds from 0 to 1e9"),
+        (dict(delay=[[0, "x"], [1, 0]]), "must be seconds from 0 to 1e9"),
     ):
-        with pytest.raises(SystemExit) as stop:
-            main([*wrong, "--figure", "", "--results", ""])
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, (wrong, error)
+        with pytest.raises(ValueError, match=words) as caught:
+            skippipe.Network(**{**dict(delay=[[1] * 2] * 2, compute=1, stages=[[0], [1]]), **wrong})
+        assert "\n" not in str(caught.value)
+    network = skippipe.Network([[1] * 3] * 3, 1, [[0], [1]])        # node 2 has no stage: idle, and named
+    assert "node 2 of stage None, which is not there" in " ".join(skippipe.check(network, [(0, 2)]))
+    assert skippipe.plan(network, 2, 1, seconds=0).paths == [(0, 1)]
+    with pytest.raises(skippipe.Infeasible, match="CC1 cannot be met: a node of stage 0 has memory 0"):
+        skippipe.plan(replace(network, memory=0), 2, 1, seconds=0)
 
 
-def test_skippipe_hands_over_to_the_command_line():
-    line = [sys.executable, str(HERE / "skippipe.py"), "--kept", "9"]
-    out = subprocess.run(line, capture_output=True, text=True, timeout=120)
-    assert out.returncode == 2 and out.stderr.startswith("error: --kept 9: takes 1 to 6"), out.stderr
+def test_the_limit_of_time_holds_after_each_methods_first_plan(monkeypatch):
+    """300 paths per origin: the draws, the tree and the neighbourhoods all look at the clock."""
+    drawn, texts, draw = [], [], methods.random_valid_paths
+    monkeypatch.setattr(methods, "random_valid_paths", lambda *a, **k: drawn.append(1) or draw(*a, **k))
+    start = time.process_time()
+    rows, found = methods.compare(NETWORK, 4, 300, 2, (), 0.5, texts.append)
+    assert time.process_time() - start < 8 and len(drawn) < 25      # 2 s on an idle core
+    assert skippipe.check(NETWORK, found.paths, 4) == []
+    assert [r["note"] for r in rows if "random" in r["method"]] == [f"median of {len(drawn)} draws"]
+    assert {"full pipeline", "random valid paths, draw 1", "SkipPipe, first plan"} <= set(texts)
 
 
-def error_of(capsys, *argv):
-    """main's one line on this command line."""
-    with pytest.raises(SystemExit) as stop:
-        main([*map(str, argv)])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
-    return error
+# ---- the command line
 
 
 def write_network(file, stages, **more):
-    nodes = sum(map(len, stages))
+    nodes = max(max(stage) for stage in stages) + 1
     delay = [[0.0 if i == j else 0.5 for j in range(nodes)] for i in range(nodes)]
-    file.write_text(json.dumps(dict(delay=delay, compute=0.1, stages=stages, **more)))
+    file.write_text(json.dumps({**dict(delay=delay, compute=0.1, stages=stages), **more}))
 
 
 def test_the_command_line_shows_the_paths_and_overwrites_nothing(tmp_path, monkeypatch, capsys):
@@ -220,53 +195,90 @@ def test_the_command_line_shows_the_paths_and_overwrites_nothing(tmp_path, monke
     write_network(tmp_path / "sub/mine.json", [[0], [1], [2], [3], [4], [5]])
     made = set()
     for argv, name, stages in (
-        (["--instance", "mine.json"], "runs/skippipe-mine", [[0, 1], [2], [3]]),
-        (["--instance", "sub/mine.json"], "runs/skippipe-sub-mine", [[r] for r in range(6)]),
-        (["--instance", "sub/mine.json", "--kept", 3], "runs/skippipe-sub-mine-kept-3",
-         [[r] for r in range(6)]),
-        (["--kept", 3], "runs/skippipe-kept-3", published_network()[0].stages),
-        (["--dead", "5,7"], "runs/skippipe-dead-5,7", published_network()[0].stages),
+        ([], "", NETWORK.stages),
+        (["--instance", "mine.json"], "-instance-mine", [[0, 1], [2], [3]]),
+        (["--instance", "sub/mine.json"], "-instance-sub-mine", [[r] for r in range(6)]),
+        (["--instance", "sub/mine.json", "--kept", 3], "-instance-sub-mine-kept-3", [[r] for r in range(6)]),
+        (["--dead", "5,7"], "-dead-5,7", NETWORK.stages),
     ):
+        name = f"runs/skippipe{name}"
         main([*map(str, argv), "--seconds", "0"])
         out = capsys.readouterr().out
         assert f"picture  {name}.png\nnumbers  {name}.json\n" in out
         data = json.loads((tmp_path / f"{name}.json").read_text())
         kept = argv[-1] if "--kept" in argv else round(2 / 3 * len(stages))
         assert data["stages"] == stages and {len(path) for path in data["paths"]} == {kept}
-        stage_of = {r: s for s, stage in enumerate(stages) for r in stage}
-        names = data["names"] or ["node"] * len(stage_of)
+        names = data["names"] or ["node"] * 6
         for path in data["paths"]:
-            shown = r" +> ".join(re.escape(f"{names[r]} {r} ({stage_of[r]})") for r in path)
-            assert re.search(rf"^[\d,]+ +{shown}$", out, re.M), (path, out)
+            shown = (f"{names[r]} {r} ({s})" for r in path for s, stage in enumerate(stages) if r in stage)
+            assert re.search(rf"^ *\d+ x  {' +> '.join(map(re.escape, shown))}$", out, re.M), (path, out)
         made |= {f"{name}.png", f"{name}.json"}
-        monkeypatch.setattr("planning.__main__.draw", lambda file, *_: Path(file).touch())  # one was drawn
-    assert {str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/skippipe*")} == made
+        monkeypatch.setattr("planning.__main__.draw", lambda *_: None)      # one was drawn
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.glob("**/skippipe*")} == made
+
+
+def test_the_command_line_says_what_is_planned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_network(tmp_path / "mine.json", [[0, 1], [2, 4], [3]], compute=1e8)
+    plain = ["--seconds", "0", "--figure", "", "--results", ""]
+    main(["--instance", "mine.json", "--kept", "2", "--microbatches", "1", "--save", "again.json", *plain])
+    out = capsys.readouterr().out
+    assert "2 origins x 1 paths x 2 rounds = 4 microbatches" in out and "SkipPipe without TC2" in out
+    assert "dead" not in out and re.search(r"^Idle nodes: node (2|4) \(1\)$", out, re.M)
+    rows = [line for line in out.splitlines() if " s  " in line]        # whose columns stay apart
+    assert len(rows) >= 4 and all(re.search(r"  \d+\.\d{3} s  ", row) for row in rows)
+    assert json.loads((tmp_path / "again.json").read_text())["stages"] == [[0, 1], [2, 4], [3]]
+    main(["--instance", "again.json", "--dead", "1", *plain])
+    assert "1 dead of stage 0 take 6 microbatches with them" in capsys.readouterr().out
+    main(["--sizes", "2,1,1", "--kept", "2", *plain])
+    assert "4 nodes; stages of [2, 1, 1] nodes, 2 kept" in capsys.readouterr().out
+
+
+def error_of(capsys, *argv):
+    """main's one line on this command line."""
+    with pytest.raises(SystemExit) as stop:
+        main([*map(str, argv)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, (argv, error)
+    return error
 
 
 def test_the_command_lines_errors_name_what_is_wrong(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_network(tmp_path / "mine.json", [[0, 1], [2], [3]])
+    write_network(tmp_path / "flat.json", [[0], [1]], delay=3)
+    write_network(tmp_path / "memory.json", [[0], [1]], memory=2.5)
+    write_network(tmp_path / "typo.json", [[0], [1]], memroy=3)
     (tmp_path / "no.json").write_text("delay: 3")
-    (tmp_path / "odd.csv").write_text("a,b,latency_ms,bandwidth_gib_s\nX,Y,1,1\nY,Z,1,1\n")
     for argv, words in (
-        (["--instance", "mine.json", "--nodes", 4], "leave out --nodes, --sizes and --links"),
-        (["--instance", "mine.json", "--sizes", "2,1,1"], "leave out --nodes, --sizes and --links"),
-        (["--instance", "mine.json", "--kept", 4], "--kept 4: takes 1 to 3"),
-        (["--sizes", "2,1,1", "--kept", 0], "--kept 0: takes 1 to 3"),
-        (["--dead", "x"], "--dead: takes whole numbers with commas between them, not x"),
-        (["--dead", "99"], "--dead: [99] are no nodes of the network"),
-        (["--rounds", 0], "--microbatches and --rounds take numbers from 1"),
-        (["--instance", "no.json"], "--instance no.json: is no JSON"),
-        (["--links", "odd.csv"], "--links odd.csv: must have the columns a,b,latency_ms,bandwidth_gib_s"),
-        (["--nodes", 0], "must be positive and add up to the 0 nodes"),
+        (["--instance", "mine.json", "--sizes", "2,1,1"], "leave out --sizes"),
+        (["--instance", "mine.json", "--kept", 4], "stages_kept must be 1 to 3"),
+        (["--dead", "x"], "--dead: invalid numbers value: 'x'"),
+        (["--dead", "99"], "dead: [99] are no nodes of a network of 20"),
+        (["--dead", "0,3,4,10,11"], "CC1 cannot be met: no node of stage 0 is alive"),
+        (["--seconds", -1], "--seconds takes a time from 0"),
+        (["--instance", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (["--instance", "no.json"], "no.json: is no JSON"),
+        (["--instance", "typo.json"], "typo.json: must hold an object with delay and compute, and only"),
+        (["--instance", "flat.json"], "flat.json: delay must be a list of rows"),
+        (["--instance", "memory.json"], "memory.json: memory must be whole numbers"),
+        (["--figure", "."], "Is a directory: '.'"),
     ):
-        assert words in error_of(capsys, *argv)
+        assert words in error_of(capsys, *argv, "--results", ""), argv
 
     def compare(*_):
-        raise AssertionError("it began to plan")
+        raise KeyError("a mistake of ours")
     monkeypatch.setattr("planning.__main__.compare", compare)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "the picture needs matplotlib" in error_of(capsys)
+    with pytest.raises(KeyError, match="a mistake of ours"):       # a traceback, not the user's one line
+        main(["--figure", "", "--results", ""])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "the picture needs matplotlib" in error_of(capsys)      # said before anything is planned
+
+
+def test_skippipe_hands_over_to_the_command_line():
+    line = [sys.executable, str(HERE / "skippipe.py"), "--dead", "99"]
+    out = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 2 and out.stderr.startswith("error: dead: [99] are no nodes"), out.stderr
 
 
 def test_arrays_and_tensors_are_taken_as_delays_and_compute():
@@ -274,49 +286,16 @@ def test_arrays_and_tensors_are_taken_as_delays_and_compute():
     delay = [[0, 1, 2, 3], [1, 0, 2, 2], [2, 2, 0, 1], [3, 2, 1, 0]]
     compute, stages = [1, 2, 1, 3], [[0, 1], [2], [3]]
     want = skippipe.plan(skippipe.Network(delay, compute, stages), 2, 2, seconds=None, iterations=50)
-    given = [(numpy.array(delay, dtype), numpy.array(compute, dtype))
-             for dtype in ("float64", "float32", "float16", "int64", "uint8")]
-    given += [(torch.tensor(delay, dtype=dtype), torch.tensor(compute, dtype=dtype))
-              for dtype in (torch.float32, torch.bfloat16, torch.int32)]
-    given += [([numpy.array(row) for row in delay], [numpy.float32(w) for w in compute])]
+    given = [(numpy.array(delay, dtype), numpy.array(compute, dtype)) for dtype in ("float16", "uint8")]
+    given += [(torch.tensor(delay, dtype=torch.bfloat16), torch.tensor(compute, dtype=torch.int32)),
+              ([numpy.array(row) for row in delay], [numpy.float32(w) for w in compute])]
     for delays, seconds in given:
         network = skippipe.Network(delays, seconds, numpy.array([[0], [2], [3]]), memory=numpy.int64(3))
         assert json.loads(json.dumps(vars(network)))["delay"] == delay and network.stages == [[0], [2], [3]]
-        network = skippipe.Network(delays, seconds, stages)
+        network = replace(network, stages=stages)
         found = skippipe.plan(network, numpy.int64(2), 2, seconds=None, iterations=50)
         assert (found.paths, found.order, found.makespan) == (want.paths, want.order, want.makespan)
-    with pytest.raises(ValueError, match="must be numbers from 0, and finite"):
+    with pytest.raises(ValueError, match="must be seconds from 0 to 1e9"):
         skippipe.Network(numpy.full((4, 4), numpy.nan), compute, stages)
     with pytest.raises(ValueError, match="as many columns as rows"):
         skippipe.Network(numpy.zeros(4), compute, stages)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_unknown_dead_nodes_and_broken_numbers_of_stages_are_refused(plan):
-    network, _ = published_network()
-    for wrong, words in (
-        (dict(dead={99}), r"dead: \[99\] are no nodes of a network of 20"),
-        (dict(stages_kept=1.5), "all whole numbers; got 1.5"),
-        (dict(microbatches_per_origin=2.0), "all whole numbers; got 4, 2.0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            plan(network, **{**dict(stages_kept=4, seconds=None, iterations=20), **wrong})
-    with pytest.raises(ValueError, match="no nodes"):
-        skippipe.random_valid_paths(network, 4, dead={-1})
-
-
-def test_readme_planner_example_prints_what_it_says(tmp_path):
-    """Every number that the example's comments promise, from skippipe.py alone in a folder, without torch."""
-    block = next(
-        b
-        for b in re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-        if "skippipe.plan(" in b
-    )
-    shutil.copy(HERE / "skippipe.py", tmp_path)
-    line = [sys.executable, "-S", "-c", block]      # -S: no installed packages
-    out = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120).stdout
-    promised = [line.split("# ")[1] for line in block.splitlines() if "print(" in line]
-    lines = out.splitlines()
-    assert len(lines) == len(promised) == 5 and lines[2] == "[]"
-    for line, words in zip(lines, promised):
-        assert all(number in line for number in re.findall(r"\d+\.\d+", words)), (line, words)

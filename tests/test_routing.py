@@ -168,11 +168,13 @@ def test_links_are_read_in_the_order_of_this_runs_ranks(tmp_path):
     assert network.delay == [[0, 5, 6], [2, 0, 1], [4, 3, 0]] and network.compute == [9, 7, 8]
     assert network.stages == [[0], [1, 2]] and network.memory == [3] * 3 and network.origin_overhead == 0.5
     for text, error in (
-        ("{", "JSONDecodeError"),
-        ("[]", "AttributeError"),
-        ('{"stages": [2, 1]}', "stages must be lists of nodes"),
-        ('{"stages": [[2], [1]]}', r"has stages of \[1, 1\] nodes, this run of \[1, 2\]"),
-        ('{"delay": [[0]], "compute": 1}', "--links .* IndexError"),
+        ("{", "--links .*is no JSON"),
+        ("[]", "--links .*must hold an object with delay and compute"),
+        (json.dumps(dict(delay=delay, compute=1, stages=[2, 1])), "stages must be non-empty lists"),
+        (json.dumps(dict(delay=delay, compute=1, stages=[[2], [1]])),
+         r"has stages of \[1, 1\] nodes, this run of \[1, 2\]"),
+        ('{"delay": [[0]], "compute": 1}', "--links .*different nodes below 1"),
+        ('{"delay": 3, "compute": 1}', "--links .*delay must be a list of rows"),
     ):
         file.write_text(text)
         with pytest.raises(BadInput, match=error) as caught:

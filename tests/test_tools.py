@@ -12,65 +12,51 @@ from model import Config, Llama
 from noloco import flatten
 from plumbing.data import load_corpus
 from tests.harness import SMALL, captured, checkpoint, metrics, options, processes, run
-from tools import emulate, export, partial
+from tools import emulate, export, partial, plot
 
 
 def test_export_equals_ours_in_transformers(corpus, tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
-    run(
-        3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local", "--kv-heads", 1,
+    run(3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local", "--kv-heads", 1,
         "--rope-theta", 500, "--steps", 6, "--lr", 0.01, "--data", corpus, "--name", "x", *SMALL,
-        cwd=tmp_path,
-    )
+        cwd=tmp_path)
     monkeypatch.chdir(tmp_path)
     config = Config(256, 32, 64, 4, 2, 1, 500.0)
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     printed = {}
     for choice, ranks in (("0", [0]), ("1", [1]), ("mean", [0, 1])):
         export.main(["runs/x", f"out{choice}", "--replica", choice])
-        printed[choice] = float(
-            re.search(
-                rf"{'mean of all' if choice == 'mean' else 'replica ' + choice} +(\S+)",
-                capsys.readouterr().out,
-            )[1]
-        )
+        label = "mean of all" if choice == "mean" else f"replica {choice}"
+        printed[choice] = float(re.search(rf"{label} +(\S+)", capsys.readouterr().out)[1])
         ours = [Llama(config, [0]), Llama(config, [1, 2, 3], ends=False)]
         for part, held in zip(ours, (ranks, [2])):
-            flatten(part.parameters())[0].copy_(
-                sum(checkpoint(tmp_path / "runs/x", 6, r)["theta"] for r in held) / len(held)
-            )
+            thetas = [checkpoint(tmp_path / "runs/x", 6, r)["theta"] for r in held]
+            flatten(part.parameters())[0].copy_(sum(thetas) / len(held))
         theirs = transformers.AutoModelForCausalLM.from_pretrained(f"out{choice}")
         want = ours[0].logits(ours[1].blocks(ours[0].blocks(ours[0].embed(tokens))))
         assert torch.allclose(theirs(tokens).logits, want, rtol=0, atol=1e-5)
         assert theirs.dtype == torch.float32
     line = metrics(tmp_path / "runs/x")[-1]
-    assert sorted([printed["0"], printed["1"]]) == pytest.approx(
-        [line["heldout_min"], line["heldout_max"]], abs=2e-6
-    )
+    span = [line["heldout_min"], line["heldout_max"]]
+    assert sorted([printed["0"], printed["1"]]) == pytest.approx(span, abs=2e-6)
     assert printed["mean"] != printed["0"]
     said = theirs.generate(tokens[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=8, do_sample=False)
     assert torch.equal(said[:, :5], tokens[:1, :5])
     assert 5 < said.shape[1] <= 13
     assert theirs.generation_config.eos_token_id == 0
-    for tokenizer in (
-        transformers.AutoTokenizer.from_pretrained("outmean"),
-        transformers.PreTrainedTokenizerFast(tokenizer_file="outmean/tokenizer.json"),
-    ):
-        for text in (
-            "def f(x):\n\treturn  x . 's , a",
-            " \u0100\u0120 \u00e9 e\u0301 \u4f60\u597d \U0001f389\0\r\n",
-            "".join(map(chr, range(300))),
-        ):
+    for tokenizer in (transformers.AutoTokenizer.from_pretrained("outmean"),
+                      transformers.PreTrainedTokenizerFast(tokenizer_file="outmean/tokenizer.json")):
+        for text in ("def f(x):\n\treturn  x . 's , a",
+                     " \u0100\u0120 \u00e9 e\u0301 \u4f60\u597d \U0001f389\0\r\n",
+                     "".join(map(chr, range(300)))):
             assert tokenizer(text).input_ids == list(text.encode())
             assert tokenizer.decode(list(text.encode())) == text
     capsys.readouterr()  # transformers' bars
     torn = tmp_path / "runs/x/checkpoints/00000006/rank2.pt"
     torn.write_bytes(torn.read_bytes()[:1000])
-    for argv, error in (
-        (["out0"], "not an empty folder"),
-        (["new", "--replica", "2"], "takes 0, 1, mean, not 2"),
-        (["new"], "00000006/rank2.pt is damaged"),
-    ):
+    for argv, error in ((["out0"], "not an empty folder"),
+                        (["new", "--replica", "2"], "takes 0, 1, mean, not 2"),
+                        (["new"], "00000006/rank2.pt is damaged")):
         with pytest.raises(SystemExit):
             export.main(["runs/x", *argv])
         lines = capsys.readouterr().err.splitlines()
@@ -81,9 +67,7 @@ def test_partial_inference_equals_the_layers_in_one_process(skip_run, corpus):
     folder = skip_run / "runs/x"
     run(5, folder, "--shares", "1,0.67,0.34", cwd=skip_run, main=partial.main)
     rows = json.loads((folder / "partial.json").read_text())
-    assert [row["stages"] for row in sorted(rows, key=lambda row: row["stages"])] == [
-        [0], [0, 1], [0, 1, 2], [0, 2]
-    ]
+    assert sorted(row["stages"] for row in rows) == [[0], [0, 1], [0, 1, 2], [0, 2]]
     assert rows[0]["heldout_loss"] == pytest.approx(metrics(folder)[-1]["heldout_loss"], abs=1e-6)
     run(5, folder, "--shares", "1", "--dead", "1,2,4", cwd=skip_run, main=partial.main)
     dead = json.loads((folder / "partial.json").read_text())
@@ -104,7 +88,7 @@ def test_partial_inference_equals_the_layers_in_one_process(skip_run, corpus):
 
 
 def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monkeypatch, capsys):
-    """So a plain Llama has the loss that training evaluated (Eq. 6 of skippipe.py). --unscaled: neither."""
+    """So a plain Llama has the loss that training evaluated (the rho rule). --unscaled: neither."""
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.chdir(shutil.copytree(skip_run, tmp_path / "skip"))
     line, states = metrics(Path("runs/x"))[-1], [checkpoint(Path("runs/x"), 3, r) for r in range(5)]
@@ -148,13 +132,14 @@ NO_LINKS = "tools.emulate needs --links FILE and several processes, all on one m
     "main, world, argv, error",
     [
         (export.main, 1, [], "the following arguments are required: run, out"),
-        (export.main, 1, ["nowhere", "out"], "--resume nowhere: no readable config.json there"),
+        (export.main, 1, ["nowhere", "out"], "error: nowhere: no readable config.json of a run there"),
         (export.main, 1, ["started", "out"], "started has no checkpoint with the parts of all 2 ranks"),
         (export.main, 1, ["started", "out", "--stages", "2"], "unrecognized arguments: --stages 2"),
         (export.main, 2, ["started", "out"], "tools.export runs in one process, without torchrun"),
+        (plot.main, 1, ["started"], "started: no readable metrics.jsonl there, give folders of runs"),
         (partial.main, 1, [], "the following arguments are required: run"),
         (partial.main, 1, ["--dead", "7"], "the following arguments are required: run"),
-        (partial.main, 2, ["nowhere"], "--resume nowhere: no readable config.json there"),
+        (partial.main, 2, ["nowhere"], "error: nowhere: no readable config.json of a run there"),
         (partial.main, 2, ["started", "--shares", "nan"], "--shares takes shares above 0, at most 1"),
         (partial.main, 2, ["started", "--shares", "0"], "--shares takes shares above 0, at most 1"),
         (partial.main, 2, ["started", "--shares", "1,1.1"], "--shares takes shares above 0, at most 1"),
@@ -191,9 +176,8 @@ def test_dead_ranks_must_leave_an_origin_of_this_run(dead, skip_run):
         assert all(code == 0 for code, _ in results), results
         return
     assert [code for code, _ in results] == [2] * 5
-    assert results[0][1].splitlines()[-1] == (
-        f"error: --dead {dead}: takes ranks of this run, and must leave one of the origins [0, 1]"
-    )
+    line = f"error: --dead {dead}: takes ranks of this run, and must leave one of the origins [0, 1]"
+    assert results[0][1].splitlines()[-1] == line
 
 
 @pytest.mark.parametrize("main", [partial.main, emulate.main], ids=lambda main: main.__module__)
@@ -202,3 +186,22 @@ def test_help_of_a_tool_is_rank_0s_alone(main, tmp_path):
     assert [code for code, _ in results] == [0, 0]
     option = "--shares" if main is partial.main else "--time-scale"
     assert "usage: " in results[0][1] and option in results[0][1] and not results[1][1]
+
+
+def test_plot_has_four_panels_log_bytes_and_a_note_where_corpora_differ(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.chdir(tmp_path)
+    for name, corpus in (("a", "1"), ("b", "1"), ("c", "2")):
+        Path(name).mkdir()
+        rows = [dict(step=s, tokens=s, sync_bytes=s, pipeline_bytes=0, seconds=s, heldout_loss=3 / s,
+                     heldout_nats_per_byte=None, corpus=corpus) for s in (1, 2)]
+        rows = [dict(event="joined"), *rows]
+        Path(name, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plotted = plot.draw({Path(n): plot.rows_of(Path(n)) for n in "ab"})
+    assert len(plotted.axes) == 4 and not plotted.get_suptitle()
+    assert [axis.get_xscale() for axis in plotted.axes] == ["linear", "linear", "log", "linear"]
+    assert all([list(line.get_ydata()) for line in axis.lines] == [[3, 1.5]] * 2 for axis in plotted.axes)
+    pyplot.close("all")
+    plot.main(["a", "c", "--out", "out.png"])
+    assert Path("out.png").exists() and "different corpora" in pyplot.gcf().get_suptitle()
+    pyplot.close("all")

@@ -3,7 +3,7 @@
     python -m tools.export runs/NAME OUT [--replica mean]
 
 Prints the held-out loss of each replica and of the mean, whichever is written. Where paths left stages out
-the weights that are written have the scale of Eq. 6 (skippipe.py), unless the run was --unscaled.
+the rho rule (planning/rho.py) is in the weights that are written, unless the run was --unscaled.
 """
 import argparse
 from pathlib import Path
@@ -13,10 +13,10 @@ import torch
 from model import Llama
 from noloco import flatten
 from planning.rho import multiply
-from plumbing.checkpoints import Checkpoints, read
+from plumbing.checkpoints import Checkpoints, load, rho_of
 from plumbing.data import load_data
 from plumbing.huggingface import save_pretrained, save_tokenizer
-from plumbing.options import Parser, layout, whole_config
+from plumbing.options import Parser, empty_folder, layout, whole_config
 from plumbing.processes import BadInput, Job
 from skippipe import full_paths
 from train import Pipeline, evaluate, parse
@@ -26,7 +26,7 @@ def main(argv=None):
     job = Job()
     parser = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="its folder, with the checkpoint parts of all ranks")
-    parser.add_argument("out", type=Path, help="a folder that does not exist yet, or is empty")
+    parser.add_argument("out", type=empty_folder, help="a folder that does not exist yet, or is empty")
     parser.add_argument("--replica", default="mean", help="0, 1, ..., or the mean of all (default)")
     job.together(export, parser, argv, job)
 
@@ -41,13 +41,10 @@ def export(parser, argv, job):
         raise BadInput("tools.export runs in one process, without torchrun")
     if a.replica not in names:
         raise BadInput(f"--replica takes {', '.join(names)}, not {a.replica}")
-    if a.out.exists() and (not a.out.is_dir() or any(a.out.iterdir())):
-        raise BadInput(f"{a.out}: exists and is not an empty folder")
     step, parts = newest(job, Path(a.run), stages)
     corpus, _ = load_data(o, 0, 1)
     model = Llama(whole_config(o), device=job.device)
-    flat = by_stage(model, layers)
-    rho = rho_of(o, parts[0])
+    flat, rho = by_stage(model, layers), rho_of(o, parts[0])
     pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     print(f"{a.run}, step {step}; held-out loss in nats per token, corpus {corpus.digest}")
     for name in sorted(names, key=a.replica.__eq__):        # that one comes last and stays in the model
@@ -69,17 +66,12 @@ def newest(job, folder, stages):
     """(step, {rank: its part}) of the newest checkpoint of which all parts are here."""
     checkpoints = Checkpoints(job, folder)
     held = {r: checkpoints.parts(r, ranks) for ranks in stages for r in ranks}
-    steps = set.intersection(*map(set, held.values()))
-    if not steps:
+    step, lacking = checkpoints.whole(held)
+    if step < 0:
         raise BadInput(f"{folder} has no checkpoint with the parts of all {len(held)} ranks: bring those "
                        "that are on other machines here")
-    return max(steps), {r: read(files[max(steps)]) for r, files in held.items()}
-
-
-def rho_of(o, part):
-    """Of each stage, as the checkpoint that this is a part of was evaluated."""
-    known = None if o.unscaled else part.get("rho")
-    return known or [1.0] * len(o.stages)
+    job.say(f"warning: {why}; step {step} is taken instead" for why in lacking)
+    return step, {r: load(files[step]) for r, files in held.items()}
 
 
 def by_stage(model, layers):
@@ -87,11 +79,8 @@ def by_stage(model, layers):
     def owner(name):
         return next((s for s, held in enumerate(layers) for i in held if f".layers.{i}." in name), 0)
 
-    flat = []
-    for s in range(len(layers)):
-        theta, _ = flatten(p for name, p in model.named_parameters() if owner(name) == s)
-        flat.append(theta)
-    return flat
+    return [flatten(p for name, p in model.named_parameters() if owner(name) == s)[0]
+            for s in range(len(layers))]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A first picture of any runs: held-out loss against steps, tokens, bytes and seconds, and the weight spread.
+"""A first picture of any runs: held-out loss against steps, tokens, bytes and seconds.
 
     python -m tools.plot runs/A runs/B [--out runs/plot.png]
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 
-PANELS = {      # what is on the x axis: (its label, a row's value)
-    "step": ("inner steps", lambda row: row["step"]),
-    "tokens": ("tokens, millions", lambda row: row["tokens"] / 1e6),
-    "bytes": ("sent by all ranks, GB", lambda row: (row["sync_bytes"] + row["pipeline_bytes"]) / 1e9),
-    "seconds": ("seconds of training", lambda row: row["seconds"]),
+PANELS = {      # the label of the x axis: the value of a row
+    "inner steps": lambda row: row["step"],
+    "tokens, millions": lambda row: row["tokens"] / 1e6,
+    "MB sent by all ranks": lambda row: (row["sync_bytes"] + row["pipeline_bytes"]) / 1e6,
+    "seconds of training": lambda row: row["seconds"],
 }
 
 
@@ -41,10 +41,10 @@ def plot(parser, argv):
 
 def rows_of(folder):
     """The evaluations of a run."""
-    file = folder / "metrics.jsonl"
-    if not file.exists():
-        raise BadInput(f"{folder}: no metrics.jsonl there; give folders of runs, e.g. runs/NAME")
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    try:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{folder}: no readable metrics.jsonl there, give folders of runs ({error})")
     rows = [row for row in rows if "heldout_loss" in row]
     if not rows:
         raise BadInput(f"{folder}: no evaluation in its metrics.jsonl yet")
@@ -54,21 +54,19 @@ def rows_of(folder):
 def draw(found):
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(PANELS) + 1, figsize=(4 * len(PANELS) + 4, 3.6), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharey=True, layout="constrained")
     per_byte = all(row["heldout_nats_per_byte"] for rows in found.values() for row in rows)
-    key = "heldout_nats_per_byte" if per_byte else "heldout_loss"
-    for axis, (label, value) in zip(axes, PANELS.values()):
+    key, unit = ("heldout_nats_per_byte", "byte") if per_byte else ("heldout_loss", "token")
+    for axis, (label, value) in zip(axes.flat, PANELS.items()):
         for folder, rows in found.items():
             axis.plot([value(row) for row in rows], [row[key] for row in rows], ".-", label=folder.name)
-        axis.set_xlabel(label)
-        axis.set_ylabel("held-out nats per byte" if per_byte else "held-out nats per token")
-    for folder, rows in found.items():
-        axes[-1].plot([row["step"] for row in rows], [row["weight_spread"] for row in rows], ".-")
-    axes[-1].set_xlabel("inner steps")
-    axes[-1].set_ylabel("weight spread over a stage's replicas")
-    axes[0].legend()
-    for axis in axes:
+        axis.set(xlabel=label, ylabel=f"held-out nats per {unit}")
         axis.grid(alpha=0.3)
+    if any(PANELS["MB sent by all ranks"](row) for rows in found.values() for row in rows):
+        axes[1, 0].set_xscale("log")
+    axes[0, 0].legend()
+    if len({row.get("corpus") for rows in found.values() for row in rows} - {None}) > 1:
+        figure.suptitle("The runs have different corpora: their losses do not compare.")
     return figure
 
 
