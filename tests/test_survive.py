@@ -89,7 +89,7 @@ def inject(faults, store):
 
     Those before the step at which it starts are over.
     """
-    begin, swap, exchange = SurvivingPipeline.begin, SurvivingNoLoCo.swap, SurvivingNoLoCo.exchange
+    begin, post, exchange = SurvivingPipeline.begin, SurvivingNoLoCo.post, SurvivingNoLoCo.exchange
     blocks, backward, save = Llama.blocks, torch.Tensor.backward, torch.save
     spread = plumbing.report.weight_spread
     now = types.SimpleNamespace(fault=None, queue=None)
@@ -106,9 +106,10 @@ def inject(faults, store):
             outer.theta[7], now.fault = math.nan, None
         return exchange(outer)
 
-    def swapping(outer, *args):
-        swap(outer, *args)
+    def posting(outer, *args):
+        posted = post(outer, *args)
         die_of(now.fault, Fault.DIE_IN_EXCHANGE)
+        return posted
 
     def forward(model, x):
         die_of(now.fault, Fault.DIE_IN_FORWARD)
@@ -131,7 +132,7 @@ def inject(faults, store):
         die_of(now.fault, Fault.DIE_IN_EVALUATION)
         return spread(*args)
 
-    SurvivingPipeline.begin, SurvivingNoLoCo.swap, SurvivingNoLoCo.exchange = beginning, swapping, exchanging
+    SurvivingPipeline.begin, SurvivingNoLoCo.post, SurvivingNoLoCo.exchange = beginning, posting, exchanging
     Llama.blocks, torch.Tensor.backward, torch.save = forward, backwards, saving
     plumbing.report.weight_spread = evaluating
 
