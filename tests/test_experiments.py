@@ -1,6 +1,5 @@
 """What the experiments count with: the stability recursion, their clocks, their tables."""
 
-import contextlib
 import functools
 import itertools
 import json
@@ -169,9 +168,6 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_pat
     for name, table in programs.items():
         table(runs.load(HERE, name))
     sync.show(["--out", str(HERE)])
-    with contextlib.suppress(ImportError):
-        from experiments import speed
-        speed.table(runs.kept(HERE, "speed"))
     printed = set(rows_of(capsys))
     checked = {}
     for file in (HERE / "README.md", *HERE.glob("docs/*.md")):
@@ -181,7 +177,7 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_pat
                 rows = list(itertools.takewhile(lambda row: row.startswith("|"), lines[i + 2:]))
                 assert rows and [row for row in rows if row not in printed] == [], (file.name, line)
                 checked[file.name] = checked.get(file.name, 0) + 1
-    assert checked["results.md"] >= 9 and checked["speed.md"] >= 4, checked
+    assert checked["results.md"] >= 9 and checked["speed.md"] >= 3, checked
 
 
 def test_skip_simulates_the_network_that_its_table_was_made_on():
