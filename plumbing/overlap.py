@@ -72,9 +72,10 @@ class Delayed(Travelling):
 
     @torch.no_grad()
     def step(self):
-        if self.flying and (self.steps + 1) % self.inner_steps == self.delay % self.inner_steps:
+        lands = bool(self.flying) and (self.steps + 1 - self.delay) % self.inner_steps == 0
+        if lands:
             self.land()
-        return super().step()
+        return super().step() or lands
 
     def exchange(self):
         self.sent.copy_(self.theta)

@@ -123,8 +123,8 @@ def banner(run):
     if o.inner_steps:
         yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, gamma {o.gamma}, "
                f"weights travel in {o.wire}")
-    yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, corpus "
-           f"{corpus.digest}")
+    yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, "
+           f"corpus {corpus.digest}")
     sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
     bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
     before = json.loads((run.folder / "config.json").read_text())["steps"] if run.step else o.steps
