@@ -170,7 +170,8 @@ LAST = dict(
 
 
 def say(line, words):
-    return [text.format(line[key]) for key, text in words.items() if line[key]]
+    told = [key for key in words if line[key] or key == "weight_spread"]
+    return [words[key].format(line[key]) for key in told]
 
 
 def listed(numbers):
