@@ -242,7 +242,8 @@ class Log:
                    syncs=len(meter.syncs), waited=sum(meter.syncs), longest=max(meter.syncs, default=0.0),
                    held=meter.held / meter.seconds, iteration=statistics.median_high(meter.iterations),
                    tokens=meter.seen, skipped_steps=meter.skipped, **counts(run),
-                   sync_bytes=meter.sync + sent(run), pipeline_bytes=meter.pipeline + run.pipeline.bytes_sent)
+                   sync_bytes=meter.sync + sent(run), pipeline_bytes=meter.pipeline + run.pipeline.bytes_sent,
+                   simulated=run.routes.makespan())         # of the plan so far: a new one may follow
         meter.loss, meter.tokens, meter.iterations = 0.0, 0, []
         return row
 
@@ -272,7 +273,7 @@ class Log:
             sync_seconds=total("waited") / max(1, total("syncs")),
             sync_seconds_longest=max(row["longest"] for row in latest),
             iteration_seconds=max(row["iteration"] for row in rows) / run.routes.pace,
-            simulated_seconds=run.routes.makespan(), tokens_per_second=total("tokens") / run.meter.seconds,
+            simulated_seconds=rows[0]["simulated"], tokens_per_second=total("tokens") / run.meter.seconds,
             **{key: total(key) for key in SUMS})
 
     def write(self, line, news):
