@@ -84,4 +84,5 @@ def test_an_equations_number_is_defined_once_and_the_rho_rule_has_none():
         assert all(EQUATIONS[number[0]] == file for number in numbers), f"{file} defines {numbers}"
     assert sorted(found) == "B1 B2 B3 B4 B5 M1 M2 M3 M4 N1 N2 N3 S1 S2 S3 S4 S5".split()
     texts |= {file.name: file.read_text() for file in [*HERE.glob("*.md"), *HERE.glob("docs/*.md")]}
-    assert [file for file, text in texts.items() if re.search(r"Eqs?[.] ?6\b", text)] == []
+    named = [file for file, text in texts.items() if re.search(r"Eqs?[.] ?6\b", text)]
+    assert named == ["experiments/runs.py"]         # which reads the labels of older results
