@@ -41,7 +41,7 @@ from plumbing import options
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
 from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import Adam, speed_up
-from plumbing.huggingface import initial_weights
+from plumbing.huggingface import load_weights
 from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
@@ -81,7 +81,7 @@ class Options:
     microbatches: int = option(2, "microbatches per origin and step")
     batch: int = option(4, "sequences per microbatch")
     # the model
-    model: str = option("tiny", "a row of the paper's table, or tiny", choices=list(MODELS))
+    model: str = option("tiny", "tiny, or a paper's, for 0.5M, 1M, 2M tokens a step", choices=list(MODELS))
     hidden: int = option(None, "hidden size")
     layers: int = option(None, "number of layers")
     heads: int = option(None, "attention heads")
@@ -437,7 +437,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     corpus, reader = job.together(origin_data, o, job.rank, stages[0])
     model = speed_up(Llama(config, layers[stage], ends, o.seed, job.device))
     if o.init_from and not o.resume:
-        job.together(initial_weights, model, o)
+        job.together(load_weights, model, o.init_from)
     theta, grad = flatten(model.parameters())
     muon = o.optimizer == "muon"
     inner = job.together(Muon, grad, model, o.beta2) if muon else Adam(theta, grad, o.beta2)
@@ -450,7 +450,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     run.checkpoints = Checkpoints(job, run.folder)
     plan = go_on(run) if (o.resume or restarts()) and not job.joining else None
-    job.say(banner(run, MODELS[o.model]["lr"]))
+    job.say(banner(run))
     run.routes = Routes(job, o, run.pipeline, stages, plan)
     return run
 

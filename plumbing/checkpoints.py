@@ -11,9 +11,9 @@ import torch
 
 from plumbing.options import launch
 from plumbing.processes import BadInput, one_line, restarts
-from plumbing.report import Log, Meter, atomic, counts, sent
+from plumbing.report import Log, Meter, atomic
 
-FORM = 2        # the version of what is saved; other versions are refused
+FORM = 3        # the version of what is saved; other versions are refused
 
 
 class Checkpoints:
@@ -130,11 +130,10 @@ def load(file):
 
 
 def state_of(run):
-    counted = dict(sync=run.meter.sync + sent(run), pipeline=run.meter.pipeline + run.pipeline.bytes_sent)
     return dict(step=run.step, cursor=run.cursor, theta=run.theta, adam=run.inner.state_dict(),
                 outer=run.outer and run.outer.state_dict(), rng=torch.get_rng_state(), plan=run.routes.plan,
                 rho=run.rho, corpus=run.corpus and run.corpus.digest,
-                meter=dict(run.meter.state(), counts=counts(run), **counted))
+                meter=run.meter.state(run))
 
 
 def go_on(run):

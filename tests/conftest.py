@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import train
 from tests.harness import SMALL, run, write_corpus
 from tools import emulate
 
@@ -27,3 +28,12 @@ def skip_run(corpus, tmp_path_factory):
     )
     assert "planning skippipe paths" in out
     return folder
+
+
+@pytest.fixture
+def trained(corpus, tmp_path):
+    """A function that trains with these options and returns rank 0's output: a small run, tmp_path/runs/x."""
+    def small_run(world, *argv, main=train.main):
+        return run(world, *argv, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path, main=main)
+
+    return small_run

@@ -114,3 +114,27 @@ def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(corpus, tmp_pa
     run(4, "--resume", "runs/x", cwd=tmp_path)
     for rank, before in enumerate(whole):
         assert torch.equal(checkpoint(tmp_path / "runs/x", 10, rank)["theta"], before["theta"])
+
+
+def departing(q, m, delay, rounds=4):
+    """The differences of two replicas at departures: SGD on a quadratic loss, plain averaging, delayed."""
+    theta, sent, left = torch.tensor([1.0, -1.0], dtype=torch.float64), None, []
+    for step in range(1, rounds * m + 1):
+        theta = q * theta
+        if sent is not None and step % m == delay % m:
+            theta = sent.mean() + theta - sent
+        if step % m == 0:
+            sent = theta.clone()
+            left.append((theta[0] - theta[1]).item())
+    return left
+
+
+@pytest.mark.parametrize("m, delay, most", [(2, 1, 0.25), (6, 3, 0.25), (5, 4, 0.5350), (4, 4, 1.0)])
+def test_a_difference_shrinks_from_departure_to_departure_as_docs_stability_says(m, delay, most):
+    factors = []
+    for q in [i / 200 for i in range(201)]:
+        left = departing(q, m, delay)
+        factors.append((1 - q**delay) * q**(m - delay))
+        for before, after in zip(left, left[1:]):
+            assert after == pytest.approx(-factors[-1] * before, abs=1e-12)
+    assert max(factors) == pytest.approx(most, abs=2e-4)

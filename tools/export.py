@@ -56,9 +56,9 @@ def export(parser, argv, job):
         print(f"{label:<12}{evaluate(pipeline, [[0]], corpus, o):.6f}")
     try:
         save_pretrained(model, a.out, o.seq_len, corpus.end)
-    except ImportError:
-        raise BadInput("tools.export needs the safetensors package: pip install '.[hf]'")
-    save_tokenizer(a.out, o.tokenizer, corpus.end)
+        save_tokenizer(a.out, o.tokenizer, corpus.end)
+    except ImportError as error:
+        raise BadInput(f"tools.export needs the {error.name} package: pip install '.[hf]'")
     print(f"{a.replica}, written to {a.out}")
 
 
