@@ -148,18 +148,29 @@ def banner(run):
 
 # ---- during the run
 
-# How rank 0 prints a number of metrics.jsonl, in this order; STEP: those of each line, the others at the end.
-FORMS = dict(heldout_loss=".4f", train_loss=".4f", heldout_min=".4f", heldout_max=".4f",
-             heldout_nats_per_byte=".4f", perplexity=".3f", weight_spread=".3e", tokens_per_second=".0f",
-             seconds=".0f", iteration_seconds=".4g", simulated_seconds=".4g", sync_bytes=",",
-             pipeline_bytes=",", held=".1%", held_max=".1%", skipped_steps="", lost_microbatches="",
-             steps_alone="", ranks="")
-STEP = ("heldout_loss", "train_loss", "weight_spread", "tokens_per_second", "simulated_seconds", "ranks")
+# How rank 0 says a number of metrics.jsonl that is not zero: at each evaluation, and at the end.
+STEP = dict(
+    heldout_loss="held-out {:.4f}", train_loss="train {:.4f}", tokens_per_second="{:.0f} tokens/s",
+    weight_spread="weight spread {:.2e} just after an outer step",
+    iteration_seconds="iteration {:.4g} s", simulated_seconds="simulated {:.4g} s",
+)
+LAST = dict(
+    heldout_loss="held-out loss   {:.4f} nats per token",
+    heldout_nats_per_byte="                {:.4f} nats per byte",
+    perplexity="                {:.3f} perplexity per token",
+    weight_spread="weight spread   {:.3e} over a stage's replicas, just after an outer step",
+    sync_bytes="bytes sent      {:,} to synchronise, all ranks",
+    pipeline_bytes="                {:,} in the pipeline, all ranks",
+    seconds="training        {:.0f} s, without evaluations",
+    held="                {:.1%} of it held by synchronisation, mean over ranks",
+    skipped_steps="skipped         {} optimizer steps with a gradient that was not finite",
+    lost_microbatches="lost            {} microbatches with ranks that died",
+    steps_alone="alone           {} outer steps that a replica did without any partner",
+)
 
 
-def say(line, keys=FORMS):
-    """{name: text} of the numbers that are not zero."""
-    return {key: f"{line[key]:{FORMS[key]}}" for key in keys if line[key]}
+def say(line, words):
+    return [text.format(line[key]) for key, text in words.items() if line[key]]
 
 
 def listed(numbers):
@@ -244,14 +255,16 @@ class Log:
         with open(self.file, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in [*news, line])
         told = [event.get("line") or listed(event) for event in news]
-        self.bar.write("\n".join([*told, f"step {line['step']}: {listed(say(line, STEP))}"]), file=sys.stdout)
+        who = f"{line['ranks']} of {self.job.world} ranks"
+        said = f"step {line['step']}: {', '.join([*say(line, STEP), who])}"
+        self.bar.write("\n".join([*told, said]), file=sys.stdout)
 
     def finish(self):
         """The last lines, from the last line of metrics.jsonl."""
         self.bar.close()
         if self.job.rank == 0:
             line = json.loads(self.file.read_text().splitlines()[-1])
-            self.job.say(f"{name:23}{text}" for name, text in say(line).items())
+            self.job.say(say(line, LAST))
             if line["ranks"] < self.job.world and "TORCHELASTIC_RUN_ID" in os.environ:
                 self.job.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
             self.job.say([f"kept in {self.run.folder}"])
