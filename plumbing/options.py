@@ -68,7 +68,8 @@ class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line."""
 
     def __init__(self, description, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs):
-        super().__init__(description=description, formatter_class=formatter_class, allow_abbrev=False, **kwargs)
+        super().__init__(description=description, allow_abbrev=False, formatter_class=formatter_class,
+                         **kwargs)
 
     def error(self, message):
         raise BadInput(f"{message} (see --help)")

@@ -36,10 +36,9 @@ def main(argv=None):
     job.connect(o)
     replans = dict(Pipeline=TimedEmulation, Routes=ReplanningRoutes)
     run = build(job, o, **replans if o.replan else dict(Pipeline=EmulatedPipeline))
-    run.routes.pace = scale
+    run.routes.pace = run.pipeline.scale = scale
     # The file's network, not the plan's: a plan may be for ranks that have become slower.
-    network = job.together(read_links, o.links, run.stages, name="emulated links")
-    run.pipeline.follow(network, scale)
+    run.pipeline.network = job.together(read_links, o.links, run.stages, name="emulated links")
     train(run)
 
 
@@ -59,11 +58,11 @@ def sleep_until(moment):
 
 
 class EmulatedPipeline(Pipeline):
-    """A note goes ahead of each message: its arrival, in seconds of the clock that all processes share."""
+    """A note goes ahead of each message: its arrival, in seconds of the clock that all processes share.
 
-    def follow(self, network, scale):
-        self.network, self.scale = network, scale
-        self.usable, self.runs = 0.0, 0
+    network: a skippipe.Network. scale: seconds of ours per second of the network.
+    """
+    usable, runs = 0.0, 0       # when the last task's overhead ends; runs that trained
 
     def run(self, paths, batches, train=True, order=None):
         if train:
@@ -73,13 +72,11 @@ class EmulatedPipeline(Pipeline):
 
     def take(self, u, hop):
         x = super().take(u, hop)
-        source = self.chains[u][hop - 1] if hop else self.rank
-        if self.train and source != self.rank:
-            note = torch.empty(1, dtype=torch.float64)
-            torch.distributed.recv(note, source, tag=tag(u, hop) + NOTE)
-            sleep_until(note.item())
         if self.train:
-            sleep_until(self.usable)
+            source, note = self.chains[u][hop - 1], torch.tensor([self.usable], dtype=torch.float64)
+            if hop and source != self.rank:
+                torch.distributed.recv(note, source, tag=tag(u, hop) + NOTE)
+            sleep_until(max(note.item(), self.usable))
         self.start = time.monotonic()
         return x
 

@@ -7,18 +7,19 @@
     python -m tools.hosts 8 --cities -- torchrun ...                   the links between twelve cities
     python -m tools.hosts 8 --cut 3@10+15 -- torchrun ...              host 3 is cut off at 10 s, for 15 s
     python -m tools.hosts 8 --cut "3@step 20:" -- torchrun ...         for good, when node 0 prints "step 20:"
-    python -m tools.hosts 8 --rate 2@30=5 --logs logs -- torchrun ...  host 2's link has 5 Mbit/s from 30 s on
-    python -m tools.hosts 8 -- sh -c 'echo $NODE_RANK of $NNODES, node 0 is $MASTER_ADDR:$MASTER_PORT'
+    python -m tools.hosts 8 --rate 2@30=5 -- torchrun ...              host 2's link has 5 Mbit/s from 30 s on
+    python -m tools.hosts 8 -- sh -c 'train.sh > $PET_NODE_RANK.log'   a log of each host's own
 
 The tool starts the command on every host, in this directory. PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and
 PET_MASTER_PORT tell torchrun where it is: static rendezvous, where each host lives and dies by itself. The
-tool shows node 0's output and returns its exit status. Of another host that fails, it shows the last lines.
-Host I has one interface, e0, with the address 10.77.0.(I + 1), and reaches only the other hosts. Hosts share
-the files. When a host never comes back, node 0's torchrun waits 300 s for it at the end. The tool needs
-Linux, root, iproute2 and util-linux.
+tool shows node 0's output and returns its exit status. Then other hosts have 20 s to end; of one that fails
+the tool shows the last lines. Host I has one interface, e0, with the address 10.77.0.(I + 1), and reaches
+only the other hosts. Hosts share the files. Node 0's torchrun waits at the end up to 300 s for a host that
+never comes back. The tool needs Linux, root, iproute2 and util-linux.
 
-LINK in an option is a host (its link carries its rate each way), or a pair as 2-5. A pair's rate is a limit
-beside those of its hosts' links. A pair's latency is its own, else the larger of its two hosts'.
+LINK is a host (its link carries its rate each way), or a pair as 2-5. A pair's rate is a limit beside those
+of its hosts' links. A pair's latency is its own, else the larger of its two hosts'. --slow and --rate are
+other names of --mbit. WHEN is seconds after the start, or a text that node 0 prints.
 
 However the tool ends, SIGKILL included, the kernel ends its hosts: each command's parent dies with the tool,
 and a host's processes with the first of them. Namespaces and interfaces end with the last process in them.
@@ -187,34 +188,33 @@ class Hosts(AbstractContextManager):
 # ---- a command on all hosts
 
 
-def run(hosts, command, events, logs):
+def run(hosts, command, events):
     """Run the command on all hosts, until at most 20 s after node 0's has ended. Returns node 0's status.
 
-    events: those of `read`. logs: a binary file for each host's output.
+    events: those of `read`.
     """
-    nodes = []
+    nodes, logs = [], [tempfile.TemporaryFile() for _ in hosts.networks]
     for host, log in enumerate(logs):
         # torchrun reads PET_*. Python would hold lines back that a --cut may wait for.
         environment = {"PYTHONUNBUFFERED": "1", **os.environ, "PET_NNODES": str(len(logs)),
                        "PET_NODE_RANK": str(host), "PET_MASTER_ADDR": "10.77.0.1", "PET_MASTER_PORT": "29500"}
         outputs = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         nodes.append(hosts.start(host, command, env=environment, **outputs))
-    running, shown, begun, last = set(range(len(nodes))), 0, time.monotonic(), math.inf
-    while running and time.monotonic() < last:
-        time.sleep(0.02)
-        for host in [host for host in running if nodes[host].poll() is not None]:
-            running.remove(host)
-            if host == 0:
-                last = time.monotonic() + 20
-            elif status := nodes[host].returncode:
-                lines = tail(logs[host]).splitlines()[-40:]
-                print(f"host {host} ended with status {status}:", *lines, sep="\n", file=sys.stderr)
+    begun, shown, status = time.monotonic(), 0, None
+    while status is None:
+        status = nodes[0].poll()
         shown += sys.stdout.buffer.write(os.pread(logs[0].fileno(), 2**24, shown))
         sys.stdout.flush()
         happen(hosts, events, time.monotonic() - begun, tail(logs[0]))
-    for host in running:
-        print(f"host {host} had not ended 20 s after node 0: stopped", file=sys.stderr)
-    return nodes[0].returncode
+        time.sleep(0.02)
+    last = time.monotonic() + 20
+    for host, node in enumerate(nodes[1:], 1):
+        with suppress(subprocess.TimeoutExpired):
+            node.wait(max(0, last - time.monotonic()))
+        if node.returncode != 0:                            # None: it goes on, and the tool stops it
+            lines = tail(logs[host]).splitlines()[-40:]
+            print(f"host {host} ended with status {node.returncode}:", *lines, sep="\n", file=sys.stderr)
+    return status
 
 
 def tail(log):
@@ -224,7 +224,7 @@ def tail(log):
 
 
 def happen(hosts, events, now, printed):
-    """Do, and drop, the events that are due: by the seconds since the start, or by what node 0 has printed."""
+    """Do, and drop, the events that are due by the seconds since the start or by node 0's output."""
     for event in list(events):
         what, key, when, number = event
         if float(when) <= now if re.fullmatch(NUMBER, when) else when in printed:
@@ -272,7 +272,6 @@ def read(arguments):
     parser.add_argument("--cpu", **table, metavar="[HOST=]PROCESSORS", help="0.05 or more")
     parser.add_argument("--cut", type=cut, action="append", default=[], metavar="HOST@WHEN[+SECONDS]")
     parser.add_argument("--cities", action="store_true", help="links between cities; then --mbit is 0")
-    parser.add_argument("--logs", type=Path, help="folder for every host's output, hostI.log")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     if not 2 <= options.hosts <= 200:
@@ -295,12 +294,8 @@ def read(arguments):
 def main():
     options = read(sys.argv[1:])
     try:
-        if options.logs:
-            options.logs.mkdir(parents=True, exist_ok=True)
-        logs = [open(options.logs / f"host{host}.log", "w+b") if options.logs else tempfile.TemporaryFile()
-                for host in range(options.hosts)]
         with Hosts(options.hosts, **options.tables) as hosts:
-            status = run(hosts, options.command, options.events, logs)
+            status = run(hosts, options.command, options.events)
     except OSError as error:
         refuse(error)
     except KeyboardInterrupt:

@@ -6,14 +6,13 @@ As many processes as the run has ranks; each loads its part of the newest checkp
 of the others all choices or 16 drawn ones, with the scale of planning/rho.py unless the run was --unscaled.
 The numbers are kept in runs/NAME/partial.json.
 """
+import argparse
 import json
-import math
 import random
-from itertools import combinations
 
-from planning.rho import scaled, with_stages_missing
+from planning.rho import scaled, some_choices, with_stages_missing
 from plumbing.options import Parser, numbers
-from plumbing.processes import BadInput, Job
+from plumbing.processes import Job
 from plumbing.report import perplexity, replace
 from train import Options, build, evaluate, parse
 
@@ -22,7 +21,11 @@ def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
-    a = job.together(arguments, argv)
+    parser = Parser(__doc__)
+    parser.add_argument("run", help="its folder")
+    parser.add_argument("--shares", type=numbers(share), default=[1.0, 0.75, 0.5], help="of the stages")
+    parser.add_argument("--dead", type=numbers(int), default=[], help="ranks that no path visits")
+    a = job.together(parser.parse_args, argv)
     o = Options(**job.agree(parse, ["--resume", a.run]))
     job.connect(o)
     run = build(job, o, make_outer=lambda *_: None)
@@ -30,38 +33,22 @@ def main(argv=None):
     if not set(a.dead) < set(range(job.world)) or not alive[0]:
         job.refuse(f"--dead {','.join(map(str, a.dead))}: takes ranks of this run, and must leave one of the "
                    f"origins {run.stages[0]}")
-    rows = []
-    for kept in dict.fromkeys(max(1, round(share * len(run.stages))) for share in a.shares):
-        rows += some_stages(run, alive, kept)
+    numbers_kept = dict.fromkeys(max(1, round(share * len(alive))) for share in a.shares)
+    rows = [row for kept in numbers_kept for row in some_stages(run, alive, kept)]
     if job.rank == 0:
         replace(run.folder / "partial.json", json.dumps(rows, indent=1))
     job.close()
 
 
-def arguments(argv):
-    parser = Parser(__doc__)
-    parser.add_argument("run", help="its folder")
-    shares = [1.0, 0.75, 0.5]
-    parser.add_argument("--shares", type=numbers(float), default=shares, help="of the stages that run")
-    parser.add_argument("--dead", type=numbers(int), default=[], help="ranks that no path visits")
-    a = parser.parse_args(argv)
-    if not all(0 < share <= 1 for share in a.shares):
-        raise BadInput("--shares takes shares above 0, at most 1")
-    return a
-
-
-def some_choices(stages, count, draw):
-    """All choices of `count` of these stages, or 16 drawn ones where there are more."""
-    if math.comb(len(stages), count) <= 16:
-        return list(combinations(stages, count))
-    drawn = [tuple(sorted(draw.sample(stages, count))) for _ in range(64)]
-    return list(dict.fromkeys(drawn))[:16]
+def share(text):
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError("takes shares above 0, at most 1")
+    return float(text)
 
 
 def some_stages(run, alive, kept):
-    """On rank 0, for each choice of `kept` stages: the stages and the mean held-out loss. alive: by stage."""
-    later = [s for s in range(1, len(alive)) if alive[s]]
-    rows = []
+    """On rank 0 a row for each choice of `kept` stages, else []. alive: each stage's ranks that run."""
+    later, rows = [s for s in range(1, len(alive)) if alive[s]], []
     for choice in some_choices(later, min(kept - 1, len(later)), random.Random(run.o.seed)):
         stages = [0, *choice]
         rho = with_stages_missing(run.rho, len(stages))

@@ -10,12 +10,8 @@ from pathlib import Path
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 
-PANELS = {      # the label of the x axis: the value of a row of metrics.jsonl
-    "inner steps": lambda row: row["step"],
-    "tokens, millions": lambda row: row["tokens"] / 1e6,
-    "MB sent by all ranks": lambda row: (row["sync_bytes"] + row["pipeline_bytes"]) / 1e6,
-    "seconds of training": lambda row: row["seconds"],
-}
+PANELS = dict(step="inner steps", tokens="tokens", sync_bytes="bytes sent to synchronise, all ranks",
+              seconds="seconds of training")
 
 
 def main(argv=None):
@@ -27,9 +23,9 @@ def plot(argv):
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, default=Path("runs/plot.png"))
     a = parser.parse_args(argv)
-    found = {folder.name: rows_of(folder) for folder in a.runs}
+    figure = draw({folder.name: rows_of(folder) for folder in a.runs})
     a.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(found).savefig(a.out, dpi=150)
+    figure.savefig(a.out, dpi=150)
     print(a.out)
 
 
@@ -42,20 +38,19 @@ def rows_of(folder):
         raise BadInput(f"{folder}: no readable metrics.jsonl there, give folders of runs ({error})")
 
 
-def draw(found):
-    """found: {label: rows of a run}."""
+def draw(runs):
+    """runs: {label: rows of metrics.jsonl}."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise BadInput("tools.plot needs the matplotlib package: pip install '.[plot]'")
     figure = Figure(figsize=(10, 7), layout="constrained")
-    for axis, (label, value) in zip(figure.subplots(2, 2, sharey=True).flat, PANELS.items()):
-        for name, rows in found.items():
-            axis.plot([value(row) for row in rows], [row["heldout_loss"] for row in rows], ".-", label=name)
+    for axis, (key, label) in zip(figure.subplots(2, 2, sharey=True).flat, PANELS.items()):
+        for name, rows in runs.items():
+            axis.plot([row[key] for row in rows], [row["heldout_loss"] for row in rows], ".-", label=name)
         axis.set(xlabel=label, ylabel="held-out nats per token")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    if len({row["corpus"] for rows in found.values() for row in rows}) > 1:
+    axis.legend()
+    if len({row["corpus"] for rows in runs.values() for row in rows}) > 1:
         figure.suptitle("The runs have different corpora: their losses do not compare.")
     return figure
 
