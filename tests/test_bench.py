@@ -28,10 +28,8 @@ def test_simulated_messages_have_the_asked_mean_and_deviation():
 @pytest.mark.parametrize("n", [4, 64])
 def test_all_reduces_without_spread_equal_their_formulas(n):
     latency, seconds, k = 0.5, 3.0, int(math.log2(n))
-    got = {
-        name: float(sample()[0])
-        for name, sample in bench_sync.reductions(n, 0, latency, seconds, torch.Generator()).items()
-    }
+    got = {name: float(sample()[0]) for name,
+           sample in bench_sync.reductions(n, 0, latency, seconds, torch.Generator()).items()}
     assert got == pytest.approx(
         {
             "tree": 2 * k * (latency + seconds),
@@ -90,19 +88,16 @@ def count_messages():
 
 
 def test_measured_bytes_equal_the_counted_bytes(tmp_path):
-    results = processes(
-        2, _bench, ["--params", "100001", "--trials", "2", "--device", "cpu", "--out", str(tmp_path)],
-        count_messages,
-    )
+    results = processes(2, _bench,
+                        ["--params", "100001", "--trials", "2", "--device", "cpu", "--out", str(tmp_path)],
+                        count_messages)
     assert [code for code, *_ in results] == [0, 0], results
     found = json.loads((tmp_path / "results" / "sync_measured_2.json").read_text())
     theta, rows = found["bytes_of_theta"], found["rows"]
     assert 4 * 100001 <= theta < 4 * 100001 + 64 * 32  # 32 tensors, each padded to 64 bytes
     short = theta // 4 + 4 * 32         # and each tensor's s
-    expect = {
-        "exchange of theta": theta, "all-reduce of theta": theta, "DDP: gradient": theta, "DiLoCo": theta,
-        "NoLoCo": theta, "NoLoCo, one byte a weight": short, "memcpy of theta": 0,
-    }
+    expect = {"exchange of theta": theta, "all-reduce of theta": theta, "DDP: gradient": theta,
+              "DiLoCo": theta, "NoLoCo": theta, "NoLoCo, one byte a weight": short, "memcpy of theta": 0}
     assert {name: row["bytes"] for name, row in rows.items()} == expect
     # one round of every row that sends messages, in the order of the table, 1 + 2 times
     for _, _, sent in results:
@@ -136,9 +131,8 @@ def test_bad_bench_options_get_one_clear_line(world, argv, error, monkeypatch, t
 
 
 def test_bad_bench_options_under_several_processes_are_printed_by_rank_0_alone(tmp_path):
-    (code, out, _), (other, silence, _) = processes(
-        2, _bench, ["--trials", "-3", "--device", "cpu"], cwd=tmp_path
-    )
+    (code, out, _), (other, silence, _) = processes(2, _bench, ["--trials", "-3", "--device", "cpu"],
+                                                    cwd=tmp_path)
     assert (code, other, silence) == (2, 2, "")
     assert out.startswith("error: ")
     assert out.count("\n") == 1

@@ -20,10 +20,8 @@ from tools import export
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_gradients_equal_independent_float64_llama(fast):
-    config = Config(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    config = Config(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                    num_attention_heads=4, num_key_value_heads=2)
     model, generator = Llama(config, seed=3), torch.Generator().manual_seed(0)
     if fast:
         speed_up(model)
@@ -204,10 +202,8 @@ def test_init_from_refuses_what_this_llama_has_not(change, error, tmp_path):
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
-    for package, argv in (
-        ("safetensors", ["--init-from", str(tmp_path)]),
-        ("tokenizers", ["--tokenizer", "x.json"]),
-    ):
+    for package, argv in (("safetensors", ["--init-from", str(tmp_path)]),
+                          ("tokenizers", ["--tokenizer", "x.json"])):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(SystemExit):
             train.main(argv)

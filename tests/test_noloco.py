@@ -204,9 +204,8 @@ def launch(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what gloo_interface sets is undone
 
     def launch(local, world, master, names=None):
-        for name, value in dict(
-            LOCAL_WORLD_SIZE=local, WORLD_SIZE=world, MASTER_ADDR=master, GLOO_SOCKET_IFNAME=names
-        ).items():
+        for name, value in dict(LOCAL_WORLD_SIZE=local, WORLD_SIZE=world, MASTER_ADDR=master,
+                                GLOO_SOCKET_IFNAME=names).items():
             monkeypatch.setenv(name, value or "")
             if value is None:
                 monkeypatch.delenv(name)

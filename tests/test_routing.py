@@ -24,9 +24,8 @@ from planning.training import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
 from plumbing.processes import BadInput, Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
-from tests.harness import (
-    SMALL, SMALL_CONFIG, checkpoint, connected_job, metrics, options, processes, run, train_main
-)
+from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, metrics, options, processes, run,
+                           train_main)
 from tools import emulate
 
 

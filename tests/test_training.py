@@ -17,9 +17,8 @@ from noloco import flatten
 from plumbing.fast import Adam
 from plumbing.muon import Muon
 from plumbing.report import weight_spread
-from tests.harness import (
-    HERE, NEEDS_MUON, SMALL, SMALL_CONFIG, checkpoint, metrics, options, processes, run, train_main
-)
+from tests.harness import (HERE, NEEDS_MUON, SMALL, SMALL_CONFIG, checkpoint, metrics, options, processes,
+                           run, train_main)
 from tests.oracles import heldout_rows
 
 
@@ -80,15 +79,11 @@ def test_heldout_loss_equals_one_process_on_the_heldout_text(trained, corpus, tm
     assert found == pytest.approx([min(losses), sum(losses) / 2, max(losses)], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kind", [["--stages", 4, "--gamma", 0.9], ["--stages", 4, "--wire", "int8"], ["--stages", "2,2"]], ids=str
-)
+@pytest.mark.parametrize("kind", ["--stages 4 --gamma 0.9", "--stages 4 --wire int8", "--stages 2,2"])
 def test_surviving_parts_give_the_plain_runs_losses_to_the_bit(kind, corpus, tmp_path):
     """While nobody fails, `--survive` changes nothing: neither a number of the log nor a weight."""
-    argv = [
-        *kind, "--steps", 13, "--inner-steps", 3, "--alpha", 0.5, "--beta", 0.7, "--lr", 3e-3, "--warmup", 2,
-        "--eval-every", 5, "--data", corpus, *SMALL,
-    ]
+    argv = [*kind.split(), "--steps", 13, "--inner-steps", 3, "--alpha", 0.5, "--beta", 0.7, "--lr", 3e-3,
+            "--warmup", 2, "--eval-every", 5, "--data", corpus, *SMALL]
     run(4, *argv, "--name", "plain", cwd=tmp_path)
     run(4, *argv, "--survive", 60, "--name", "surviving", cwd=tmp_path)
     plain, surviving = (metrics(tmp_path / "runs" / name) for name in ("plain", "surviving"))
@@ -142,11 +137,9 @@ def test_schedule_warms_up_and_ends_at_a_tenth():
 
 def test_torchrun_launch_line(corpus, tmp_path):
     """The README's command, through torchrun itself, with compute in bfloat16."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--standalone", str(HERE / "train.py"), "--stages", "1,1", "--steps", "4", "--dtype", "bfloat16",
-        "--data", str(corpus), "--name", "x", *SMALL,
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+               str(HERE / "train.py"), "--stages", "1,1", "--steps", "4", "--dtype", "bfloat16", "--data",
+               str(corpus), "--name", "x", *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "weight spread" in done.stdout, done.stderr
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["stages"] == [1, 1]
