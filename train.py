@@ -522,7 +522,7 @@ def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
-    o = Options(**job.agree_on("options", lambda: vars(parse(argv, job.world))))
+    o = Options(**job.agree(parse, argv))
     argv = sys.argv if argv is None else argv
     if o.survive or "--join" in argv:
         from survive import parts
