@@ -77,7 +77,7 @@ def brute_force(thetas, phis, deltas, alpha, beta, gamma):
 @pytest.mark.parametrize("gamma", [0.7, 0.0, 1.1])
 def test_outer_step_equals_float64_brute_force(n, gamma):
     torch.manual_seed(n)
-    size = 3 * noloco.PIECE + 5  # several pieces, the last one odd
+    size = (3 << 17) + 5  # several pieces, the last one odd
     draw = lambda: [torch.randn(size, dtype=torch.float64).float() for _ in range(n)]
     phis, thetas, deltas = draw(), draw(), draw()
     doubles = ([v.double() for v in vs] for vs in (thetas, phis, deltas))
