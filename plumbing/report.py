@@ -138,7 +138,7 @@ def banner(run):
          "is stretched to that"),
         (run.outer and o.steps < o.inner_steps,
          f"{o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never synchronise"),
-        (run.outer and 2 * o.delay > o.inner_steps,
+        (run.outer and 2 * o.delay > o.inner_steps > 1,
          f"--delay {o.delay} is more than half of --inner-steps {o.inner_steps}: differences between "
          "replicas then die out slowly, see docs/stability.md"),
     ):
@@ -170,7 +170,8 @@ LAST = dict(
 
 
 def say(line, words):
-    return [text.format(line[key]) for key, text in words.items() if line[key]]
+    told = [key for key in words if line[key] or key == "weight_spread"]
+    return [words[key].format(line[key]) for key in told]
 
 
 def listed(numbers):
@@ -218,7 +219,8 @@ class Log:
         meter = self.run.meter
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
                    syncs=len(meter.syncs), waited=sum(meter.syncs), longest=max(meter.syncs, default=0.0),
-                   iteration=statistics.median_high(meter.iterations), **counts(self.run))
+                   iteration=statistics.median_high(meter.iterations), **counts(self.run),
+                   simulated=self.run.routes.makespan())      # before a new plan is made
         meter.loss, meter.home, meter.iterations = 0.0, 0, []
         return row
 
@@ -246,7 +248,7 @@ class Log:
             gradient_norm=statistics.fmean(now["norm"]),
             held=statistics.fmean(ever["waited"]) / seconds, held_max=max(ever["waited"]) / seconds,
             sync_seconds=sum(ever["waited"]) / max(1, sum(ever["syncs"])),
-            sync_seconds_longest=max(ever["longest"]), simulated_seconds=run.routes.makespan(),
+            sync_seconds_longest=max(ever["longest"]), simulated_seconds=now["simulated"][0],
             iteration_seconds=max(now["iteration"]) / run.routes.pace,
             tokens_per_second=total["tokens"] / seconds, **total)
 
