@@ -54,7 +54,7 @@ def test_nanogpt_tokens_of_several_files_are_mapped_and_read_once_per_epoch(tmp_
     if Path("/proc/self/maps").exists():  # Linux
         assert all(str(tmp_path / f"train_{i}.bin") in Path("/proc/self/maps").read_text() for i in range(3))
     reader = Reader(data.train, 128, 0)
-    assert reader.next(2).shape == (2, 129) and reader.count == 31 + 30  # 50 tokens are no sequence
+    assert reader.next(2).shape == (2, 129) and len(reader.sequences) == 31 + 30  # 50 tokens are no sequence
     seen = [reader.next(1)[0] for _ in range(2 * 61 - 2)][-61:]
     starts = [128 * i for i in range(31)] + [4050 + 128 * i for i in range(30)]
     assert sorted(row.tolist() for row in seen) == sorted(tokens[a : a + 129].tolist() for a in starts)
@@ -73,7 +73,7 @@ def test_tokenizer_file(tmp_path):
     data = load_corpus(options(*argv))
     assert data.train[0].tolist() == [j % 50 + 2 for j in range(400)] + [1] and data.end == 1
     assert data.bytes_per_token == pytest.approx((tmp_path / "text/0.txt").stat().st_size / 400, rel=0.01)
-    with pytest.raises(BadInput, match="give --vocab 52"):
+    with pytest.raises(BadInput, match="needs --vocab 52, not 40"):
         load_corpus(options(*argv, "--vocab", 40))
     # a text that spells the end token does not end a document; another end token is named beside the
     # tokenizer
@@ -127,7 +127,7 @@ def test_the_tokenizer_of_an_export_gives_transformers_the_same_bytes_and_end(tm
 def test_reader_gives_each_sequence_once_per_epoch_and_resumes():
     tokens = torch.arange(1000)
     reader = Reader([tokens], 10, 5)
-    epochs = [sorted(int(reader.next(1)[0, 0]) for _ in range(reader.count)) for _ in range(2)]
+    epochs = [sorted(int(reader.next(1)[0, 0]) for _ in range(len(reader.sequences))) for _ in range(2)]
     assert epochs[0] == epochs[1] == list(range(0, 990, 10))
     other = Reader([tokens], 10, 5)
     other.cursor = reader.cursor

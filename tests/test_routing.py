@@ -73,7 +73,7 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
     assert len(paths) == 8
     assert all(len(p) == 2 for p in paths)
     o = options("--data", corpus, "--steps", 3, "--warmup", 2, *SMALL)
-    readers = [load_data(o, i, 2)[1] for i in range(2)]
+    readers = [load_data(o, i, [0, 1])[1] for i in range(2)]
     models = [
         Llama(Config(256, 32, 64, 4, 2, 2), layers[s], ends=s == 0)
         for s, ranks in enumerate(stages)
