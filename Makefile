@@ -6,7 +6,7 @@ export OMP_NUM_THREADS = 1
 export MALLOC_MMAP_THRESHOLD_ = 33554432
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: train test faults soak figures emulate headline hosts speed clean
+.PHONY: train test faults soak figures emulate headline hosts clean
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
 
@@ -21,50 +21,45 @@ faults: .venv/ready
 soak: .venv/ready
 	$(BIN)/python -m pytest -q -s -m soak
 
-# every picture and table, each command with the seconds that it took: about 20 minutes on 2 cores, 14 GB of memory.
-# QUICK=1: the same commands on less (under 5 minutes, 2 GB), into runs/quick, so that the README's figures stay
+# every picture and table that takes minutes, each command with its seconds: about 20 minutes on 2 cores, 14 GB.
+# QUICK=1: the same commands on less (under 3 minutes, 2 GB), into runs/quick, so that the README's figures stay
 OUT := $(if $(QUICK),runs/quick,.)
+PLAN := $(BIN)/python skippipe.py $(if $(QUICK),--seconds 2)
 figures: SHELL := bash
 figures: export TIMEFORMAT = == %0R s
 figures: .venv/ready
 	mkdir -p $(OUT)/results $(OUT)/figures && rm -rf runs/figures
-	time $(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps $(if $(QUICK),30,600) --name figures
-	time $(BIN)/python skippipe.py --figure $(OUT)/figures/skippipe.png --results $(OUT)/results/skippipe.json
-	time $(BIN)/python skippipe.py --sizes 7,5,5,5,5,5,5,5 --kept 6 --seconds $(if $(QUICK),5,15) --figure '' --results ''
-	time $(BIN)/python skippipe.py --sizes 5,3,3,3,3,3 --seconds 1 --figure '' --results ''
+	time $(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps $(if $(QUICK),10 --eval-sequences 8,600) --name figures
+	time $(PLAN) --figure $(OUT)/figures/skippipe.png --results $(OUT)/results/skippipe.json
+	time $(PLAN) --sizes 7,5,5,5,5,5,5,5 --kept 6 $(if $(QUICK),,--seconds 15) --figure '' --results ''
+	time $(PLAN) --sizes 5,3,3,3,3,3 --seconds 1 --figure '' --results ''
 	time $(MAKE) --no-print-directory emulate
-	time $(BIN)/python bench_sync.py --simulate --out $(OUT)
-	time $(BIN)/python -m experiments.stability --out $(OUT)
+	time $(BIN)/python bench_sync.py --simulate --out $(OUT) $(if $(QUICK),--draws 0.05)
+	time $(BIN)/python -m experiments.stability --out $(OUT) $(if $(QUICK),--replicas 8)
 	$(if $(QUICK),time $(BIN)/python -m experiments.failure --steps 4 --seeds 0 --out $(OUT))
-	time $(BIN)/python -m experiments.paper --mbit 100 1000 100000
-	for n in 2 8; do time $(BIN)/torchrun --standalone --nproc-per-node $$n bench_sync.py --out $(OUT) \
+	for n in 2 8; do time $(BIN)/torchrun --standalone --nproc-per-node $$n -m experiments.sync --out $(OUT) \
 		$(if $(QUICK),--params 1e6 --trials 3) || exit; done
+	time $(BIN)/python -m experiments.sync --out $(OUT)
 
 # the papers' headline results, each with three seeds: about twenty hours on 2 cores.
 # Runs that are in runs/ already are not run again
 headline: .venv/ready
-	for part in tuning closing momentum convergence onebyte skip scale failure together stability; do \
+	for part in losses skip failure together stability; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
 
 # loss against real time between 8 hosts of this machine, three seeds: about six hours on 2 idle cores, as
 # root. QUICK=1: a try between two, into runs/quick
 hosts: .venv/ready
-	$(BIN)/python -m experiments.hosts --out $(OUT) $(if $(QUICK),--steps 5 --seeds 0)
-	$(if $(QUICK),,$(BIN)/python -m experiments.cuts --out $(OUT))
-	$(if $(QUICK),,$(BIN)/python -m experiments.geography --out $(OUT))
-
-# the trainer beside others, and the table of it: about 19 minutes on 2 cores, 14 GB of memory
-speed: .venv/ready
-	$(BIN)/python -m experiments.speed --out .
+	$(BIN)/python -m experiments.network $(if $(QUICK),hosts --steps 5 --seeds 0) --out $(OUT)
 
 # the published instance on 20 processes over emulated links, four ways, about 4 minutes
 # (random paths with a seed that avoids the broken link)
 emulate: .venv/ready
-	mkdir -p runs $(OUT)/results && $(BIN)/python skippipe.py --save runs/links.json --figure '' --results ''
+	mkdir -p runs $(OUT)/results && $(BIN)/python skippipe.py $(if $(QUICK),--seconds 1) --save runs/links.json --figure '' --results ''
 	rm -rf runs/emulated-* && : > $(OUT)/results/skippipe_emulated.jsonl
 	for routing in $(if $(QUICK),skippipe,dtfm dtfm-skip no-tc2 skippipe); do \
 		$(BIN)/torchrun --standalone --nproc-per-node 20 -m tools.emulate --stages 5,3,3,3,3,3 --links runs/links.json \
-			--time-scale $(if $(QUICK),0.03 --steps 2,0.1 --steps 5) --routing $$routing --skip 0.33 --microbatches 6 \
+			--time-scale $(if $(QUICK),0.01 --steps 1,0.1 --steps 5) --routing $$routing --skip 0.33 --microbatches 6 \
 			--seed $$([ $$routing = dtfm-skip ] && echo 2 || echo 0) --layers 6 --hidden 32 --heads 2 \
 			--mlp 64 --seq-len 16 --batch 1 --eval-sequences 5 --name emulated-$$routing || exit; \
 		sed "s/^{/{\"routing\": \"$$routing\", /" runs/emulated-$$routing/metrics.jsonl >> $(OUT)/results/skippipe_emulated.jsonl; done

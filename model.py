@@ -44,7 +44,7 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if not isinstance(value, bool) and not value > 0:
+            if value is not False and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"{name} must be positive, got {value}")
         heads = self.num_attention_heads
         if self.hidden_size % (2 * heads):

@@ -27,7 +27,7 @@ from itertools import combinations
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)         # no traceback; in training plumbing/ending.py
+    signal.signal(signal.SIGINT, signal.SIG_DFL)         # no traceback; in training plumbing/signals.py
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # or each broken connection is a page of C++ stack
 import torch
 import torch.distributed as dist
@@ -40,13 +40,13 @@ from planning.training import PLANNERS, idle, measure, plan_paths, read_links
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
 from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import Adam, speed_up
-from plumbing.huggingface import initial_weights
+from plumbing.huggingface import load_weights
 from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import METHODS, MODELS, layout, option, parse_options, whole_config
 from plumbing.overlap import overlapping
-from plumbing.processes import Job, restarts
+from plumbing.processes import Average, Job, restarts
 from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
@@ -79,7 +79,7 @@ class Options:
     microbatches: int = option(2, "microbatches per origin and step", least=1)
     batch: int = option(4, "sequences per microbatch", least=1)
     # the model
-    model: str = option("tiny", "a row of the paper's table, or tiny", choices=list(MODELS))
+    model: str = option("tiny", "tiny, or a paper's, for 0.5M, 1M, 2M tokens a step", choices=list(MODELS))
     hidden: int = option(None, "hidden size")
     layers: int = option(None, "number of layers")
     heads: int = option(None, "attention heads")
@@ -435,7 +435,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     corpus, reader = job.together(load_data, o, job.rank, stages[0])
     model = speed_up(Llama(config, layers[stage], ends, o.seed, job.device))
     if o.init_from and not o.resume:
-        job.together(initial_weights, model, o)
+        job.together(load_weights, model, o.init_from)
     theta, grad = flatten(model.parameters())
     inner = job.together(Muon, grad, model, o.beta2) if o.optimizer == "muon" else Adam(theta, grad, o.beta2)
     run = Run(job, o, stages, stage, config, corpus, reader, model, theta, inner, take_folder(o, job))
@@ -443,11 +443,11 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
         for layer in model.model.layers.values():
             layer.compile()
     run.outer = make_outer(job, o, model.parameters(), replicas, inner)
-    run.average = job.averager(replicas) if o.method == "ddp" else None
+    run.average = Average(replicas) if o.method == "ddp" and len(replicas) > 1 else None
     run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     run.checkpoints = Checkpoints(job, run.folder)
     plan = go_on(run) if (o.resume or restarts()) and not job.joining else None
-    job.say(banner(run, MODELS[o.model]["lr"]))
+    job.say(banner(run))
     run.routes = Routes(job, o, run.pipeline, stages, plan)
     return run
 
@@ -462,7 +462,7 @@ def train(run):
 
     with job.rescue(run, save):
         while run.step < o.steps:
-            job.stop_if_asked(save)
+            job.signals.stop_if_due(save)
             before = run.step
             paths, order = run.routes.at(run.step)
             mine = [u for u, path in enumerate(paths) if path[0] == job.rank]
@@ -514,7 +514,7 @@ def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
-    o = Options(**job.agree(parse, argv))
+    o = Options(**job.agree_on("options", lambda: vars(parse(argv, job.world))))
     argv = sys.argv if argv is None else argv
     if o.survive or "--join" in argv:
         from survive import parts

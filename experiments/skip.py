@@ -1,26 +1,26 @@
-"""SkipPipe's paths that leave stages out: loss against tokens and simulated time, then with stages
-missing at inference.
+"""SkipPipe's paths that leave stages out: loss in equal simulated time, and with stages missing at inference.
 
-    python -m experiments.skip [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+    python -m experiments.skip [skip scale] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance;
-gradients are averaged at every step, so that what differs is the paths. 0% skipped is DT-FM's pipeline;
-"in order" means no swapped neighbours; "equal time": as many steps as fit into the full pipeline's time. All
-are evaluated as the papers do; experiments/scale.py has most of them with Eq. 6.
+skip        evaluated as in the papers (--unscaled)
+scale       the same runs under the rho rule (planning/rho.py), beside those of results/headline_skip.json
+
+8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance. Gradients
+are averaged at every step, so only the paths differ. 0% skipped is DT-FM's pipeline; "in order" means no
+swapped neighbours; "equal time" has as many steps as fit into the full pipeline's time.
 """
-import itertools
 import random
 import statistics
+from dataclasses import replace
 
-from experiments.clock import hours, keep_links, makespan, slowest_all_reduce
-from experiments.pictures import COLOURS, show_head, show_row
-from experiments.runs import (Run, band, finals, headline, heldout, losses, mean_model, over,
-                              results, spread_of)
+from experiments.pictures import COLOURS, WIDTH, kept, label_ends, show_head, show_row
+from experiments.runs import (ROOT, Part, Run, band, finals, headline, heldout, mean_model, over, over_runs,
+                              published, results, same_seeds, spread_of)
+from experiments.together import hours, keep_links, makespan, slowest_all_reduce
 from model import Llama
 from planning.instance import CITIES, city_delays, city_links
-from planning.rho import multiply, with_stages_missing
+from planning.rho import multiply, some_choices, with_stages_missing
 from skippipe import Network
-from tools.partial import some_choices
 from train import layout
 
 # (share skipped, routing) for each number of stages; the first is the full pipeline
@@ -30,27 +30,14 @@ KINDS = {
     8: (FULL, (0.0, "no-swaps"), (0.0, "skippipe"), (0.25, "skippipe"), (0.25, "no-swaps"),
         (0.375, "skippipe"), (0.5, "skippipe")),
 }
-COLOUR = {FULL: 0, (0.0, "no-swaps"): 1, (0.25, "skippipe"): 2, (0.25, "no-swaps"): 3,
-          (0.375, "skippipe"): 4, (0.5, "skippipe"): 5, (0.0, "skippipe"): 6}
-
+SCALED = ("25% skipped, in order", "37.5% skipped", "50% skipped")
 UNSCALED = " --unscaled"
-
 # The nodes of each stage, as `assign_stages` found them for the full pipeline. Pinned, so that the tables can
-# be made again: with the simulator's ties as they are now its search ends elsewhere (8 stages: an all-reduce
-# of 19.9 s for 24.2 s).
+# be made again.
 STAGES = {
     4: [[0, 4], [2, 7], [1, 5], [3, 6]],
     8: [[0, 11], [1, 12], [9, 15], [10, 13], [3, 7], [2, 5], [6, 8], [4, 14]],
 }
-
-
-def kind(o):
-    return o.skip, o.routing
-
-
-def name(skip, routing):
-    how = {"no-swaps": ", in order", "skippipe": "" if skip else ", with swaps", "dtfm": ""}
-    return f"{100 * skip:g}% skipped{how[routing]}"
 
 
 def network_of(stages):
@@ -64,12 +51,19 @@ def runs(steps):
     steps = steps or 300
     for stages, kinds in KINDS.items():
         for skip, routing in kinds:
-            label = f"{stages} stages, {name(skip, routing)}"
-            if skip or (skip, routing) == FULL:     # a plan that skips nothing: what it gains is time
+            how = {"no-swaps": ", in order", "skippipe": "" if skip else ", with swaps", "dtfm": ""}
+            label = f"{stages} stages, {100 * skip:g}% skipped{how[routing]}"
+            if skip or (skip, routing) == FULL:     # a plan that skips nothing gains time only
                 yield run(label, stages, skip, routing, steps)
             if (skip, routing) != FULL:
-                more = equal_time(steps, stages, [(skip, routing)])
+                more = equal_time(steps, stages, skip, routing)
                 yield run(f"{label}, equal time", stages, skip, routing, more)
+
+
+def scaled_runs(steps):
+    for run in runs(steps):
+        if run.label.split(", ", 1)[1].removesuffix(", equal time") in SCALED:
+            yield replace(run, label=f"{run.label} (rho rule)", options=run.options.replace(UNSCALED, ""))
 
 
 def run(label, stages, skip, routing, steps):
@@ -81,12 +75,12 @@ def run(label, stages, skip, routing, steps):
     return Run(label, f"{options} --steps {steps}", 2 * stages, missing_stages)
 
 
-def equal_time(steps, stages, kinds):
-    """The steps that fit into the full pipeline's time, each of these kinds having as many of them."""
+def equal_time(steps, stages, skip, routing):
+    """The steps that fit into the full pipeline's time."""
     network, cities = network_of(stages)
     sync = slowest_all_reduce(network, cities)
-    full, *ours = (makespan(network, routing, skip) + sync for skip, routing in (FULL, *kinds))
-    return round(steps * full / statistics.mean(ours))
+    full, ours = (makespan(network, how, share) + sync for share, how in (FULL, (skip, routing)))
+    return round(steps * full / ours)
 
 
 def seconds():
@@ -95,9 +89,10 @@ def seconds():
 
 
 def missing_stages(folder):
-    """Held-out loss of the mean of all replicas with only some of its stages: of three shares of them (0.5:
-    the paper's case, half of the stages gone), and of what is left when half of the later stages' nodes are
-    dead, where a stage is there while one of its two nodes is."""
+    """Held-out loss of the mean of all replicas with only some of its stages.
+
+    shares: with three shares of the stages (0.5: the paper's case, half of the stages gone).
+    """
     o, whole, corpus, rho = mean_model(folder)
     weights = whole.state_dict()
     _, layers = layout(o, sum(o.stages))
@@ -115,35 +110,25 @@ def missing_stages(folder):
             losses[stages] = heldout(o, model, corpus)
         return losses[stages]
 
-    def survivors():
-        nodes = [s for s in range(1, count) for _ in range(o.stages[s])]
-        return (0, *sorted(set(draw.sample(nodes, len(nodes) - len(nodes) // 2))))
-
     missing = {}
     for share in (1.0, 0.75, 0.5):
         choices = some_choices(range(1, count), round(share * count) - 1, draw)
         missing[str(share)] = [loss((0, *choice)) for choice in choices]
-    return dict(mean=loss(tuple(range(count))), shares=missing, dead=[loss(survivors()) for _ in range(16)])
+    return dict(mean=loss(tuple(range(count))), shares=missing)
 
 
-# ---------------------------------------------------------------- the table
-
-
-def full_beside(runs, seeds):
-    """The full pipeline's runs on as many stages."""
-    stages = seeds[0].o.stages
-    return next(rows for rows in runs.values() if kind(rows[0].o) == FULL and rows[0].o.stages == stages)
+# ---------------------------------------------------------------- the tables
 
 
 def losses_without(runs, key):
-    """Each seed's held-out loss with stages missing, over all choices of them. key: a share of them that
-    runs, or "dead"."""
-    return [statistics.mean(run.dead if key == "dead" else run.shares[key]) for run in runs]
+    """Each seed's held-out loss with stages missing, the mean over all choices of them. key: a share of the
+    stages that run."""
+    return [statistics.mean(run.shares[key]) for run in runs]
 
 
-def missing_over(runs, whole, key):
-    """Perplexity with stages missing over that of the other run's whole model, seed by seed, less 1."""
-    return over(losses_without(runs, key), [run.shares["1.0"][0] for run in whole])
+def missing_over(runs, key):
+    """Perplexity with stages missing over that of the run's whole model, seed by seed, less 1."""
+    return over(losses_without(runs, key), [run.shares["1.0"][0] for run in runs])
 
 
 def timing(found, run):
@@ -153,78 +138,78 @@ def timing(found, run):
 
 
 def table(found):
-    show_head("stages, share skipped | seeds | held-out nats per byte "
-              "| simulated s per iteration + all-reduce "
-              "| perplexity over its own whole: 75% of the stages | half of the stages gone "
-              "| half of the nodes dead "
-              "| perplexity over the full pipeline's whole: whole | 75% | half gone")
-    runs = results(found)
-    for label, seeds in runs.items():
-        base = full_beside(runs, seeds)
-        times = [timing(found, run) for run in seeds]
-        iteration, sync = statistics.mean(t[0] for t in times), times[0][1]
-        cells = [missing_over(seeds, seeds, key) for key in ("0.75", "0.5", "dead")]
-        cells += [missing_over(seeds, base, key) for key in ("1.0", "0.75", "0.5")]
-        show_row(label, len(seeds), spread_of(finals(seeds)), f"{iteration:.1f} + {sync:.1f}",
-                 *(spread_of(cell, "+.1%") for cell in cells))
+    show_head("stages, share skipped | seeds | held-out nats per byte, as the papers do "
+              "| over its own whole: 75% of the stages | half")
+    for label, seeds in results(found).items():
+        show_row(label, len(seeds), spread_of(finals(seeds)),
+                 *(spread_of(missing_over(seeds, key), "+.1%") for key in ("0.75", "0.5")))
+
+
+def scaled_table(found):
+    """The rho rule's runs; results/ also has relatives of the rule, which this program no longer runs."""
+    theirs = published("skip")
+    show_head("stages, share skipped | seeds | held-out nats per byte | as the papers do "
+              "| perplexity over that | over a full pipeline's: DT-FM's, in equal time the planned one's "
+              "| 75% of the stages, over as the papers do | half")
+    for label, seeds in results(found).items():
+        plain, rule, _ = label.partition(" (rho rule)")
+        if rule:
+            same = "0% skipped, in order, equal time" if "equal time" in label else "0% skipped"
+            full = theirs[f"{label.split(',')[0]}, {same}"]
+            papers = same_seeds(seeds, theirs[plain])
+            cells = [over_runs(seeds, papers), over_runs(seeds, full)]
+            cells += [over(losses_without(seeds, share), losses_without(papers, share))
+                      for share in ("0.75", "0.5")]
+            show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(finals(papers)),
+                     *(spread_of(cell, "+.1%") for cell in cells))
 
 
 # ---------------------------------------------------------------- the picture
 
 
 def draw(plt, found):
-    """Against time: the runs that end when the full pipeline does. Missing stages: the runs of as many
-    microbatches."""
-    runs = results(found)
-    figure, axes = plt.subplot_mosaic([["time4", "time8", "half"], ["part4", "part8", "half"]],
-                                      figsize=(14, 8), layout="constrained")
-    place = itertools.count()
-    for label, seeds in runs.items():
-        base = full_beside(runs, seeds)
-        o, stages = seeds[0].o, len(seeds[0].o.stages)
-        colour = COLOURS[COLOUR[kind(o)]]
-        equal_time = o.steps != base[0].o.steps
-        whole = seeds is base
-        if whole or equal_time:
-            x = hours(seeds[0], *timing(found, seeds[0]))
-            title = name(*kind(o)) + ", DT-FM's order" * whole
-            band(axes[f"time{stages}"], losses(seeds), x, title, colour)
-        if not equal_time:
-            draw_shares(axes[f"part{stages}"], seeds, base, colour)
-            draw_half(axes["half"], seeds, -next(place), label.replace(" skipped", ""), colour)
-    for stages in KINDS:
-        time, part = axes[f"time{stages}"], axes[f"part{stages}"]
-        time.set(xlabel="simulated hours, gradients averaged at every step",
-                 ylabel="held-out nats per byte, whole model",
-                 title=f"{stages} stages of two nodes, the 500M model's messages")
-        part.set(xlabel="% of the stages that run", xticks=(100, 75, 50),
-                 ylabel="perplexity over the full pipeline's whole model, %",
-                 title=f"some stages missing, {stages} stages")
-        part.invert_xaxis()
-        time.legend()
-        part.legend()
-    axes["half"].axvline(100 * (1.07 ** 0.25 - 1), color="black", ls=":", lw=0.8)
-    axes["half"].set(xlabel="perplexity per byte over its own whole, %",
-                     title="half of the stages gone (dotted: the paper)")
+    """Above: loss in the planned full pipeline's time. Below: what missing stages cost each model."""
+    own, published = results(found), kept(ROOT, "headline_skip")
+    theirs = results(published)
+    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 8), layout="constrained", sharey="row")
+    for stages, above, below in zip(KINDS, *axes):
+        lines = [("0% skipped, in order", "", "all stages,\nplanned", "planned", "-"),
+                 ("25% skipped, in order", "", "25% skipped,\nas the papers", "25%", ":"),
+                 ("25% skipped, in order", " (rho rule)", "25% skipped,\nrho rule", "25%", "-"),
+                 ("50% skipped", "", "50% skipped,\nas the papers", "50%", ":"),
+                 ("50% skipped", " (rho rule)", "50% skipped,\nrho rule", "50%", "-")]
+        ends = []
+        for label, rule, name, colour, dashes in lines:
+            seeds = (own if rule else theirs)[f"{stages} stages, {label}, equal time{rule}"]
+            x = hours(seeds[0], *timing(published, seeds[0]))
+            last = band(above, [run.losses for run in seeds], x, COLOURS[colour], ls=dashes)
+            ends.append((last, name, COLOURS[colour]))
+        above.set(xlabel="simulated hours, all-reduce included", title=f"{stages} stages", ylim=(1.65, 2.4))
+        missing = [(theirs[f"{stages} stages, 0% skipped"], "none skipped", "full")]
+        missing += [(own[f"{stages} stages, {label} (rho rule)"], f"{label[:3]} skipped", label[:3])
+                    for label in ("25% skipped, in order", "50% skipped")]
+        ends_below = [(draw_missing(below, seeds, COLOURS[colour]), name, COLOURS[colour])
+                      for seeds, name, colour in missing]
+        below.set(xlabel="% of the stages that run", xticks=(100, 75, 50), xlim=(103, 47), ylim=(-3, 62))
+    axes[0, 0].set_ylabel("held-out nats per byte, whole model")
+    axes[1, 0].set(ylabel="perplexity over its own whole model, %",
+                   title="Trained with skipping (rho rule)\na model bears missing stages")
+    label_ends(axes[0, 1], ends, gap=0.055)
+    label_ends(axes[1, 1], ends_below)
+    figure.suptitle("Half of the stages skipped, under the rho rule, beats the planned full pipeline "
+                    "in equal time\n(below: after equal steps; bands and bars: range of three seeds)",
+                    fontsize=10.5)
     return figure
 
 
-def draw_half(axis, seeds, place, label, colour):
-    """Every choice of the stages that are left."""
-    more = [over(run.shares["0.5"], run.shares["1.0"] * len(run.shares["0.5"])) for run in seeds]
-    axis.boxplot([[100 * x for row in more for x in row]], positions=[place], widths=0.6,
-                 orientation="horizontal", medianprops=dict(color=colour, lw=2), tick_labels=[label])
-
-
-def draw_shares(axis, seeds, base, colour):
-    o = seeds[0].o
-    shares = list(seeds[0].shares)
-    columns = [[100 * x for x in missing_over(seeds, base, share)] for share in shares]
+def draw_missing(axis, seeds, colour):
+    columns = [[100 * x for x in missing_over(seeds, share)] for share in ("1.0", "0.75", "0.5")]
     mean = [statistics.mean(v) for v in columns]
     errors = [[m - min(v) for m, v in zip(mean, columns)], [max(v) - m for m, v in zip(mean, columns)]]
-    at = [100 * float(share) - COLOUR[kind(o)] / 2 for share in shares]         # a little apart
-    axis.errorbar(at, mean, errors, marker="o", capsize=3, label=name(*kind(o)), color=colour)
+    axis.errorbar((100, 75, 50), mean, errors, marker="o", capsize=3, color=colour)
+    return mean[-1]
 
 
 if __name__ == "__main__":
-    headline("skip", __doc__, runs, table, draw, seconds)
+    headline(__doc__, {"skip": Part(runs, table, seconds=seconds),
+                       "scale": Part(scaled_runs, scaled_table, draw, picture="skip")})

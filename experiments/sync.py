@@ -1,123 +1,143 @@
-"""The tables and the two pictures of what bench_sync.py found."""
+"""What bench_sync.py found: its tables and pictures, the row of one byte a weight, and a synchronisation on
+paper.
+
+    python -m experiments.sync --out .                                      tables and pictures of results/
+    torchrun --nproc-per-node 8 -m experiments.sync [bench_sync's options]  its measurement and that row
+"""
+import itertools
+import json
 import math
-import statistics
+import sys
+from pathlib import Path
 
-from experiments.pictures import COLOURS
+import bench_sync
+from bench_sync import Timed, quartiles
+from experiments.pictures import COLOURS, WIDTH, label_ends, picture, show_head, show_row
+from plumbing.onebyte import OneByteNoLoCo
+from plumbing.options import Parser
+from plumbing.processes import BadInput, Job
 
-MARKS = "osD^vX"
-
-
-def print_simulated(r):
-    for s, (value, error, closed) in zip(r["spreads"], r["pair"]):
-        print(f"std(t)/t_c {s:4}: 2 E[max] simulated {value:.4f} +- {error:.4f}, closed form {closed:.4f}")
-    for n in r["counts"]:
-        zero, wide = r["ratio"][n][0][0], r["ratio"][n][-1]
-        print(f"{n:4} replicas: tree / pair {zero:g} at zero spread (log2 n = {math.log2(n):g}), "
-              f"{wide[0]:.1f} +- {wide[1]:.1f} at {r['spreads'][-1]}")
-    at = r["inner_steps"].index(100)
-    for i, outer in enumerate(r["outer_steps"]):
-        now, alone = (r["training"][name][1024][i][at] for name in ("NoLoCo", "alone"))
-        print(f"1024 replicas, 100 inner steps, {outer} outer steps: DiLoCo takes "
-              f"{100 * (now[0] - 1):.1f}% +- {100 * now[1]:.1f} longer than NoLoCo "
-              f"({100 * (alone[0] - 1):.1f}% if a pair's delay were forgotten at once; the paper says ~20%)")
-    pairs = [pair for rows in r["ratio"].values() for pair in rows]
-    pairs += [pair for by in r["seconds"].values() for pair in by.values()]
-    for by in r["training"].values():
-        pairs += [pair for rows in by.values() for row in rows for pair in row]
-    worst = max(error / value for value, error in pairs)
-    print(f"largest standard error {100 * worst:.2f}% of its value; {r['wall_seconds']:.0f} s")
+SHADES = ("#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#0072B2", "#000000")      # one per number of replicas
+PARAMS = {"small": 125e6, "large": 6.8e9}           # of the NoLoCo paper's models, as it states them
 
 
-def add_ratios(result):
-    """Medians, quartiles and ratios (medians of the trials'), in place."""
-    table = result["rows"]
-
-    def ratio(a, b):
-        return statistics.median(x / y for x, y in zip(table[a]["seconds"], table[b]["seconds"]))
-
-    for name, row in table.items():
-        low, middle, high = quartiles(row["seconds"])
-        over = ratio(name, row["floor"]) if row["floor"] else None
-        row.update(median=middle, quartiles=[low, high], diloco_over_it=ratio("DiLoCo", name),
-                   over_floor=over)
-    result["all_reduce_over_exchange"] = ratio("all-reduce of theta", "exchange of theta")
+def methods(o, params):
+    rows = bench_sync.methods(o, params)
+    short = OneByteNoLoCo(params, inner_steps=1, seed=o.seed)
+    timed = Timed(short.step, sent=lambda: short.bytes_sent, floor="exchange of theta")
+    return rows | {"NoLoCo, one byte a weight": timed}
 
 
-def quartiles(x):
-    return statistics.quantiles(x, n=4, method="inclusive") if len(x) > 1 else x * 3
+# ---------------------------------------------------------------- on paper
 
 
-def print_measured(r):
-    print(f"{r['replicas']} processes, {r['params'] / 1e6:g}M parameters, {r['backend']}, {r['device']}, "
-          f"torch {r['torch']}: slowest rank, median [quartiles] of {r['trials']} trials; "
-          "ratios are medians of the trials'")
-    print(f"{'':34}{'seconds':>8} {'[quartiles]':>16}{'MB sent':>9}{'MB ahead':>9}{'MB/s':>7}"
-          f"{'DiLoCo / it':>13}{'it / floor':>11}")
-    for name, row in r["rows"].items():
-        low, high = row["quartiles"]
-        floor = f"{row['over_floor']:11.2f}" if row["floor"] else ""
-        print(f"{name:34}{row['median']:8.4f} {f'[{low:.4f} {high:.4f}]':>16}{row['bytes'] / 1e6:9.1f}"
-              f"{row['bytes_ahead'] / 1e6:9.1f}{row['bytes'] / row['median'] / 1e6:7.0f}"
-              f"{row['diloco_over_it']:13.2f}{floor}")
-    bytes_alone = r["rows"]["all-reduce of theta"]["bytes"] / r["rows"]["exchange of theta"]["bytes"]
-    print(f"the exchange is {r['all_reduce_over_exchange']:.2f}x faster than the all-reduce (bytes alone: "
-          f"{bytes_alone:.2f}x)")
+def on_paper(params, n, mbit, latency, step_seconds=1.0):
+    """{method: bytes sent per rank, seconds of a synchronisation, its share of training, bytes of memory},
+    by (B5) with constant t."""
+    B, rate = 4 * params, mbit * 1e6 / 8
+    ring = 2 * (n - 1) / n * B
+    reduce = 2 * math.ceil(math.log2(n)) * latency + ring / rate
+
+    def row(inner_steps, sent, seconds, memory):
+        return dict(bytes=sent, seconds=seconds, share=seconds / (seconds + inner_steps * step_seconds),
+                    memory=memory * params)
+
+    # theta, gradient and Adam's two take 16 bytes a parameter; phi and delta 8; NoLoCo's receive buffer 4,
+    # with one byte a weight one to send and one to receive
+    return {"DDP": row(1, ring, reduce, 16), "DiLoCo": row(100, ring, reduce, 24),
+            "NoLoCo": row(50, B, latency + B / rate, 28),
+            "one byte": row(50, B / 4, latency + B / 4 / rate, 26)}
 
 
-def draw_simulated(plt, found):
-    (r,) = found
-    figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(10, 7.6), layout="constrained")
+def show_paper():
+    show_head("model, 1024 replicas | Mbit/s | GB sent per rank | seconds | share of training time, % "
+              "| GB of memory per rank")
+    for (model, params), mbit in itertools.product(PARAMS.items(), (100, 1000, 100000)):
+        rows = on_paper(params, 1024, mbit, 0.05).values()
+        show_row(f"{model}, {params / 1e6:g}M", mbit,
+                 " / ".join(f"{row['bytes'] / 1e9:.2f}" for row in rows),
+                 " / ".join(f"{row['seconds']:.4g}" for row in rows),
+                 " / ".join(f"{row['share'] * 100:.1f}" for row in rows),
+                 " / ".join(f"{row['memory'] / 1e9:.1f}" for row in rows))
 
-    def line(axis, x, points, i, label, **style):
+
+# ---------------------------------------------------------------- the pictures
+
+
+def draw_simulated(plt, r):
+    figure, (a, b, c) = plt.subplots(3, 1, figsize=(WIDTH, 11.5), layout="constrained")
+
+    def line(axis, x, points, colour, name, ends):
         value, error = zip(*points)
-        axis.errorbar(x, value, [2 * e for e in error], color=COLOURS[i], marker=MARKS[i], capsize=2,
-                      lw=1.2, label=label, **style)
+        axis.errorbar(x, value, [2 * e for e in error], color=colour, marker="o", capsize=2, lw=1.2)
+        ends.append((value[-1], name, colour))
 
-    for i, (n, points) in enumerate(r["ratio"].items()):
-        line(a, r["spreads"], points, i, f"{n} replicas")
-    for i, (n, points) in enumerate(r["training"]["NoLoCo"].items()):
-        line(b, r["inner_steps"], points[1], i, f"{n} replicas")
-    at = r["inner_steps"].index(100)
-    forgotten = r["training"]["alone"]["1024"][1][at][0]
-    b.plot(100, forgotten, "k*", ms=9, label="1024, delays forgotten at once", zorder=5)
-    for i, (name, by) in enumerate(r["seconds"].items()):
-        line(c, [int(n) for n in by], list(by.values()), i, name)
-    for i, (case, by) in enumerate(r["late"].items()):
-        for method, dashes in (("DiLoCo", "--"), ("NoLoCo", "-")):
-            line(d, range(len(by[method])), by[method], i, f"{method}: {case}", ls=dashes)
-    link = f"{r['mbit']:g} Mbit/s, {1000 * r['latency_seconds']:g} ms, std(t)/t_c {r['spread']:g}"
-    a.set(xlabel="std(t) / t_c of a message", ylabel="time of tree all-reduce / pair averaging",
-          title="A  one synchronisation", ylim=(0, None))
-    b.set(xlabel="inner steps per outer step", ylabel="training time DiLoCo / NoLoCo",
-          title="B  500 outer steps, exchange time left out")
+    ends_a, ends_b, ends_c = [], [], []
+    for colour, n in zip(SHADES, r["ratio"]):
+        line(a, r["spreads"], r["ratio"][n], colour, f"{n} replicas", ends_a)
+        line(b, r["inner_steps"], r["training"]["NoLoCo"][n][1], colour, f"{n} replicas", ends_b)
+    names = {"tree": "tree", "ring": "ring", "halving and doubling": "halving\nand doubling",
+             "pair, two exchanges (paper)": "pair, two exchanges\n(paper)",
+             "NoLoCo here, one exchange": "NoLoCo here,\none exchange"}
+    for colour, (name, text) in zip((*SHADES[:3], "#555555", COLOURS["NoLoCo"]), names.items()):
+        by = r["seconds"][name]
+        line(c, [int(n) for n in by], list(by.values()), colour, text, ends_c)
+    a.set(xlabel="std(t) / t_c of a message", ylabel="time, tree all-reduce / pair", ylim=(0, 65),
+          title="A  Simulated: a pair averages 10 times as fast as a tree of 1024, more if messages vary\n"
+                "(bars: two standard errors)")
+    b.set(xlabel="inner steps per outer step", ylabel="training time, DiLoCo / NoLoCo",
+          title="B  DiLoCo waits for the slowest of all replicas, NoLoCo for a partner\n"
+                "(500 outer steps, exchange time left out)")
     c.set(xscale="log", yscale="log", xlabel="replicas", ylabel="seconds per synchronisation",
-          title=f"C  {r['params'] / 1e6:g}M fp32 at {link}")
+          title=f"C  With bytes counted the best all-reduce is closer\n({r['params'] / 1e6:g}M fp32 weights, "
+                f"{r['mbit']:g} Mbit/s, {1000 * r['latency_seconds']:g} ms, std(t) / t_c {r['spread']:g})")
     c.set_xticks(r["counts"], [str(n) for n in r["counts"]])
     c.minorticks_off()
-    d.set(xlabel="outer step", ylabel="mean time lost by a replica / outer step",
-          title="D  one of 1024 replicas is late from outer step 4 (m = 50)")
-    for axis in (a, b, c, d):
-        axis.legend()
-    figure.suptitle("Simulated. Bars: two standard errors")
+    for axis, ends in ((a, ends_a), (b, ends_b), (c, ends_c)):
+        label_ends(axis, ends)
     return figure
 
 
 def draw_measured(plt, found):
-    found = sorted(found, key=lambda r: r["replicas"])
-    names = list(found[0]["rows"])[::-1]
-    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
-    height = 0.8 / len(found)
-    for k, r in enumerate(found):
-        shown = [name for name in names if name in r["rows"]]
-        rows = [r["rows"][name] for name in shown]
-        middle = [row["median"] for row in rows]
-        error = [[row["median"] - row["quartiles"][0] for row in rows],
-                 [row["quartiles"][1] - row["median"] for row in rows]]
-        places = [names.index(name) - height * (k - (len(found) - 1) / 2) for name in shown]
-        what = f"{r['replicas']} processes, {r['params'] / 1e6:g}M fp32, {r['backend']}, {r['device']}"
-        axis.barh(places, middle, height, xerr=error, capsize=2, color=COLOURS[k], label=what)
-    axis.set_yticks(range(len(names)), names)
-    axis.set(xlabel="seconds, median and quartiles over trials, slowest rank",
-             title="Measured: floors, then whole steps")
-    axis.legend()
+    """Bars of the same rows for each number of processes."""
+    names = [name for name in found[0]["rows"] if "ahead" not in name][::-1]
+    figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 4), layout="constrained", sharey=True,
+                                squeeze=False)
+    for axis, r in zip(axes.flat, found):
+        rows = [quartiles(r["rows"][name]["seconds"]) for name in names]
+        error = [[middle - low for low, middle, _ in rows], [high - middle for _, middle, high in rows]]
+        colours = [COLOURS.get(name.split(",")[0].split(":")[0], "#999999") for name in names]
+        axis.barh(names, [middle for _, middle, _ in rows], 0.7, xerr=error, capsize=2, color=colours,
+                  ecolor="#777777")
+        axis.set(xlabel="seconds (bars: median of trials, quartiles)",
+                 title=f"{r['replicas']} processes, {r['params'] / 1e6:g}M weights in fp32")
+    figure.suptitle("Measured: NoLoCo's outer step is faster than DiLoCo's between 8 processes\n"
+                    f"(grey: floors; the rest: whole outer steps; {found[0]['device']})", fontsize=10.5)
     return figure
+
+
+def show(argv=None):
+    p = Parser(__doc__)
+    p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
+    p.add_argument("--plot", action="store_true", help="the same: this program measures under torchrun only")
+    o = p.parse_args(argv)
+    there = [json.loads(file.read_text()) for file in sorted(Path(o.out, "results").glob("sync_*.json"))]
+    if not there:
+        raise BadInput(f"no results/sync_*.json in {o.out}: first python bench_sync.py --simulate")
+    for r in [r for r in there if "ratio" in r]:
+        bench_sync.print_simulated(r)
+        picture(o.out, "sync_simulated", draw_simulated, r)
+    measured = [r for r in there if "rows" in r]
+    for r in measured:
+        bench_sync.print_measured(r)
+    if measured:
+        picture(o.out, "sync_measured", draw_measured, measured)
+    show_paper()
+
+
+if __name__ == "__main__":
+    job = Job()
+    if job.world > 1:
+        bench_sync.measure(bench_sync.parse(sys.argv[1:]), methods)
+    else:
+        job.together(show)

@@ -1,89 +1,88 @@
-"""Both papers at once on the published instance: 20 nodes in 12 cities, 30 microbatches an iteration, 50
-inner steps unless the label says how many.
+"""Both papers at once on the published instance: 20 nodes in 12 cities, 30 microbatches an iteration.
 
     python -m experiments.together [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+
+Losses are measured with a tiny model. Seconds are simulated with the messages and weights of the 500M model:
+an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. Nothing is
+overlapped. Outer steps come every 50 steps unless the label says how many.
 """
 import itertools
+import json
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
-from experiments.clock import every, hours, keep_links, makespan, reaches, slowest_all_reduce, stage_delays
-from experiments.onebyte import SHORT
-from experiments.pictures import COLOURS, show_head, show_row
-from experiments.runs import Run, band, finals, headline, losses, results, spread_of, spread_of_reached
+import train
+from experiments.losses import SHORT
+from experiments.pictures import COLOURS, WIDTH, show_head, show_row
+from experiments.runs import (Part, Run, band, finals, headline, reaches, results, same_seeds,
+                              spread_of, spread_of_reached)
 from noloco import random_groups
-from planning.instance import published_network
+from planning.instance import city_delays, city_links, published_network
+from planning.training import plan_paths
 from skippipe import full_paths, random_paths, simulate
 
-INNER = 50
-SOON = 0.58         # of DDP's time: under 70% of planned DDP's too, 77% of planned DDP's in bf16
-# inner steps, wire, share of DDP's time: where it is less, with the first seed only
-OFTEN = ((10, "int8", SOON), (2, "int8", SOON), (1, "int8", SOON), (2, "fp32", SOON), (1, "fp32", SOON),
-         (2, "int8", 1.0))
-# shares of DDP's time: every 2 steps in one byte, evaluated with Eq. 6 of skippipe.py
-SCALED = (1.0, 0.4)
+MODEL_BYTES = 4 * 500e6         # the 500M model whose messages the published instance has, fp32
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-# in the picture
-SHOWN = ("DDP, full pipeline", "DiLoCo, full pipeline", "NoLoCo, random routing", "NoLoCo, SkipPipe",
-         "NoLoCo, SkipPipe in order, DDP's time",
-         "NoLoCo, SkipPipe in order, every 10 steps, DDP's time",
-         "NoLoCo, SkipPipe in order, every 2, int8, 100% of DDP's time",
-         "NoLoCo, SkipPipe in order, 50% skipped, Eq. 6, every 2, int8, 100% of DDP's time")
-
-
-def runs(steps):
-    steps = steps or 400
-    network, _ = published_network()
-    links = keep_links(network, "headline-links-20.json")
-    found = seconds()
-    full, averaging = found["DDP, full pipeline"]
-    _, sync = found["NoLoCo, SkipPipe"]
-    swaps, in_order = (makespan(network, routing, 0.33) for routing in ("skippipe", "no-swaps"))
-    time = steps * (full + averaging)
-    warm = steps // 100 * 50
-
-    def fit(seconds, iteration, inner=INNER, after=0, sync=sync, multiple=INNER):
-        """Steps in all when these seconds are left after so many, ending with an outer step."""
-        return max(1, int(after + seconds / (iteration + sync / inner)) // multiple * multiple)
-
-    def run(label, steps, options):
-        return Run(label, "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 4e-3 "
-                   f"--steps {steps} {options}", 20)
-
-    def skipping(label, steps, routing="skippipe", inner=INNER, more=""):
-        return run(label, steps, f"--method noloco --inner-steps {inner} --skip 0.33 --unscaled "
-                   f"--links {links} --routing {routing}{more}")
-
-    yield run("DDP, full pipeline", steps, "--method ddp --routing fixed")
-    yield run("DiLoCo, full pipeline", steps, f"--method diloco --inner-steps {INNER} --routing fixed")
-    yield run("NoLoCo, random routing", steps, f"--method noloco --inner-steps {INNER}")
-    yield skipping("NoLoCo, SkipPipe", steps)
-    rest = 0.4 * time - warm * (swaps + averaging)                          # within 40% of DDP's time
-    yield skipping("NoLoCo, SkipPipe, warm start", fit(rest, swaps, after=warm),
-                   more=f" --warm-start {warm}")
-    yield skipping("NoLoCo, SkipPipe, DDP's time", fit(time, swaps))
-    yield skipping("NoLoCo, SkipPipe in order, DDP's time", fit(time, in_order), "no-swaps")
-    yield skipping("NoLoCo, SkipPipe in order, every 10 steps, DDP's time", fit(time, in_order, 10),
-                   "no-swaps", 10)
-    for inner, wire, share in OFTEN:
-        _, each = found[NOLOCO[wire]]
-        fitting = fit(share * time, in_order, inner, sync=each, multiple=inner)
-        label = f"NoLoCo, SkipPipe in order, every {inner}, {wire}, {share:.0%} of DDP's time"
-        often = skipping(label, fitting, "no-swaps", inner, f" --wire {wire}")
-        yield replace(often, first=share < 1)
-    _, short = found[NOLOCO["int8"]]
-    iterations = {0.33: in_order, 0.5: makespan(network, "no-swaps", 0.5)}
-    for skip, share in itertools.product(iterations, SCALED):
-        fitting = fit(share * time, iterations[skip], 2, sync=short, multiple=2)
-        way = f"{skip:.0%} skipped, Eq. 6, every 2, int8, {share:.0%} of DDP's time"
-        often = "--method noloco --inner-steps 2 --routing no-swaps --wire int8"
-        yield run(f"NoLoCo, SkipPipe in order, {way}", fitting, f"{often} --skip {skip} --links {links}")
-    yield replace(run("DDP, bf16, full pipeline", steps, "--method ddp --routing fixed"), program=SHORT)
+NOLOCO = {"fp32": "NoLoCo, SkipPipe", "int8": "NoLoCo, SkipPipe, one byte"}
 
 
 # ---------------------------------------------------------------- simulated time
 
-NOLOCO = {"fp32": "NoLoCo, SkipPipe", "int8": "NoLoCo, SkipPipe, one byte"}
+
+def makespan(network, routing, skip, microbatches=6):
+    """Simulated seconds of an iteration on the paths that train.py plans with its default seed."""
+    return plan_paths(network, routing, skip, microbatches, train.Options.seed)["makespan"]
+
+
+def keep_links(network, name):
+    """Write the network as a file for --links; returns its path."""
+    path = Path("runs", name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(asdict(network)))
+    return path
+
+
+def all_reduce_seconds(ranks, whole, part):
+    """Seconds of the fastest of three all-reduces, on links that do not contend.
+
+    Two rounds of parts: each of n ranks sends every other its nth part, then the sum of it. One round of
+    whole vectors, as in NoLoCo. The best ring. whole[a][b], part[a][b]: seconds of a message.
+    """
+    links = list(itertools.combinations(ranks, 2))
+    first, *others = ranks
+    rings = [(first, *rest, first) for rest in itertools.permutations(others)]
+    slowest_links = [max(part[a][b] for a, b in zip(ring, ring[1:])) for ring in rings]
+    two_rounds = 2 * max(part[a][b] for a, b in links)
+    one_round = max(whole[a][b] for a, b in links)
+    return min(two_rounds, one_round, 2 * (len(ranks) - 1) * min(slowest_links))
+
+
+def stage_delays(network, names, parts=1, size=4):
+    """delay[a][b] in seconds of one of `parts` parts of a stage; size: bytes of a number."""
+    return city_delays(names, city_links(), MODEL_BYTES * size / 4 / len(network.stages) / parts)
+
+
+def slowest_all_reduce(network, names, size=4):
+    """Seconds in which the slowest stage is averaged over its nodes."""
+    whole = stage_delays(network, names, size=size)
+    return max(all_reduce_seconds(ranks, whole, stage_delays(network, names, len(ranks), size))
+               for ranks in network.stages)
+
+
+def slowest_groups(network, delay):
+    """Seconds of the slowest NoLoCo group of all stages, on average over 100 outer steps."""
+    slowest = []
+    for outer in range(100):
+        groups = [group for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)]
+        links = [link for group in groups for link in itertools.combinations(group, 2)]
+        slowest.append(max(delay[a][b] for a, b in links))
+    return statistics.mean(slowest)
+
+
+def hours(run, iteration, sync):
+    """Simulated hours at each evaluation, from the seconds of an iteration and of a synchronisation."""
+    return [(step * iteration + step // run.o.every * sync) / 3600 for step in run.steps]
 
 
 def seconds():
@@ -94,46 +93,62 @@ def seconds():
     routed = [simulate(network, random_paths(network.stages, 6, step, 0)).makespan for step in range(100)]
     some, short = (slowest_groups(network, stage_delays(network, names, size=BYTES[wire])) for wire in NOLOCO)
     planned = makespan(network, "no-swaps", 0.0)
-    return {"DDP, full pipeline": (full, everyone),
-            "DDP, planned": (planned, everyone),
-            "DDP, bf16, full pipeline": (full, half),
-            "DDP, bf16, planned": (planned, half),
+    return {"DDP, full pipeline": (full, everyone), "DDP, planned": (planned, everyone),
+            "DDP, bf16, full pipeline": (full, half), "DDP, bf16, planned": (planned, half),
             "DiLoCo, full pipeline": (full, everyone),
             "NoLoCo, random routing": (statistics.mean(routed), some),
-            NOLOCO["fp32"]: (None, some),
-            NOLOCO["int8"]: (None, short)}
+            NOLOCO["fp32"]: (None, some), NOLOCO["int8"]: (None, short)}
 
 
-def slowest_groups(network, delay):
-    """The slowest group of all stages, on average over 100 outer steps, though only its own pipelines
-    would wait for it. With 3 replicas a group is everyone."""
-    slowest = []
-    for outer in range(100):
-        groups = [group for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)]
-        pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
-        slowest.append(max(delay[a][b] for a, b in pairs))
-    return statistics.mean(slowest)
+# ---------------------------------------------------------------- the runs
 
 
-def method(run):
-    """Its name in `seconds`."""
-    o = run.o
-    if o.method == "noloco":
-        return "NoLoCo, random routing" if o.routing == "random" else NOLOCO[o.wire]
-    short = ", bf16" if run.command.startswith(SHORT) else ""
-    return {"ddp": f"DDP{short}, full pipeline", "diloco": "DiLoCo, full pipeline"}[o.method]
+def runs(steps):
+    steps = steps or 400
+    network, _ = published_network()
+    links = keep_links(network, "headline-links-20.json")
+    found = seconds()
+    time = steps * sum(found["DDP, full pipeline"])
+    _, short = found[NOLOCO["int8"]]
+
+    def run(label, steps, options):
+        return Run(label, "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 4e-3 "
+                   f"--steps {steps} {options}", 20)
+
+    def skipping(skip, way, share):
+        """As many steps as fit into this share of DDP's time, ending with an outer step."""
+        each = makespan(network, "no-swaps", skip) + short / 2
+        label = f"NoLoCo, SkipPipe in order, {way}every 2, int8, {share:.0%} of DDP's time"
+        return run(label, max(2, int(share * time / each) // 2 * 2),
+                   f"--method noloco --inner-steps 2 --wire int8 --routing no-swaps --skip {skip} "
+                   f"--links {links}" + " --unscaled" * (not way))
+
+    ddp = run("DDP, full pipeline", steps, "--method ddp --routing fixed")
+    yield ddp
+    yield run("DiLoCo, full pipeline", steps, "--method diloco --inner-steps 50 --routing fixed")
+    yield run("NoLoCo, random routing", steps, "--method noloco --inner-steps 50")
+    yield skipping(0.33, "", 1.0)
+    for share in (1.0, 0.4):
+        yield skipping(0.5, "50% skipped, rho rule, ", share)
+    yield replace(ddp, label="DDP, bf16, full pipeline", program=SHORT)
+
+
+# ---------------------------------------------------------------- table and picture
 
 
 def timing(found, run):
-    iteration, sync = found["seconds"][method(run)]
+    """(seconds of an iteration, of a synchronisation)"""
+    o = run.o
+    name = "NoLoCo, random routing" if o.routing == "random" else NOLOCO[o.wire]
+    if o.method != "noloco":
+        short = ", bf16" if "--short" in run.command else ""
+        name = {"ddp": f"DDP{short}, full pipeline", "diloco": "DiLoCo, full pipeline"}[o.method]
+    iteration, sync = found["seconds"][name]
     return iteration or run.curves["simulated_seconds"][0], sync
 
 
 def clock(found, run):
-    return hours(run, *timing(found, run), averaging=found["seconds"]["DDP, full pipeline"][1])
-
-
-# ---------------------------------------------------------------- table and picture
+    return hours(run, *timing(found, run))
 
 
 def table(found):
@@ -144,21 +159,23 @@ def table(found):
     bases = [base(found, runs, "DDP"), base(found, runs, "DDP", "planned"),
              base(found, runs, "DDP, bf16", "planned")]
     for label, seeds in runs.items():
+        if "warm start" in label:       # an option of older versions
+            continue
         times = [timing(found, run) for run in seeds]
         iteration, sync = statistics.mean(t[0] for t in times), times[0][1]
         show_row(label, len(seeds), spread_of(finals(seeds)), f"{iteration:.1f}",
-                 f"{sync:.1f} every {every(seeds[0].o)}", f"{clock(found, seeds[0])[-1]:.1f}",
+                 f"{sync:.1f} every {seeds[0].o.every}", f"{clock(found, seeds[0])[-1]:.1f}",
                  *(shares(found, seeds, *other) for other in bases))
 
 
 def base(found, runs, name, pipeline="full pipeline"):
-    """(a baseline's runs, their hours on such a pipeline: planned, the same losses come sooner)"""
+    """(a baseline's runs, its hours on such a pipeline: planned, the same losses come sooner)"""
     ran = runs[f"{name}, full pipeline"]
     return ran, hours(ran[0], *found["seconds"][f"{name}, {pipeline}"])[-1]
 
 
 def shares(found, seeds, others, whole):
-    """Of a baseline's time until its final loss is reached, for the seeds that it has too."""
+    """Shares of a baseline's time until its final loss is reached, for the seeds that it has too."""
     goals = {run.o.seed: run.final for run in others}
     there = [run for run in seeds if run.o.seed in goals]
     taken = [reaches(goals[run.o.seed], run.losses, clock(found, run)) for run in there]
@@ -167,23 +184,30 @@ def shares(found, seeds, others, whole):
 
 
 def draw(plt, found):
+    """Four lines: DDP as it is, planned, planned in bf16; and both papers together."""
     runs = results(found)
-    figure, (a, b) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for label, colour in zip(SHOWN, (*COLOURS, "gray"), strict=True):
-        seeds = runs[label]
-        band(a, losses(seeds), clock(found, seeds[0]), label, colour)
-        band(b, losses(seeds), seeds[0].steps, label, colour)
+    ours = runs["NoLoCo, SkipPipe in order, 50% skipped, rho rule, every 2, int8, 100% of DDP's time"]
+    figure, axis = plt.subplots(figsize=(WIDTH, 5), layout="constrained")
+    shares = []
+    for name, paths, label, dashes in (("DDP", "full pipeline", "DDP, fp32, unplanned", "-"),
+                                       ("DDP", "planned", "DDP, fp32, planned paths", "--"),
+                                       ("DDP, bf16", "planned", "DDP, bf16, planned paths", ":")):
+        seeds, whole = base(found, runs, name, paths)
+        x = hours(seeds[0], *found["seconds"][f"{name}, {paths}"])
+        band(axis, [run.losses for run in seeds], x, COLOURS["DDP"], ls=dashes, label=label)
+        taken = [reaches(goal.final, run.losses, clock(found, run))
+                 for run, goal in zip(ours, same_seeds(ours, seeds))]
+        shares.append(f"{statistics.mean(taken) / whole:.0%}" if all(taken) else "more")
+    band(axis, [run.losses for run in ours], clock(found, ours[0]), COLOURS["NoLoCo"],
+         label="half of the stages skipped (rho rule),\nNoLoCo every 2 steps in one byte a weight")
     goal = statistics.mean(finals(runs["DDP, full pipeline"]))
-    a.axhline(goal, color="black", ls=":", lw=0.8)
-    a.set(xscale="log", xlabel="simulated hours on the published instance, 20 nodes in 12 cities",
-          ylabel="held-out nats per byte", title="loss against time", ylim=(goal - 0.2, goal + 1.2))
-    b.set(xlabel="steps of 30 microbatches", ylabel="held-out nats per byte", title="loss against steps",
-          ylim=(goal - 0.2, goal + 1.2))
-    a.set_xticks((0.5, 1, 2, 5, 10), ("0.5", "1", "2", "5", "10"))
-    a.set_xticks((), minor=True)
-    b.legend()
+    axis.set(xlabel="simulated hours on 20 nodes in 12 cities (losses are measured)", xlim=(0, None),
+             ylabel="held-out nats per byte", ylim=(goal - 0.2, goal + 1),
+             title="Both papers reach DDP's final loss in {} of its time, a planned one's in {}, in bf16 {}\n"
+             .format(*shares) + "(20 nodes, 6 stages; bands: range of three seeds)")
+    axis.legend()
     return figure
 
 
 if __name__ == "__main__":
-    headline("together", __doc__, runs, table, draw, seconds)
+    headline(__doc__, {"together": Part(runs, table, draw, seconds)})

@@ -57,8 +57,9 @@ def empty_folder(text):
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line."""
 
-    def __init__(self, description, **kwargs):
-        super().__init__(description=description, allow_abbrev=False, **kwargs)
+    def __init__(self, description, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs):
+        super().__init__(description=description, allow_abbrev=False, formatter_class=formatter_class,
+                         **kwargs)
 
     def error(self, message):
         raise BadInput(f"{message} (see --help)")
@@ -110,7 +111,7 @@ def check(o, given):
     for f in fields(o):
         value, least = getattr(o, f.name), f.metadata["least"]
         if f.type in (int, float) and value is not None and not least <= value < float("inf"):
-            raise BadInput(f"{flag(f.name)} must be at least {least} and finite, got {value}")
+            raise BadInput(f"{flag(f.name)} must be at least {least}, got {value}")
     foreign = [flag(name) for name in METHODS["noloco"] if name in given and name not in METHODS[o.method]]
     planned = o.routing not in ("random", "fixed")
     nameless = not (o.name or o.resume) and os.environ.get("TORCHELASTIC_RUN_ID") == "none"
@@ -164,8 +165,7 @@ def from_folder(Options, parser, given):
             argv = [flag(name) if value is True else f"{flag(name)}={value}"
                     for name, value in config.items() if value is not None and value is not False]
             return run, vars(Options(**vars(parser.parse_args(argv))))
-        dimensions = vars(read_config(weights)).values() if weights else ()
-        return weights, dict(zip(DIMENSIONS, dimensions))
+        return weights, dict(zip(DIMENSIONS, vars(read_config(weights)).values() if weights else ()))
     except (OSError, ValueError, TypeError, AttributeError, BadInput) as error:
         raise BadInput(f"{run or weights}: no readable config.json there ({error})")
 

@@ -1,7 +1,8 @@
-"""One byte a weight (plumbing/onebyte.py) where replicas may be away: with one that may be far, fp32.
+"""One byte a weight (plumbing/onebyte.py) where replicas may be away. A group with a far replica sends fp32.
 
-A replica that has been late, alone or away, or has joined, writes far/R to the store before it meets anyone,
-and takes it away when it has met. Whoever meets it sees that before a message leaves, so a group agrees.
+One byte can only carry a weight that is close to the receiver's own. A late replica (survive/meeting.py) may
+be far from its partners. It writes far/R to the store before a meeting, and removes this key after an outer
+step with all its partners. Its partners read the key before any message leaves, so the group agrees.
 """
 import contextlib
 
@@ -14,25 +15,25 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.far = False            # whether a member of the present meeting may be far
+        self.far = False            # whether a member of the present group may be far
 
     def exchange(self):
-        far = self.late
+        was_late = self.late
         with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
-            if far:
+            if was_late:
                 self.store.set(f"far/{self.rank}", "")
         found = super().exchange()
         with contextlib.suppress(RuntimeError):
-            if far and not self.late:
+            if was_late and not self.late:
                 self.store.delete_key(f"far/{self.rank}")
         return found
 
-    def swap(self, members, *rest):
-        far = [r for r in members if self.store.check([f"far/{r}"])]
+    def post(self, group, vectors, lane=None):
+        far = [r for r in group if self.store.check([f"far/{r}"])]
         self.far = bool(far)
         if far:
-            self.tell("fp32 instead of int8", far=far)
-        super().swap(members, *rest)
+            self.report("fp32 instead of int8", far=far)
+        return super().post(group, vectors, lane)
 
     def encoded(self, vector):
         return vector if self.far else super().encoded(vector)
@@ -40,14 +41,16 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     def buffer(self, key, like):
         return super().buffer((key, like.dtype), like)
 
-    def finite(self, message):
-        """Its scales tell, before any of it is read: a weight is at most half of B, 128 s, from one's own."""
-        fp32 = message.dtype == self.theta.dtype
-        return super().finite(message if fp32 else 128 * self.parts(message)[1])
+    def finite(self, vector):
+        """An unread message is judged by its scales s, before it is read.
+
+        Its weights are at most B / 2 = 128 s from the vector beside which it is read.
+        """
+        return super().finite(128 * self.parts(vector.message)[1] if isinstance(vector, Unread) else vector)
 
     def adopt(self, theta):
-        """Read beside phi, of the last outer step: its own theta need not be finite."""
-        fp32 = theta.dtype == self.phi.dtype
-        parts = (theta if fp32 else Unread(self, theta, self.phi)).split(self.pieces)
-        for phi, part in zip(self.phi.split(self.pieces), parts):
+        """A message is read beside phi, of the last outer step, since this replica's theta is not finite."""
+        if isinstance(theta, Unread):
+            theta = Unread(self, theta.message, self.phi)
+        for phi, part in zip(self.phi.split(self.pieces), theta.split(self.pieces)):
             phi.copy_(part)

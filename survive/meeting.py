@@ -1,11 +1,38 @@
-"""How processes that may die, hang or be late meet: in a Gloo group for once, agreed on in the store.
+"""The states of a replica, and how replicas meet when one of them may die, hang or be late.
 
-A wait that times out closes every connection of its process group, and a restarted process can never be in an
-old group: hence a new one for each meeting (about 10 ms). Keys of the store that all rooms of survive/ share:
+A wait that times out closes every connection of its process group. A restarted process cannot enter an old
+group. So each meeting makes a Gloo group of its own (about 10 ms). The store holds the list of its members.
 
-    absent/R    rank R was waited for in vain; nobody waits for it until it has come back
-    at/R        "17 in": rank R is in outer step 17, so it lives, though its partner may be holding it up;
-                "17 out": it has done that one
+    state       of rank R
+    alive       it takes part in outer steps
+    late        its last outer step lacked a partner, so it may be behind (`SurvivingNoLoCo.late`)
+    absent      absent/R is in the store: no replica waits for R, and no new outer step has it
+    joining     a new process of an absent rank, started with --join, which has no weights yet
+    dead        only in pipelines: R is in dead/STEP in the store, and is left out for ever
+
+    from            to          cause                                           function
+    alive           late        a partner of its outer step did not arrive      SurvivingNoLoCo.exchange
+    alive, late     absent      a member of a meeting waited for it in vain     members_of -> mark_absent
+    absent          late        R finds itself absent, or was left out          SurvivingNoLoCo.exchange,
+                                and then removes its mark                       step -> hurry -> come_back
+    absent          alive, late R comes to an evaluation                        SurvivingJob.meet -> come_back
+    late            alive       every partner of its outer step arrived         SurvivingNoLoCo.exchange
+    absent          joining     its new process asks for weights                SurvivingNoLoCo.join
+    joining         late        it has received phi and delta                   SurvivingNoLoCo.join
+    any             dead        a peer's connection to it broke, or it sent     Pipeline.watch -> drop,
+                                no beat for a third of the timeout              wait, attempt -> declare_dead
+
+The keys of the store in survive/, and who writes them:
+
+    absent/R        rank R is absent. A rank that waited for R in vain; R removes the key when it comes back.
+    at/R            "17 in": rank R has come to outer step 17, so it lives, even if its partner holds it up.
+                    "17 out": rank R has done outer step 17. R itself.
+    far/R           rank R was late, so its partners meet it in fp32 (far.py). R itself.
+    outer/S/N/ranks the ranks of stage S (its first rank) in outer step N. The first rank to come to it.
+    join/S/K        the K-th process that asks for weights; join/S/K/by the replica that gives them.
+    beat/R          a count that grows while rank R works or waits (pipelines). R's watch thread.
+    dropped/R       a rank closes its connections to R for ever (pipelines); R must not declare it dead.
+    dead/T          the ranks that iteration T leaves out (pipelines). The first rank to begin it.
 """
 import contextlib
 import os
@@ -19,79 +46,92 @@ from plumbing.processes import gloo_group
 
 
 class Gone(Exception):
-    """Training cannot go on: each survivor writes a checkpoint and the message, one line."""
+    """Training cannot go on. Each survivor writes a checkpoint and prints the message, one line."""
 
 
 def meet(store, key, rank, ranks, timeout):
-    """Those of `ranks` who come, in their order, and a new Gloo group of them: (members, group).
+    """(members, group): those of `ranks` that came to meeting `key`, in their order, and their Gloo group.
 
-    Who shows no sign of life is waited for during half of `timeout` seconds, who is held up in an outer step
-    for all of it. Whoever finds everyone here, or has waited long enough, writes down who is in; the first to
-    do so counts (compare_set), so all go by the same list. Who comes later is not in it and gets no group
-    (None), nor does who is alone. Raises RuntimeError when the store or a member is lost.
+    timeout: seconds. The group is None for a rank that came too late to be a member, or is the only one.
+    Raises RuntimeError when the store or a member is lost.
     """
-    members = wait_for(store, key, rank, ranks, timeout)
+    members = members_of(store, key, rank, ranks, timeout)
     return members, connect(store, key, rank, members, timeout)
 
 
 def connect(store, key, rank, members, timeout):
-    """A new Gloo group of those who came; its messages are to be waited for with a time of one's own."""
+    """A new Gloo group of the members. Give each wait for one of its messages a timeout of its own."""
     if rank not in members or len(members) == 1:
         return None
-    # to find each other Gloo takes up to five times its timeout
+    # Gloo takes up to five times its timeout to connect.
     return gloo_group(store, key, members.index(rank), len(members), timeout / 5)
 
 
-def wait_for(store, key, rank, ranks, timeout):
-    """Who is in, by the list that counts."""
-    def settle(who):
-        agreed = store.compare_set(f"{key}/members", "", " ".join(map(str, who)))
-        return tuple(map(int, agreed.split()))
+def members_of(store, key, rank, ranks, timeout):
+    """The members of meeting `key`: waits for `ranks` to come, and marks absent the ones that do not.
 
-    def here():
-        return [r for r in ranks if store.check([f"{key}/{r}"])]
-
+    The wait lasts half of `timeout` seconds, and all of it if a missing rank is held up in an outer step. It
+    is no wait if all missing ranks are absent already. The rank that stops waiting first writes the list of
+    members (compare_set), which counts for all.
+    """
     def missing():
         return [r for r in ranks if not store.check([f"{key}/{r}"])]
 
+    def first_list():
+        here = [r for r in ranks if store.check([f"{key}/{r}"])]
+        members = store.compare_set(f"{key}/members", "", " ".join(map(str, here)))
+        return tuple(map(int, members.split()))
+
     store.set(f"{key}/{rank}", "here")
     if all(store.check([f"absent/{r}"]) for r in missing()):
-        return settle(here())
+        return first_list()
     half = timedelta(seconds=timeout / 2)
-    with contextlib.suppress(dist.DistStoreError):          # nobody has settled it in time
+    with contextlib.suppress(dist.DistStoreError):          # no rank has written the list in time
         store.wait([f"{key}/members"], half)
-        return settle(here())
-    if any(whereabouts(store, r)[1] == "in" for r in missing()):
+        return first_list()
+    if any(position(store, r)[1] == "in" for r in missing()):
         with contextlib.suppress(dist.DistStoreError):
             store.wait([f"{key}/members"], half)
     for r in missing():
-        store.set(f"absent/{r}", key)
-        store.add("absences", 1)
-    return settle(here())
+        mark_absent(store, r, key)
+    return first_list()
 
 
-def whereabouts(store, rank):
-    """(the last outer step to which a rank came, whether it is still "in" it or "out")."""
-    outer, where = store.get(f"at/{rank}").split() if store.check([f"at/{rank}"]) else (-1, b"out")
-    return int(outer), where.decode()
+def mark_absent(store, rank, key):
+    """No replica waits for `rank` any more. key: the meeting that it missed."""
+    store.set(f"absent/{rank}", key)
+    store.add("absences", 1)
 
 
 def come_back(store, rank):
-    """This rank was marked absent, but is here."""
+    """This rank is here, whether it was absent or not: outer steps that begin from now on have it again."""
     store.delete_key(f"absent/{rank}")
 
 
 def absent(store, ranks):
-    """Those of `ranks` that nobody waits for."""
-    if not store.add("absences", 0):                        # so it is in most runs
+    """The set of the absent ones of `ranks`."""
+    if not store.add("absences", 0):                        # one request in a run without faults
         return set()
     return {r for r in ranks if store.check([f"absent/{r}"])}
 
 
+def announce(store, rank, outer, where):
+    """Tell the other replicas that this rank is "in" outer step `outer`, or "out" of it."""
+    store.set(f"at/{rank}", f"{outer} {where}")
+
+
+def position(store, rank):
+    """(the last outer step to which `rank` came, "in" or "out")."""
+    outer, where = store.get(f"at/{rank}").split() if store.check([f"at/{rank}"]) else (-1, b"out")
+    return int(outer), where.decode()
+
+
 def notice_silence(store, timeout):
-    """Let the kernel give up a store that does not answer for 5 timeouts (Linux): a cut link breaks no
-    connection, and whoever asks would wait for a quarter of an hour. (5: a cut that the replicas survive
-    must not end the job.)"""
+    """Make the kernel give up a store that does not answer for 5 timeouts (Linux).
+
+    A cut link breaks no connection, so a request would otherwise wait for a quarter of an hour. The factor
+    is 5 because a cut that the replicas survive must not end the job.
+    """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     seconds = max(2, round(5 * timeout))

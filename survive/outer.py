@@ -1,13 +1,15 @@
-"""NoLoCo that outlives its partners: they may die, hang, be late, send nonsense or come back (Gloo only).
+"""NoLoCo whose replicas may die, hang, be late, send nonsense or come back (Gloo only).
 
-Each outer step meets in a process group of its own (meeting.py), and Eq. 2 is done with those who came and
-whose numbers are finite. Theta and phi then travel together: nothing is sent ahead.
+survive/meeting.py has the states of a replica. Each outer step uses a process group of its own. N2 is done
+with the partners that came and whose numbers are finite.
 
-Who takes part in an outer step is written down by the first replica to come to it: all who are not missed
-by then. So one that is absent costs an exchange those who are to meet it in outer steps begun before it was
-missed, about log2 N of them, and nobody later. On one stage who has lost one leaps over those of them, with
-their inner steps, in which it would meet the absent one again. While a replica waits for its partner it is
-known to be held up, and whoever waits for it is patient for longer (`meet`): lateness does not spread.
+The first replica to come to an outer step writes down which replicas take part: all that are not absent by
+then. So an absent replica costs one exchange to each partner already scheduled with it, in about log2 N outer
+steps. On one stage a replica that lost such an exchange leaps: it leaves out the outer steps in which it
+would meet the absent replica again, and their inner steps.
+
+Lateness does not spread: a replica that waits for its partner says so ("in" its outer step). The replica
+that waits for it in turn then waits twice as long.
 """
 import contextlib
 import os
@@ -19,59 +21,72 @@ import torch
 
 from noloco import NoLoCo, random_groups
 from plumbing.processes import gloo_interface
-from survive.meeting import Gone, absent, come_back, connect, meet, wait_for, whereabouts
+from survive.meeting import Gone, absent, announce, come_back, connect, meet, members_of, position
 
 
 class SurvivingNoLoCo(NoLoCo):
-    """store: a torch.distributed store that all replicas reach; ranks come from RANK and WORLD_SIZE.
+    """NoLoCo that needs no process group: RANK and WORLD_SIZE give the ranks, `store` connects them.
 
-    timeout: seconds that an outer step waits for partners (half of it for those who show no sign of life),
-    and again for their numbers. catch_up: a replica that is late may leave out inner steps. tell: called
-    with each thing that did not go as drawn, a dict (default: they gather in `events`). reset: called when
-    this replica's numbers were not finite and it has taken a partner's: the inner optimizer's state should
-    go too. alone: outer steps done without any partner. `step` raises RuntimeError when the store is lost,
-    and Gone on rank 0 when it has met nobody for long.
+    store: a torch.distributed store that all replicas reach.
+    timeout: seconds that an outer step waits for a partner (half of it without a sign of life), and again for
+    the partner's numbers.
+    catch_up: a late replica may leave out inner steps.
+    tell: called with a dict for each event that did not go as drawn. Default: `events` collects them.
+    reset: called when this replica was not finite and has taken a partner's weights. The caller then resets
+    the inner optimizer.
+    excluded: a set to which the caller adds replicas that never come back (the dead of a pipeline).
+    alone: the number of outer steps done without any partner.
+    `step` raises RuntimeError when the store is lost, and Gone on rank 0 when it seems cut off.
     """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=None, reset=None,
-                 **kwargs):
+                 excluded=frozenset(), **kwargs):
         ranks = range(int(os.environ["WORLD_SIZE"])) if ranks is None else ranks
         super().__init__(params, ranks, **kwargs)
         self.rank = int(os.environ["RANK"])
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
-        self.store, self.timeout, self.catch_up = store, timeout, catch_up
+        self.store, self.timeout, self.catch_up, self.excluded = store, timeout, catch_up, excluded
         self.name = f"outer/{self.ranks[0]}"
         self.events = []
-        self.on_event = tell or self.events.append
-        self.on_adopt = reset
+        self.tell = tell or self.events.append
+        self.reset = reset
         self.late = False
-        self.fixed = -1                     # the last outer step whose list may name one who is missed by now
-        self.alone = self.in_a_row = 0
-        self.unreached = set()              # partners who came, but were not reached, since the last exchange
-        self.met = time.monotonic()
-        self.asked = store.add(f"joins/{self.ranks[0]}", 0)
-        self.joiners = set()
+        self.last_stale_list = -1           # the last outer step whose list may name an absent replica
+        self.alone = self.alone_in_a_row = 0
+        self.unreached = set()              # since the last exchange: partners that came, but sent nothing
+        self.last_met = time.monotonic()    # when this replica last exchanged anything
+        self.joins_seen = store.add(f"joins/{self.ranks[0]}", 0)
+        self.open_joins = set()             # requests to join that this replica has not answered yet
 
     def step(self):
         with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
-            if self.late or self.steps // self.inner_steps <= self.fixed:
+            if self.late or self.current <= self.last_stale_list:
                 self.leap()
             if self.late:
                 self.hurry()
         due = super().step()
         if due:
             self.serve()
-            self.look_round()
+            self.stop_if_cut_off()
         return due
 
-    def look_round(self):
-        """Rank 0, where the store is, must not train alone for ever as if it trained together."""
-        lonely = self.in_a_row >= 3 and time.monotonic() - self.met > 4 * self.timeout
-        if self.rank == 0 and lonely and absent(self.store, self.ranks) == set(self.ranks) - {0} != set():
+    @property
+    def current(self):
+        """The outer step that ends the present inner steps; the first is 0."""
+        return self.steps // self.inner_steps
+
+    def stop_if_cut_off(self):
+        """Rank 0 hosts the store, so only rank 0 could train alone for ever without an error."""
+        lonely = self.alone_in_a_row >= 3 and time.monotonic() - self.last_met > 4 * self.timeout
+        living = self.living()
+        if self.rank == 0 and lonely and absent(self.store, living) == set(living) - {0} != set():
             raise Gone("no other replica has been met for long: they are gone, or this host is cut off")
 
     # ---- who meets whom
+
+    def living(self):
+        return [r for r in self.ranks if r not in self.excluded]
 
     def begun(self, outer):
         return self.store.check([f"{self.name}/{outer}/ranks"])
@@ -83,155 +98,160 @@ class SurvivingNoLoCo(NoLoCo):
         return outer
 
     def taking_part(self, outer):
-        """The ranks of outer step `outer`: those not missed when the first of them came to it."""
+        """The ranks of outer step `outer`: those not absent when the first replica came to it."""
         key = f"{self.name}/{outer}/ranks"
         if self.begun(outer):
-            agreed = self.store.get(key)
+            ranks = self.store.get(key)
         else:
-            missed = absent(self.store, self.ranks) - {self.rank}
-            here = " ".join(str(r) for r in self.ranks if r not in missed)
-            agreed = self.store.compare_set(key, "", here)
-        return [int(r) for r in agreed.split()]
+            away = absent(self.store, self.ranks) - {self.rank}
+            here = " ".join(str(r) for r in self.living() if r not in away)
+            ranks = self.store.compare_set(key, "", here)
+        return [int(r) for r in ranks.split()]
 
     def group(self):
-        """Alone where it has no part."""
-        return self.group_in(self.steps // self.inner_steps) or (self.rank,)
+        """As NoLoCo.group; this replica alone where it takes no part."""
+        return self.group_in(self.current)
 
     def group_in(self, outer):
-        """This replica's group in an outer step, None when it has no part in it."""
         groups = random_groups(self.taking_part(outer), self.group_size, outer, self.seed)
-        return next((g for g in groups if self.rank in g), None)
+        return next((g for g in groups if self.rank in g), (self.rank,))
 
     def key(self, outer, group):
         return f"{self.name}/{outer}/{group[0]}"
 
     def leap(self):
-        """Over outer steps in which nobody is left to meet."""
-        now = first = self.steps // self.inner_steps
+        """Leave out the begun outer steps in which no partner can come any more, with their inner steps."""
+        now = first = self.current
         while self.catch_up and self.begun(now) and not self.expected(now):
             now += 1
         if now > first:
-            self.tell("leapt", outer_steps=now - first)
+            self.report("leapt", outer_steps=now - first)
         self.steps += (now - first) * self.inner_steps
 
     def hurry(self):
-        """Late, and now where the others are: leave out what inner steps are left if a partner waits."""
-        now = self.steps // self.inner_steps
-        come_back(self.store, self.rank)            # only now: nobody is to wait for one who is far behind
-        if self.catch_up and self.begun(now):
+        """A late replica that is up to date comes back. It cuts its inner steps short if a partner waits.
+
+        `leap` comes first, since no replica should wait for one that is far behind.
+        """
+        come_back(self.store, self.rank)
+        if self.catch_up and self.begun(self.current):
             group = self.group()
-            if any(self.store.check([f"{self.key(now, group)}/{r}"]) for r in group if r != self.rank):
+            key = self.key(self.current, group)
+            if any(self.store.check([f"{key}/{r}"]) for r in group if r != self.rank):
                 self.steps += -(self.steps + 1) % self.inner_steps
 
     def expected(self, outer):
-        """Whether anyone can still come to meet this replica there."""
-        group = self.group_in(outer) or (self.rank,)
-        others = set(group) - {self.rank}
+        """Whether a partner can still come to meet this replica in outer step `outer`."""
+        group = self.group_in(outer)
+        partners = set(group) - {self.rank}
         if self.store.check([f"{self.key(outer, group)}/members"]):
             return False
-        ahead = {r for r in others if whereabouts(self.store, r) >= (outer, "out")}
-        return bool(others - ahead - absent(self.store, others))
+        ahead = {r for r in partners if position(self.store, r) >= (outer, "out")}
+        return bool(partners - ahead - absent(self.store, partners))
 
     # ---- the exchange
 
     def compare(self):
-        """Not here: who is there at the first step is not known."""
+        """Not here: replicas may be missing at the first step."""
 
     def exchange(self):
-        """As NoLoCo.exchange, of the partners that came and whose numbers are finite."""
-        outer = self.steps // self.inner_steps
-        missing, came, error = set(), set(), ""
-        thetas, phis, works = {self.rank: self.theta}, {self.rank: self.phi}, {}
+        """As NoLoCo.exchange, with the partners that came and whose numbers are finite."""
+        outer = self.current
+        vectors = {"theta": self.theta} | ({} if self.gamma == self.beta else {"phi": self.phi})
+        members, arriving, works = (self.rank,), [[v] for v in vectors.values()], {}
+        missing, came, error = set(), set(), ""         # of the partners in this outer step
         try:
-            self.store.set(f"at/{self.rank}", f"{outer} in")
+            announce(self.store, self.rank, outer, "in")
             group = self.group()
-            missing = set(group) - {self.rank}
+            missing = set(group) - {self.rank}          # until its numbers are here
             key = self.key(outer, group)
-            members = wait_for(self.store, key, self.rank, group, self.timeout)
-            missed = self.rank not in members or bool(absent(self.store, [self.rank]))
-            self.late = missed or len(group) == 1
-            came = set(members) - {self.rank} if self.rank in members else set()
-            link = connect(self.store, key, self.rank, members, self.timeout)
+            present = members_of(self.store, key, self.rank, group, self.timeout)
+            came = missing & set(present) if self.rank in present else set()
+            self.late = len(group) == 1 or bool(absent(self.store, [self.rank]))
+            link = connect(self.store, key, self.rank, present, self.timeout)
             if link:
-                missing -= came
-                self.swap(members, link, thetas, phis, works)
-                self.link = link        # lives until the next one: what we sent may still be on its way
-        except RuntimeError as lost:    # the store, or a member as we met
+                arriving, works = self.post(present, vectors, link)
+                members = present
+                self.link = link        # lives until the next one: messages to partners may be on their way
+        except RuntimeError as lost:    # the store, or a member while connecting
             error = str(lost)[:100]
         for partner, mine in works.items():
             try:
                 for work in mine:
                     work.wait(timedelta(seconds=self.timeout))
+                missing.discard(partner)
             except RuntimeError as lost:
                 error = str(lost)[:100]
-                missing.add(partner)
         with contextlib.suppress(RuntimeError):
-            self.store.set(f"at/{self.rank}", f"{outer} out")
+            announce(self.store, self.rank, outer, "out")
         if missing:
             self.late = True
-            self.fixed = self.last_begun(outer)
-            self.tell("outer step without partners", missing=sorted(missing), error=error)
-        reached = [r for r in sorted(thetas) if r not in missing]
-        self.count(len(reached), came & missing)
-        return self.accept(reached, thetas, phis)
+            self.last_stale_list = self.last_begun(outer)
+            self.report("outer step without partners", missing=sorted(missing), error=error)
+        arrived = {r: its for r, *its in zip(members, *arriving) if r not in missing}
+        self.count(len(arrived), came & missing)
+        return self.accept(arrived)
 
-    def tell(self, event, **more):
-        outer = self.steps // self.inner_steps + 1
+    def post(self, group, vectors, lane=None):
+        """As NoLoCo.post, with works as {partner: [...]}. lane: a process group in which ranks are places."""
+        partners = [r for r in group if r != self.rank]
+        arriving, works = [], {r: [] for r in partners}
+        for tag, (name, vector) in enumerate(vectors.items()):
+            mine = self.encode(vector, name)
+            theirs = {r: self.buffer((name, i), mine) for i, r in enumerate(partners)}
+            for r in partners:
+                works[r].append(lane.recv([theirs[r]], group.index(r), tag))
+            for r in partners:
+                works[r].append(lane.send([mine], group.index(r), tag))
+            arriving.append([self.decode(theirs[r]) if r in theirs else vector for r in group])
+            self.bytes_sent += len(partners) * mine.nbytes
+        return arriving, works
+
+    def report(self, event, **more):
         with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
-            self.on_event(dict(event=event, outer=outer, rank=self.rank, **more))
+            self.tell(dict(event=event, outer=self.current + 1, rank=self.rank, **more))
 
     def count(self, n, unreached):
-        """Outer steps done alone; and say it when partners who came, so they live, are never reached."""
+        """Count outer steps done alone, and warn if partners that came, so they live, are never reached."""
         if n > 1:
-            self.met = time.monotonic()
-            self.in_a_row, self.unreached = 0, set()
+            self.last_met = time.monotonic()
+            self.alone_in_a_row, self.unreached = 0, set()
             return
-        self.alone += len(self.ranks) > 1
-        self.in_a_row += 1
+        self.alone += len(self.living()) > 1
+        self.alone_in_a_row += 1
         self.unreached |= unreached
-        if self.in_a_row % 3 == 0 and self.unreached:
+        if self.alone_in_a_row % 3 == 0 and self.unreached:
             print(f"rank {self.rank}: three outer steps in a row without partners although they are alive "
                   f"(ranks {sorted(self.unreached)}): it trains alone. Can these hosts connect to them? "
                   f"Gloo uses {gloo_interface() or 'the default interface'} here (GLOO_SOCKET_IFNAME)",
                   file=sys.stderr, flush=True)
 
-    def swap(self, members, link, thetas, phis, works):
-        """As NoLoCo.post, within the members' own group, where a rank is a place; works: {partner: [...]}."""
-        vectors = {"theta": (self.theta, thetas)}
-        if self.gamma != self.beta:
-            vectors["phi"] = (self.phi, phis)
-        partners = [r for r in members if r != self.rank]
-        for tag, (name, (vector, theirs)) in enumerate(vectors.items()):
-            mine = self.encode(vector, name)
-            for i, r in enumerate(partners):
-                theirs[r] = self.buffer((name, i), mine)
-                works.setdefault(r, []).append(link.recv([theirs[r]], members.index(r), tag))
-            for r in partners:
-                works[r].append(link.send([mine], members.index(r), tag))
-            self.bytes_sent += len(partners) * mine.nbytes
+    def accept(self, arrived):
+        """(thetas, phis, n) of the finite replicas. arrived: {rank: [theta, phi if it travels]}, by rank.
 
-    def accept(self, ranks, thetas, phis):
-        """What is finite of these. A replica that is itself not finite takes a partner's theta as theta and
-        phi and delta = 0, and goes on alone with them: then Delta is 0 and Eqs. 1-3 change nothing."""
-        sound = [r for r in ranks if all(self.finite(v[r]) for v in (thetas, phis) if r in v)]
-        adopts = self.rank not in sound
+        A replica that is not finite itself takes a partner's theta as its theta and phi, and delta = 0.
+        Without a finite partner it takes its own phi. It does the outer step alone: Delta and delta are 0,
+        so N1 to N3 change nothing.
+        """
+        finite = [r for r, vectors in arrived.items() if all(map(self.finite, vectors))]
+        adopts = self.rank not in finite
         if adopts:
-            if sound:                                       # else alone: back to the last outer step
-                self.adopt(thetas[sound[0]])
+            if finite:
+                self.adopt(arrived[finite[0]][0])
             self.theta.copy_(self.phi)
             self.delta.zero_()
-        if len(sound) < len(ranks):
-            taken = (sound or [self.rank])[0] if adopts else None
-            self.tell("not finite", refused=sorted(set(ranks) - set(sound)), adopted=taken)
+        if len(finite) < len(arrived):
+            adopted = (finite or [self.rank])[0] if adopts else None
+            self.report("not finite", refused=sorted(set(arrived) - set(finite)), adopted=adopted)
         if adopts:
-            sound = [self.rank]
-            if self.on_adopt:
-                self.on_adopt()
-        needed = [] if self.gamma == self.beta else [phis[r] for r in sound]
-        return [self.decode(thetas[r]) for r in sound], needed, len(sound)
+            finite = [self.rank]
+            if self.reset:
+                self.reset()
+        thetas, *phis = zip(*(arrived[r] for r in finite))
+        return thetas, phis[0] if phis else [], len(thetas)
 
-    def finite(self, message):
-        return bool(torch.isfinite(message.sum()))
+    def finite(self, vector):
+        return bool(torch.isfinite(vector.sum()))
 
     def adopt(self, theta):
         self.phi.copy_(theta)
@@ -239,11 +259,13 @@ class SurvivingNoLoCo(NoLoCo):
     # ---- coming back
 
     def join(self):
-        """A replica that comes back takes phi (theta is phi after an outer step), delta and the number of
-        steps from a live one, which gives them after its next outer step. RuntimeError: none did within 60
-        timeouts."""
+        """Take phi (theta is phi after an outer step), delta and the number of steps from a living replica.
+
+        The living replica gives them after its next outer step (`serve`). Raises RuntimeError when none
+        did within 60 timeouts.
+        """
         key = f"join/{self.ranks[0]}/{self.store.add(f'joins/{self.ranks[0]}', 1)}"
-        self.store.set(f"{key}/{self.rank}", "here")        # already at the meeting, though marked absent
+        self.store.set(f"{key}/{self.rank}", "here")        # at the meeting already, though marked absent
         self.store.set(key, str(self.rank))
         self.store.wait([f"{key}/by"], timedelta(seconds=60 * self.timeout))
         giver, self.steps = map(int, self.store.get(f"{key}/by").split())
@@ -253,33 +275,32 @@ class SurvivingNoLoCo(NoLoCo):
         self.late = True
 
     def serve(self):
-        """After an outer step: phi and delta to whoever asks to join, unless another gives them."""
-        before, self.asked = self.asked, self.store.add(f"joins/{self.ranks[0]}", 0)
-        self.joiners |= set(range(before + 1, self.asked + 1))
-        for number in sorted(self.joiners):
+        """After an outer step: give phi and delta to a joining replica, unless another replica does."""
+        before, self.joins_seen = self.joins_seen, self.store.add(f"joins/{self.ranks[0]}", 0)
+        self.open_joins |= set(range(before + 1, self.joins_seen + 1))
+        for number in sorted(self.open_joins):
             key = f"join/{self.ranks[0]}/{number}"
             mine = f"{self.rank} {self.steps}"
-            if not self.store.check([key]):         # about to write who it is, or dead
+            if not self.store.check([key]):         # the joining replica is about to write its rank, or died
                 continue
-            self.joiners.remove(number)
-            joiner = int(self.store.get(key))
-            if joiner != self.rank and self.store.compare_set(f"{key}/by", "", mine).decode() == mine:
-                outer = self.steps // self.inner_steps
-                self.on_event(dict(event="joined", outer=outer, rank=joiner, given_by=self.rank))
-                self.store.set(f"at/{self.rank}", f"{outer} in")
-                with contextlib.suppress(RuntimeError):         # it may die again
-                    self.hand_over(key, joiner, gives=True)
-                    self.met = time.monotonic()
-                self.store.set(f"at/{self.rank}", f"{outer} out")
+            self.open_joins.remove(number)
+            joining = int(self.store.get(key))
+            if joining != self.rank and self.store.compare_set(f"{key}/by", "", mine).decode() == mine:
+                self.tell(dict(event="joined", outer=self.current, rank=joining, given_by=self.rank))
+                announce(self.store, self.rank, self.current, "in")
+                with contextlib.suppress(RuntimeError):         # the joining replica may die again
+                    self.hand_over(key, joining, gives=True)
+                    self.last_met = time.monotonic()
+                announce(self.store, self.rank, self.current, "out")
 
-    def hand_over(self, key, other, gives):
-        """phi and delta to or from one other replica."""
-        members, link = meet(self.store, key, self.rank, sorted((self.rank, other)), self.timeout)
+    def hand_over(self, key, peer, gives):
+        """Send phi and delta to a peer, or receive them. Raises RuntimeError when the peer does not come."""
+        members, link = meet(self.store, key, self.rank, sorted((self.rank, peer)), self.timeout)
         if link is None:
-            raise RuntimeError(f"replica {other} did not come")
+            raise RuntimeError(f"replica {peer} did not come")
         for tag, vector in enumerate((self.phi, self.delta)):
             host = vector.to(self.message_device)
-            work = (link.send if gives else link.recv)([host], members.index(other), tag)
+            work = (link.send if gives else link.recv)([host], members.index(peer), tag)
             work.wait(timedelta(seconds=self.timeout))
             if not gives:
                 vector.copy_(host)

@@ -1,9 +1,25 @@
 """Training with `--survive SECONDS`: train.build with parts that outlive the processes beside them.
 
-One stage: a replica that dies, hangs or is late costs its partner one exchange (outer.py); one that is
-started again with --join takes part again. Pipelines: paths go round the dead (pipeline.py, routes.py).
-Node 0 hosts the store and must live: without it every survivor writes a checkpoint and stops with one line.
-docs/failures.md has the whole table.
+Where a dead peer is handled:
+
+    one stage: a partner is missed, and marked absent       meeting.py   members_of -> mark_absent
+        the outer step of the rank that missed it           outer.py     exchange, accept
+        outer steps that begin later leave it out           outer.py     taking_part
+        outer steps that list it already                    outer.py     expected, leap (one stage only)
+        it comes back after a hang                          outer.py     step -> leap, hurry
+        it comes back as a new process (--join)             outer.py     join; serve on the replica that gives
+    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> drop; wait, attempt
+        it is declared dead, for ever                       pipeline.py  declare_dead
+        the iteration that first leaves it out              pipeline.py  declare_dead, excluded_in, begin
+        microbatches on it are lost and counted             pipeline.py  take, task
+        paths and the plan                                  routes.py    go_round, replan
+        outer steps of its stage                            outer.py     living (job.excluded)
+        it wakes up                                         pipeline.py  leave
+    both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
+        node 0 is lost, and the store with it               parts.py     SurvivingJob.rescue
+
+In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage declares it
+dead. survive/meeting.py lists the states. docs/failures.md lists the faults and the waiting times.
 """
 import contextlib
 import json
@@ -14,8 +30,8 @@ import torch.distributed as dist
 
 import train
 from plumbing.processes import Job
-from survive.meeting import Gone, absent, come_back, meet, notice_silence
 from survive.far import SurvivingOneByte
+from survive.meeting import Gone, absent, come_back, meet, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
@@ -24,55 +40,53 @@ KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 
 
 class SurvivingJob(Job):
-    """A Job that waits for nobody for ever, and without a default process group."""
+    """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
+    needs_all = False
 
     def __init__(self, job, timeout, joining):
-        vars(self).update(vars(job))        # it goes on as this one
+        vars(self).update(vars(job))        # the same process, so the same rank, store and device
         self.timeout = timeout
-        self.patience = timeout / 3         # less than partners wait in an outer step
+        self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
         self.joining = joining
-        self.dead = set()                   # of a pipeline
-        self.silent = set()                 # who did not answer the last time; nobody waits for them
-        self.told = 0
-        if self.store:
+        self.excluded = set()               # in pipelines: the dead that the present iteration leaves out
+        self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
+        self.events_read = 0
+        if self.world > 1:
             notice_silence(self.store, timeout)
 
     def refuse(self, line):
-        if self.joining:                    # the others are under way
+        if self.joining:                    # the other ranks are training
             print("error: " + line, file=sys.stderr, flush=True)
             sys.exit(2)
         super().refuse(line)
 
     def gone(self, store=None):
-        return self.dead | absent(store or self.store, range(self.world))
+        return self.excluded | absent(store or self.store, range(self.world))
 
     def collect(self, name, values):
-        """Rank 0 gets those who answer in time: less than partners wait in an outer step, or they would go on
-        without it meanwhile."""
-        if self.world == 1:
-            return {0: values}
+        """As Job.collect, from the ranks that answer within `patience`.
+
+        If rank 0 waited longer, its partner would do the next outer step without it.
+        """
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if self.rank:
             return None
-        awaited = set(range(self.world)) - self.gone() - self.silent
+        awaited = set(range(self.world)) - self.gone() - self.unanswered
         with contextlib.suppress(dist.DistStoreError):
             self.store.wait([f"{name}/{r}" for r in sorted(awaited)], timedelta(seconds=self.patience))
         here = {r for r in range(self.world) if self.store.check([f"{name}/{r}"])}
-        self.silent = set(range(self.world)) - here
+        self.unanswered = set(range(self.world)) - here
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in sorted(here)}
 
     def tell(self, event):
-        """For rank 0's log."""
-        if self.world > 1:
-            self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
+        """Send an event to rank 0's log."""
+        self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
 
     def news(self):
-        if self.world == 1:
-            return []
-        first, self.told = self.told + 1, self.store.add("events", 0)
-        keys = [f"event/{n}" for n in range(first, self.told + 1)]
-        told = [key for key in keys if self.store.check([key])]         # who dies telling leaves a gap
-        return [json.loads(self.store.get(key)) for key in told]
+        first, self.events_read = self.events_read + 1, self.store.add("events", 0)
+        keys = [f"event/{n}" for n in range(first, self.events_read + 1)]
+        written = [key for key in keys if self.store.check([key])]  # a rank that died in `tell` leaves a gap
+        return [json.loads(self.store.get(key)) for key in written]
 
     def meet(self, key, ranks):
         come_back(self.store, self.rank)
@@ -80,45 +94,33 @@ class SurvivingJob(Job):
 
     @contextlib.contextmanager
     def rescue(self, run, save):
-        """When what training needs is gone: a checkpoint and one line."""
+        """Around training. On Gone and on a lost store this rank writes a checkpoint and prints one line."""
         try:
             with super().rescue(run, save):
                 try:
                     yield
                 except (Gone, dist.DistError) as error:
-                    save_what_can_be(save)
+                    with contextlib.suppress(RuntimeError):     # `save` ends with a message to the lost store
+                        save()
                     reason = str(error) if isinstance(error, Gone) else "the store on node 0 is lost"
                     sys.exit(f"stopped: rank {self.rank} at step {run.step}: {reason}; go on with --resume "
                              f"{run.folder}")
         finally:
             run.pipeline.stop()
 
-    def silence(self, run):
-        return contextlib.nullcontext()
-
-    def another_gave_up(self):
-        """The others go on without this one, so each says why it does not."""
-        return False
-
-
-def save_what_can_be(save):
-    with contextlib.suppress(RuntimeError):         # telling that it is saved fails where the store is lost
-        save()
-
 
 def build(job, o, argv):
-    """As train.build; on a process started with --join, what it has is then that of a living replica."""
+    """As train.build, with surviving parts. With --join this rank then takes a living replica's weights."""
     o.join = job.rank > 0 and "--join" in argv
     job = SurvivingJob(job, o.survive, o.join)
     if not o.survive:
-        job.refuse("--join is for a run with --survive SECONDS: another one needs every process")
+        job.refuse("--join is for a run with --survive SECONDS: a run without it needs every process")
     job.connect(o, group=False)
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
     if o.join and (o.method != "noloco" or len(o.stages) > 1):
-        job.refuse("--join is for --method noloco on one stage; others go on from a checkpoint: --resume")
+        job.refuse("--join is for --method noloco on one stage; go on from a checkpoint instead: --resume")
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
-    run.routes.outer = run.outer
     if o.join:
         join(run)
     return run
@@ -131,9 +133,9 @@ def make_outer(job, o, params, replicas, inner):
     def tell(event):
         job.tell(dict(step=event["outer"] * o.inner_steps, **event))
 
-    # in a pipeline the iterations of all go together: there nobody leaves out steps
-    return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store,
-                            timeout=job.timeout, catch_up=len(o.stages) == 1, tell=tell, reset=inner.reset)
+    # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps there.
+    return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store, timeout=job.timeout,
+                            catch_up=len(o.stages) == 1, tell=tell, reset=inner.reset, excluded=job.excluded)
 
 
 def join(run):

@@ -1,4 +1,4 @@
-"""Paths round the dead: those of each iteration are drawn, or planned anew, from who is alive in it."""
+"""Paths around the dead: each iteration draws or plans its paths over the ranks that are alive in it."""
 import json
 
 from planning.training import living
@@ -8,43 +8,42 @@ from train import Routes
 
 
 class SurvivingRoutes(Routes):
-    """outer: the NoLoCo whose ranks are the living of this stage (set by parts.build)."""
-    outer = None
+    """As Routes, over the ranks that are not in `job.excluded`."""
 
     def __init__(self, job, o, pipeline, stages, plan=None):
         super().__init__(job, o, pipeline, stages, plan)
-        self.whole = stages
-        self.now = self.plan            # self.plan stays the first one, for checkpoints
+        self.all_stages = stages
+        self.present_plan = self.plan           # self.plan stays the first one, for checkpoints
 
     def at(self, step):
-        idle = self.now and not self.now["order"][self.job.rank]
+        plan = self.present_plan
+        idle = plan and not plan["order"][self.job.rank]
         if self.pipeline.begin(step, idle):
             self.go_round(step)
-        return (self.now["paths"], self.now["order"]) if self.now else super().at(step)
+        plan = self.present_plan
+        return (plan["paths"], plan["order"]) if plan else super().at(step)
 
     def makespan(self):
-        return self.now and self.now["makespan"]
+        return self.present_plan and self.present_plan["makespan"]
 
     def go_round(self, step):
-        """Raises Gone when nothing leads round the dead."""
-        self.job.dead = dead = self.pipeline.agreed
-        out = [s for s, ranks in enumerate(self.whole) if set(ranks) <= dead]
+        """Make paths without the dead. Raises Gone when there are none."""
+        dead = self.job.excluded
+        left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= dead]
         if len(dead) == self.job.world - 1:
             raise Gone("every other rank is gone, or this host is cut off")
-        if 0 in out or out and not self.o.skip:
-            way = " and without --skip no microbatch can leave it out" if out[0] else ""
-            raise Gone(f"every replica of stage {out[0]} is gone{way}")
+        if 0 in left_out or left_out and not self.o.skip:
+            way = " and without --skip no microbatch can leave it out" if left_out[0] else ""
+            raise Gone(f"every replica of stage {left_out[0]} is gone{way}")
         if self.job.rank == 0:
-            self.job.tell(dict(event="dead", step=step, ranks=sorted(dead), stages_left_out=out))
-        self.stages = living(self.whole, dead)
-        if self.outer:
-            self.outer.ranks = next(s for s in self.stages if self.job.rank in s)
-        if self.now:
-            self.now = self.replan(step, dead)
+            self.job.tell(dict(event="dead", step=step, ranks=sorted(dead), stages_left_out=left_out))
+        self.stages = living(self.all_stages, dead)
+        if self.present_plan:
+            self.present_plan = self.replan(step, dead)
 
     def replan(self, step, dead):
-        """Rank 0's new plan, for all."""
-        self.pipeline.pause(10 * self.job.timeout)
+        """Rank 0 plans; every rank reads its plan from the store. Raises Gone when there is no plan."""
+        self.pipeline.allow(10 * self.job.timeout)
         key = f"plan/{step}"
         if self.job.rank == 0:
             try:
@@ -53,7 +52,7 @@ class SurvivingRoutes(Routes):
                 plan = dict(error=str(error))
             self.job.store.set(key, json.dumps(plan))
         plan = json.loads(self.job.store.get(key))
-        self.pipeline.pause(0.0)
+        self.pipeline.allow(0.0)
         if "error" in plan:
             raise Gone(plan["error"])
         return plan

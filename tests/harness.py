@@ -19,24 +19,19 @@ import torch
 import torch.distributed as dist
 
 import train
+from model import Config
 from plumbing.processes import Job
-
 
 HERE = Path(__file__).parent.parent
 NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of torch 2.9 and newer")
-SMALL = [
-    "--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
-    "--eval-sequences", "8", "--device", "cpu",
-]
+SMALL = ["--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
+         "--eval-sequences", "8", "--device", "cpu"]
+SMALL_CONFIG = Config(256, 32, 64, 4, 2, 2)     # that of a run with these options
 
 # The server imports everything once, all files with functions that ranks run, and what an optimizer would
 # import by itself (seconds); each test process is a fork of it, ready in milliseconds.
 fork = multiprocessing.get_context("forkserver")
-ROOMS = [
-    "hosts", "bench", "ending", "experiments", "checkpoints", "noloco", "onebyte", "routing", "survive",
-    "tools", "training",
-]
-PRELOAD = ["torch._dynamo", "test_minimal", *(f"tests.test_{room}" for room in ROOMS)]
+PRELOAD = ["torch._dynamo", "test_minimal", *(f"tests.{p.stem}" for p in HERE.glob("tests/test_*.py"))]
 fork.set_forkserver_preload(PRELOAD)
 
 
@@ -48,11 +43,10 @@ def free_port():
 
 def rank_process(pipe, rank, world, port, agent, cwd, function, args):
     os.chdir(cwd)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-        TORCHELASTIC_USE_AGENT_STORE=str(agent), TORCHELASTIC_RESTART_COUNT="0",
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+                      LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      OMP_NUM_THREADS="1", TORCHELASTIC_USE_AGENT_STORE=str(agent),
+                      TORCHELASTIC_RESTART_COUNT="0")
     torch.set_num_threads(1)
     try:
         pipe.send((True, function(rank, world, *args)))
@@ -115,11 +109,11 @@ def connected_job():
 
 
 def captured(rank, world, main, argv):
-    """main(argv) in this process: (exit status, what it printed)."""
+    """main(argv, as words) in this process: (exit status, what it printed)."""
     out, code = io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            main(argv)
+            main([str(a) for a in argv])
         except SystemExit as stop:
             code = stop.code
     return code, out.getvalue()
@@ -131,7 +125,7 @@ def train_main(rank, world, argv):
 
 def run(world, *argv, cwd, main=train.main):
     """Train, or another program; fails unless every rank ends well. Returns rank 0's output."""
-    results = processes(world, captured, main, [str(a) for a in argv], cwd=cwd)
+    results = processes(world, captured, main, argv, cwd=cwd)
     assert all(code == 0 for code, _ in results), results
     return results[0][1]
 

@@ -2,15 +2,19 @@
 
 import copy
 import itertools
-from collections import deque
+from collections import Counter, deque
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
 import skippipe
 import train
-from model import rotary
+from model import Config, Llama, rotary
+from noloco import flatten
+from plumbing.data import load_corpus
 from skippipe import chain
+from tests.harness import connected_job, processes
 
 
 def reference_logits(tokens, w, config):
@@ -21,10 +25,8 @@ def reference_logits(tokens, w, config):
     x = w["model.embed_tokens.weight"][tokens]
 
     def turn(vector, position):  # pairs (i, i + d/2) as complex numbers
-        z = torch.complex(vector[: d // 2], vector[d // 2 :])
-        z = z * torch.exp(
-            1j * position * config.rope_theta ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d)
-        )
+        rate = config.rope_theta ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d)
+        z = torch.complex(vector[: d // 2], vector[d // 2 :]) * torch.exp(1j * position * rate)
         return torch.cat((z.real, z.imag))
 
     for i in range(config.num_hidden_layers):
@@ -35,10 +37,8 @@ def reference_logits(tokens, w, config):
             row = []
             for j in range(heads):
                 kv = slice(j // shared * d, j // shared * d + d)
-                scores = (
-                    torch.stack([turn(q[t, j * d : j * d + d], t) @ turn(k[s, kv], s) for s in range(t + 1)])
-                    / d**0.5
-                )
+                scores = [turn(q[t, j * d : j * d + d], t) @ turn(k[s, kv], s) for s in range(t + 1)]
+                scores = torch.stack(scores) / d**0.5
                 row.append(scores.softmax(0) @ v[: t + 1, kv])
             rows.append(torch.cat(row))
         x = x + torch.stack(rows) @ part("self_attn.o_proj").T
@@ -46,6 +46,13 @@ def reference_logits(tokens, w, config):
         gate = h @ part("mlp.gate_proj").T
         x = x + (gate / (1 + (-gate).exp()) * (h @ part("mlp.up_proj").T)) @ part("mlp.down_proj").T
     return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def heldout_rows(o):
+    """The eight sequences on which a small run evaluates."""
+    heldout = load_corpus(o).heldout
+    last = len(heldout) - o.seq_len - 1
+    return torch.stack([heldout[round(i * last / 7) :][: o.seq_len + 1] for i in range(8)]).long()
 
 
 def scaled_blocks(model, x, rho):
@@ -59,13 +66,74 @@ def scaled_blocks(model, x, rho):
     return x
 
 
+def small_llama(stages, shape):
+    """(the layers of each stage, the config of a model for messages of this shape): 1, 2, 1, ... layers."""
+    marks = list(accumulate((s % 2 + 1 for s in range(len(stages))), initial=0))
+    layers = [list(range(a, b)) for a, b in pairwise(marks)]
+    return layers, Config(hidden_size=shape[2], num_attention_heads=2, num_key_value_heads=1,
+                          intermediate_size=48, num_hidden_layers=marks[-1])
+
+
+def microbatches(t, paths, shape):
+    generator = torch.Generator().manual_seed(t)
+    return torch.randint(256, (len(paths), shape[0], shape[1] + 1), generator=generator)
+
+
+def _gradients(rank, world, stages, sets, shape, dtype):
+    """Of each set of paths: (loss, tokens home, tokens through this rank, its gradients by name)."""
+    layers, config = small_llama(stages, shape)
+    stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
+    model, job, found = Llama(config, layers[stage], ends=stage == 0), connected_job(), []
+    _, grad = flatten(model.parameters())
+    pipeline = train.Pipeline(model, job, stages, shape, dtype)
+    for t, paths in enumerate(sets):
+        grad.zero_()
+        tokens = microbatches(t, paths, shape)
+        loss, *counts = pipeline.run(paths, {u: tokens[u] for u, p in enumerate(paths) if p[0] == rank})
+        gradients = {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
+        found.append((float(loss), *counts, gradients))
+    job.close()
+    return found
+
+
+def worst_gradient(stages, sets, shape, dtype=torch.float32, tolerance=1e-5):
+    """The largest relative error of a rank's gradient, against one process in float64."""
+    layers, config = small_llama(stages, shape)
+    stage_of = {r: s for s, ranks in enumerate(stages) for r in ranks}
+    whole, size, worst = Llama(config).double(), shape[0] * shape[1], 0.0
+    angles = rotary(shape[1], config.hidden_size // 2, config.rope_theta, torch.device("cpu"))   # of 2 heads
+    by_rank = processes(len(stage_of), _gradients, stages, sets, shape, dtype)
+    for t, (paths, found) in enumerate(zip(sets, zip(*by_rank), strict=True)):
+        losses, wants = Counter(), [Counter() for _ in stage_of]
+        for path, tokens in zip(paths, microbatches(t, paths, shape)):
+            x = whole.embed(tokens[:, :-1])
+            for i in [i for r in path for i in layers[stage_of[r]]]:
+                x = whole.model.layers[str(i)](x, *angles)
+            whole.zero_grad()
+            loss = whole.loss(x, tokens[:, 1:])
+            loss.backward()
+            losses[path[0]] += loss.item()
+            for rank, (name, p) in itertools.product(path, whole.named_parameters()):
+                wants[rank][name] += 0 if p.grad is None else p.grad
+        for rank, (loss, home, count, gradients) in enumerate(found):
+            assert count == size * sum(rank in p for p in paths)
+            assert home == size * sum(rank == p[0] for p in paths)
+            assert abs(loss - losses[rank]) <= tolerance * max(1, abs(losses[rank]))
+            for name, got in gradients.items():
+                got, want = torch.from_numpy(got), torch.as_tensor(wants[rank][name])
+                if not want.any():
+                    assert not got.any()
+                else:
+                    worst = max(worst, ((got.double() - want).norm() / want.norm()).item())
+            if count and stage_of[rank] == 0:
+                assert all(got.any() for got in gradients.values())  # embedding, gains and head included
+    return worst
+
+
 def any_paths(stages, count, r):
     """Paths that skip and swap: each origin's go through any of the other stages, in any order."""
-    return [
-        (origin, *(r.choice(s) for s in r.sample(stages[1:], r.randint(0, len(stages) - 1))))
-        for _ in range(count)
-        for origin in stages[0]
-    ]
+    others = lambda: r.sample(stages[1:], r.randint(0, len(stages) - 1))
+    return [(origin, *(r.choice(s) for s in others())) for _ in range(count) for origin in stages[0]]
 
 
 def replay(paths, ranks, order=None):
@@ -106,49 +174,33 @@ def replay(paths, ranks, order=None):
 # The published routes and times (released code of arXiv 2502.19913):
 # method -> (rounds, {seconds of a forward: seconds of an iteration}, a path per microbatch of a round).
 PUBLISHED_ROUTES = {
-    "SkipPipe": (
-        2,
-        {0.44: 33.3138, 0.88: 44.7538, 1.76: 68.5538},
-        3 * [(0, 14, 6, 12), (3, 15, 17, 5), (4, 7, 13, 19), (10, 1, 18, 2), (11, 8, 16, 9)],
-    ),
-    "no TC2": (
-        2,
-        {0.44: 35.4348, 0.88: 48.4934, 1.76: 76.2072},
-        [
-            (0, 12, 5, 19), (0, 1, 19, 18), (0, 6, 18, 17), (3, 12, 6, 2), (3, 14, 12, 2), (3, 6, 14, 13),
-            (4, 15, 13, 7), (4, 15, 5, 17), (4, 15, 13, 7), (10, 1, 17, 5), (10, 1, 7, 2), (10, 14, 18, 19),
-            *[(11, 8, 16, 9)] * 3,
-        ],
-    ),
-    "random": (
-        2,
-        {0.44: 48.9157, 0.88: 60.3667, 1.76: 86.8002},
-        [
-            (0, 12, 7, 17), (0, 14, 16, 9), (0, 1, 8, 19), (3, 12, 7, 17), (3, 15, 6, 5), (3, 1, 8, 19),
-            (4, 13, 18, 2), (4, 15, 6, 5), (4, 1, 8, 19), (10, 13, 18, 2), (10, 15, 6, 5), (10, 14, 16, 9),
-            (11, 13, 18, 2), (11, 12, 7, 17), (11, 14, 16, 9),
-        ],
-    ),
-    "full": (
-        3,
-        {0.44: 79.9397, 0.88: 105.6097, 1.76: 154.2028},
-        [p for p in [(0, 15, 1, 16, 5, 17), (3, 8, 9, 12, 18, 2), (4, 14, 6, 13, 7, 19)] for _ in range(3)],
-    ),
+    "SkipPipe": (2, {0.44: 33.3138, 0.88: 44.7538, 1.76: 68.5538}, 3 * [
+        (0, 14, 6, 12), (3, 15, 17, 5), (4, 7, 13, 19), (10, 1, 18, 2), (11, 8, 16, 9),
+    ]),
+    "no TC2": (2, {0.44: 35.4348, 0.88: 48.4934, 1.76: 76.2072}, [
+        (0, 12, 5, 19), (0, 1, 19, 18), (0, 6, 18, 17), (3, 12, 6, 2), (3, 14, 12, 2), (3, 6, 14, 13),
+        (4, 15, 13, 7), (4, 15, 5, 17), (4, 15, 13, 7), (10, 1, 17, 5), (10, 1, 7, 2), (10, 14, 18, 19),
+        *[(11, 8, 16, 9)] * 3,
+    ]),
+    "random": (2, {0.44: 48.9157, 0.88: 60.3667, 1.76: 86.8002}, [
+        (0, 12, 7, 17), (0, 14, 16, 9), (0, 1, 8, 19), (3, 12, 7, 17), (3, 15, 6, 5), (3, 1, 8, 19),
+        (4, 13, 18, 2), (4, 15, 6, 5), (4, 1, 8, 19), (10, 13, 18, 2), (10, 15, 6, 5), (10, 14, 16, 9),
+        (11, 13, 18, 2), (11, 12, 7, 17), (11, 14, 16, 9),
+    ]),
+    "full": (3, {0.44: 79.9397, 0.88: 105.6097, 1.76: 154.2028}, [
+        p for p in [(0, 15, 1, 16, 5, 17), (3, 8, 9, 12, 18, 2), (4, 14, 6, 13, 7, 19)] for _ in range(3)
+    ]),
 }
 
 
 def random_network(draw, shape, speeds=(1.0,), memory=(1, 2, 3)):
     """Nodes numbered stage by stage, delays with and without ties."""
     nodes, first = sum(shape), [sum(shape[:s]) for s in range(len(shape))]
-    delay = [
-        [0.0 if i == j else draw.choice([0.1, 0.5, 1.0, 2.0, 3 * draw.random()]) for j in range(nodes)]
-        for i in range(nodes)
-    ]
-    return skippipe.Network(
-        delay, [draw.choice(speeds) for _ in range(nodes)],
-        [list(range(a, a + n)) for a, n in zip(first, shape)], draw.choice(memory), draw.choice([0.0, 0.13]),
-        0.09,
-    )
+    near_or_far = lambda: draw.choice([0.1, 0.5, 1.0, 2.0, 3 * draw.random()])
+    delay = [[0.0 if i == j else near_or_far() for j in range(nodes)] for i in range(nodes)]
+    compute = [draw.choice(speeds) for _ in range(nodes)]
+    stages = [list(range(a, a + n)) for a, n in zip(first, shape)]
+    return skippipe.Network(delay, compute, stages, draw.choice(memory), draw.choice([0.0, 0.13]), 0.09)
 
 
 def assert_possible(network, paths, rounds, result):
@@ -160,15 +212,12 @@ def assert_possible(network, paths, rounds, result):
         assert rank == way[hop] and kind == skippipe.kind(path, hop)
         assert number == hop and start >= arrived
         if hop:
-            assert (
-                start
-                >= end[u, hop - 1] + (network.delay[way[hop - 1]][rank] if way[hop - 1] != rank else 0) - 1e-6
-            )
+            way_there = network.delay[way[hop - 1]][rank] if way[hop - 1] != rank else 0
+            assert start >= end[u, hop - 1] + way_there - 1e-6
         elif u >= len(paths):
             assert start >= end[u - len(paths), len(way) - 1] - 1e-6
-        assert stop - start == pytest.approx(
-            network.compute[rank] * {"forward": 1, "loss": 0.25, "backward": 1.5}[kind]
-        )
+        work = {"forward": 1, "loss": 0.25, "backward": 1.5}[kind]
+        assert stop - start == pytest.approx(network.compute[rank] * work)
         end[u, hop], hops[u] = stop, hop + 1
         tasks[rank].append((start, stop, hop, {"forward": 1, "loss": 0, "backward": -1}[kind]))
     assert all(hops[u] == len(skippipe.chain(paths[u % len(paths)])) for u in range(rounds * len(paths)))
@@ -185,18 +234,14 @@ def every_path(network, kept, origin):
     """All paths under CC1 and CC2, by trying every order of the stages."""
     for stages in itertools.permutations(range(1, len(network.stages)), kept - 1):
         swapped = [i for i in range(kept - 2) if stages[i] > stages[i + 1]]
-        if (
-            all(stages[i] == stages[i + 1] + 1 for i in swapped)
-            and len(swapped) <= 2
-            and not any(i + 1 in swapped for i in swapped)
-        ):
+        apart = not any(i + 1 in swapped for i in swapped)
+        if apart and len(swapped) <= 2 and all(stages[i] == stages[i + 1] + 1 for i in swapped):
             plain = list(stages)
             for i in swapped:
                 plain[i : i + 2] = plain[i + 1], plain[i]
             if plain == sorted(plain):
-                yield from (
-                    (origin, *nodes) for nodes in itertools.product(*(network.stages[s] for s in stages))
-                )
+                for nodes in itertools.product(*(network.stages[s] for s in stages)):
+                    yield origin, *nodes
 
 
 def every_order(paths, nodes):
@@ -207,10 +252,9 @@ def every_order(paths, nodes):
         open_ = [u for u, c in enumerate(chains) if done[u] < len(c)]
         for u in open_:
             rank = chains[u][done[u]]
-            extend(
-                done[:u] + (done[u] + 1,) + done[u + 1 :],
-                order[:rank] + (order[rank] + ((u, done[u]),),) + order[rank + 1 :],
-            )
+            longer = order[rank] + ((u, done[u]),)
+            further = done[:u] + (done[u] + 1,) + done[u + 1 :]
+            extend(further, order[:rank] + (longer,) + order[rank + 1 :])
         if not open_:
             found.add(order)
 

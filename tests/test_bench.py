@@ -1,10 +1,9 @@
-"""bench_sync.py: simulated and measured reductions, and its options. experiments/paper.py."""
+"""bench_sync.py: simulated and measured reductions, and its options. experiments/sync.py."""
 
-import contextlib
-import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -14,8 +13,9 @@ import torch.distributed as dist
 
 import bench_sync
 import noloco
-from experiments import paper, pictures
-from tests.harness import HERE, processes
+from experiments import pictures, sync
+from plumbing.processes import BadInput
+from tests.harness import HERE, captured, processes
 
 
 def test_simulated_messages_have_the_asked_mean_and_deviation():
@@ -26,23 +26,17 @@ def test_simulated_messages_have_the_asked_mean_and_deviation():
 @pytest.mark.parametrize("n", [4, 64])
 def test_all_reduces_without_spread_equal_their_formulas(n):
     latency, seconds, k = 0.5, 3.0, int(math.log2(n))
-    got = {
-        name: float(sample()[0])
-        for name, sample in bench_sync.reductions(n, 0, latency, seconds, torch.Generator()).items()
-    }
-    assert got == pytest.approx(
-        {
-            "tree": 2 * k * (latency + seconds),
-            "ring": 2 * (n - 1) * (latency + seconds / n),
-            "butterfly": k * (latency + seconds),
-            "halving and doubling": 2 * k * latency + 2 * (n - 1) / n * seconds,
-            "pair, two exchanges (paper)": 2 * (latency + seconds),
-            "NoLoCo here, one exchange": latency + seconds,
-        },
-        rel=1e-5,
-    )
+    samples = bench_sync.reductions(n, 0, latency, seconds, torch.Generator())
+    got = {name: float(sample()[0]) for name, sample in samples.items()}
+    assert got == pytest.approx({
+        "tree": 2 * k * (latency + seconds),
+        "ring": 2 * (n - 1) * (latency + seconds / n),
+        "halving and doubling": 2 * k * latency + 2 * (n - 1) / n * seconds,
+        "pair, two exchanges (paper)": 2 * (latency + seconds),
+        "NoLoCo here, one exchange": latency + seconds,
+    }, rel=1e-5)
     # so many parameters take `seconds` at 1 Mbit/s
-    rows = paper.on_paper(seconds * 1e6 / 32, n, 1.0, latency, 1.0)
+    rows = sync.on_paper(seconds * 1e6 / 32, n, 1.0, latency, 1.0)
     assert rows["DiLoCo"]["seconds"] == pytest.approx(got["halving and doubling"])
     assert rows["NoLoCo"]["seconds"] == pytest.approx(latency + seconds)
 
@@ -55,19 +49,8 @@ def test_training_times_of_two_replicas_are_equal_and_more_replicas_gain():
     assert bool((many["DiLoCo"] > many["NoLoCo"]).all() and (many["NoLoCo"] > many["alone"]).all())
 
 
-def test_a_late_replica_delays_everyone_at_once_or_by_doubling():
-    lost = bench_sync.late_replica(torch.Generator().manual_seed(0), n=64, outer_steps=16, trials=2)[
-        "for 4 (or is dead, given up after 4)"
-    ]
-    at_once, by_doubling = ([mean for mean, _ in lost[m]] for m in ("DiLoCo", "NoLoCo"))
-    assert at_once[3] == by_doubling[3] == 0 and at_once[4] > 3
-    for k in range(5):  # after its first meeting at most 2 of 64 are late, then 4, ...
-        assert 0 < by_doubling[4 + k] <= 4.6 * 2 ** (k + 1) / 64
-    assert max(by_doubling) < 4
-
-
 def test_on_paper_by_hand():
-    rows = paper.on_paper(6.8e9, 1024, 100, 0.05, 1.0)
+    rows = sync.on_paper(6.8e9, 1024, 100, 0.05, 1.0)
     assert rows["NoLoCo"]["bytes"] == 27.2e9
     assert rows["NoLoCo"]["seconds"] == pytest.approx(0.05 + 27.2e9 / 12.5e6)
     assert rows["one byte"]["seconds"] == pytest.approx(0.05 + 6.8e9 / 12.5e6)
@@ -76,21 +59,11 @@ def test_on_paper_by_hand():
     assert rows["DDP"]["share"] == pytest.approx(4348.75 / 4349.75) and rows["NoLoCo"]["memory"] == 28 * 6.8e9
 
 
-def test_the_table_on_paper_in_the_docs_is_what_is_printed(capsys):
-    paper.main(["--mbit", "100", "1000", "100000"])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(rows) == 20 and "\n".join(rows) in (HERE / "docs/speed.md").read_text()
-
-
 def _bench(rank, world, argv, patch=None):
-    """bench_sync.main in this process: (exit status, what it printed, what `patch` returned)."""
-    out, code, seen = io.StringIO(), 0, patch() if patch else None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        try:
-            bench_sync.main(argv)
-        except SystemExit as stop:
-            code = stop.code
-    return code, out.getvalue(), seen
+    """The measurement with all its rows: (exit status, what it printed, what `patch` returned)."""
+    seen = patch() if patch else None
+    measure = lambda argv: bench_sync.measure(bench_sync.parse(argv), sync.methods)
+    return *captured(rank, world, measure, argv), seen
 
 
 def count_messages():
@@ -106,101 +79,60 @@ def count_messages():
 
 
 def test_measured_bytes_equal_the_counted_bytes(tmp_path):
-    results = processes(
-        2, _bench, ["--params", "100001", "--trials", "2", "--device", "cpu", "--out", str(tmp_path)],
-        count_messages,
-    )
+    results = processes(2, _bench,
+                        ["--params", "100001", "--trials", "2", "--device", "cpu", "--out", str(tmp_path)],
+                        count_messages)
     assert [code for code, *_ in results] == [0, 0], results
     found = json.loads((tmp_path / "results" / "sync_measured_2.json").read_text())
     theta, rows = found["bytes_of_theta"], found["rows"]
     assert 4 * 100001 <= theta < 4 * 100001 + 64 * 32  # 32 tensors, each padded to 64 bytes
     short = theta // 4 + 4 * 32         # and each tensor's s
-    expect = {
-        "exchange of theta": (theta, 0),
-        "all-reduce of theta": (theta, 0),
-        "DDP: gradient": (theta, 0),
-        "DiLoCo": (theta, 0),
-        "NoLoCo": (theta, 0),
-        "NoLoCo, gamma != beta, phi ahead": (theta, theta),
-        "NoLoCo, one byte a weight": (short, 0),
-        "memcpy of theta": (0, 0),
-    }
-    assert {name: (row["bytes"], row["bytes_ahead"]) for name, row in rows.items()} == expect
+    expect = {"exchange of theta": theta, "all-reduce of theta": theta, "DDP: gradient": theta,
+              "DiLoCo": theta, "NoLoCo": theta, "NoLoCo, one byte a weight": short, "memcpy of theta": 0}
+    assert {name: row["bytes"] for name, row in rows.items()} == expect
     # one round of every row that sends messages, in the order of the table, 1 + 2 times
-    for rank, (_, _, sent) in enumerate(results):
-        assert [size for size in sent if size <= 8] == 4 * [8 * rank]       # a checksum of the start
-        sent = [size for size in sent if size > 8]
-        assert sent == 3 * [theta, theta, theta, theta, short]      # exchange; NoLoCo; phi, then theta; bytes
+    for _, _, sent in results:
+        assert sent == 3 * [theta, theta, short]                    # exchange; NoLoCo; one byte
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows.values())
     for name, row in rows.items():
-        assert f"{name} " in results[0][1] and f"{row['bytes'] / 1e6:9.1f}" in results[0][1]
+        assert f"| {name} | " in results[0][1] and f"] | {row['bytes'] / 1e6:.0f} | " in results[0][1]
 
 
-@pytest.mark.parametrize(
-    "world, argv, error",
-    [
-        (1, [], "nothing to do"),
-        (1, ["--simulate", "--mbit", "0"], "--mbit"),
-        (1, ["--simulate", "--latency-std", "-1"], "--latency-std"),
-        (1, ["--plot", "--out", "nowhere"], "sync_simulated"),
-        (2, ["--simulate"], "no torchrun"),
-        (2, ["--trials", "0"], "--trials"),
-        (2, ["--params", "nan"], "--params"),
-    ],
-)
+@pytest.mark.parametrize("world, argv, error", [
+    (1, "", "nothing to do"), (1, "--simulate --mbit 0", "--mbit"),
+    (1, "--simulate --latency-std -1", "--latency-std"), (1, "--simulat", "--simulat"),
+    (2, "--simulate", "no torchrun"), (2, "--trials 0", "--trials"), (2, "--params nan", "--params"),
+])
 def test_bad_bench_options_get_one_clear_line(world, argv, error, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    if world > 1:
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        with pytest.raises(bench_sync.BadInput) as problem:
-            bench_sync.parse(argv)
-        lines = [str(problem.value)]
-    else:
-        with pytest.raises(SystemExit) as stop:
-            bench_sync.main(argv)
-        assert stop.value.code == 2
-        lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "\n" not in lines[0] and error in lines[0]
-
-
-@pytest.mark.parametrize(
-    "argv, error",
-    [
-        (["--model", "huge"], "huge"),
-        (["--model", "large", "--replicas", "1"], "--replicas"),
-        (["--model", "large", "--mbit", "0"], "--mbit"),
-    ],
-)
-def test_bad_options_of_the_paper_table_get_one_clear_line(argv, error, capsys):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(SystemExit) as stop:
-        paper.main(argv)
+        bench_sync.main(argv.split())
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and error in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and error in lines[0]
 
 
 def test_bad_bench_options_under_several_processes_are_printed_by_rank_0_alone(tmp_path):
-    (code, out, _), (other, silence, _) = processes(
-        2, _bench, ["--trials", "-3", "--device", "cpu"], cwd=tmp_path
-    )
+    (code, out, _), (other, silence, _) = processes(2, _bench, ["--trials", "-3", "--device", "cpu"],
+                                                    cwd=tmp_path)
     assert (code, other, silence) == (2, 2, "")
-    assert out.startswith("error: ")
-    assert out.count("\n") == 1
-    assert "--trials" in out
+    assert out.startswith("error: ") and out.count("\n") == 1 and "--trials" in out
 
 
 def test_pictures_without_matplotlib_name_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(bench_sync.BadInput, match=r"\[plot\]"):
+    with pytest.raises(BadInput, match=r"\[plot\]"):
         pictures.picture(tmp_path, "sync_measured", None, [])
 
 
-def test_paper_table_launch_line():
-    line = [
-        sys.executable, "-m", "experiments.paper", "--model", "large", "--replicas", "1024",
-        "--mbit", "100", "--latency-ms", "50",
-    ]
-    alone = {**os.environ, "WORLD_SIZE": "1"}
-    out = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=HERE, env=alone)
-    row = "| large, 6800M | 1024 | 100 | 54.35 / 54.35 / 27.20 / 6.80 |"
-    assert out.returncode == 0 and row in out.stdout, out.stderr
+def test_bench_works_copied_beside_noloco_alone(tmp_path):
+    """With two numbers of replicas: more take ten seconds."""
+    for name in ("bench_sync.py", "noloco.py"):
+        shutil.copy(HERE / name, tmp_path)
+    program = "import bench_sync\nbench_sync.COUNTS = 4, 1024\nbench_sync.main()"
+    line = [sys.executable, "-c", program, "--simulate", "--draws", "0.001"]
+    alone = {**os.environ, "WORLD_SIZE": "1", "PYTHONPATH": ""}
+    out = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=alone)
+    assert out.returncode == 0 and "| NoLoCo here, one exchange | " in out.stdout, out.stderr
+    assert json.loads((tmp_path / "runs/results/sync_simulated.json").read_text())["params"] == 125e6

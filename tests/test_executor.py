@@ -14,9 +14,7 @@ from planning.methods import random_valid_paths
 from planning.rho import scaled, shares, with_stages_missing
 from planning.search import plan
 from skippipe import Network, chain, full_paths, random_paths
-from test_minimal import _gradients
-from tests.harness import processes
-from tests.oracles import random_network, replay, scaled_blocks
+from tests.oracles import random_network, replay, scaled_blocks, worst_gradient
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (3, 2, 2), (1, 5), (2, 3, 1, 4)])
@@ -40,9 +38,8 @@ def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
     for trial in range(40):
         network = random_network(draw, (2, 2, 1, 2), speeds=(0.1, 0.5))
         try:
-            paths, order = plan(
-                network, 3, draw.randint(1, 4), 2, seconds=None, iterations=30, seed=trial
-            )
+            count = draw.randint(1, 4)
+            paths, order = plan(network, 3, count, 2, seconds=None, iterations=30, seed=trial)
         except skippipe.Infeasible:
             continue
         assert replay(paths * 2, range(7), order)
@@ -56,7 +53,8 @@ def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
 
 def test_bfloat16_messages_give_nearly_the_same_gradients():
     stages = [[0, 1], [2, 3]]
-    assert max(processes(4, _gradients, stages, [full_paths(stages, 2)], (2, 16, 32), torch.bfloat16)) < 0.05
+    sets = [full_paths(stages, 2)]
+    assert worst_gradient(stages, sets, (2, 16, 32), torch.bfloat16, tolerance=1e-2) < 0.05
 
 
 # ---- the rho rule: planning/rho.py

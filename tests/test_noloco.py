@@ -1,7 +1,6 @@
 """noloco.py beyond the equations: what it refuses, the README's example, Gloo's network interface."""
 
 import contextlib
-import io
 import os
 import re
 import shutil
@@ -51,14 +50,21 @@ def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
 
 
 @gloo
-def _weights_that_differ(rank, world, method, seeds):
-    """What three outer steps warn of."""
+def _warned(rank, world, method, seeds, averaged):
+    """What the outer steps of a small training warn of. averaged: all ranks' gradients are, as by DDP."""
     torch.manual_seed(seeds[rank])
     model = torch.nn.Linear(3, 3)
+    draw = torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        outer = method(model.parameters(), inner_steps=2)
-        for _ in range(6):
+        outer = method(model.parameters(), inner_steps=2, alpha=0, beta=1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, generator=draw)).square().mean().backward()
+            for p in model.parameters() if averaged else []:
+                dist.all_reduce(p.grad)
+            optimizer.step()
             outer.step()
     return [str(warning.message) for warning in told]
 
@@ -67,36 +73,15 @@ def _weights_that_differ(rank, world, method, seeds):
 def test_initial_weights_that_differ_are_said_once(method):
     """Also where those who meet first have the same."""
     assert (0, 1) in random_groups(range(4), 2, 0, 0)
-    assert processes(4, _weights_that_differ, method, [1, 1, 1, 1]) == [[]] * 4
-    first, *others = processes(4, _weights_that_differ, method, [1, 1, 2, 2])
+    assert processes(4, _warned, method, [1, 1, 1, 1], False) == [[]] * 4
+    first, *others = processes(4, _warned, method, [1, 1, 2, 2], False)
     assert others == [[]] * 3
     assert first == [f"rank {r} began with other weights than rank 0: seed all alike" for r in (2, 3)]
 
 
-@gloo
-def _averaged_elsewhere(rank, world, gradients):
-    """What five outer steps warn of. gradients: averaged over all ranks, as DDP does."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 3)
-    draw = torch.Generator().manual_seed(rank)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        outer = NoLoCo(model.parameters(), inner_steps=2, alpha=0, beta=1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3, generator=draw)).square().mean().backward()
-            for p in model.parameters() if gradients else []:
-                dist.all_reduce(p.grad)
-            optimizer.step()
-            outer.step()
-    return [str(warning.message) for warning in told]
-
-
 def test_gradients_averaged_by_something_else_are_said_once():
     line = "partners hold equal weights already: is something else averaging gradients? DDP?"
-    assert processes(4, _averaged_elsewhere, True) == [[line], [], [], []]
-    assert processes(4, _averaged_elsewhere, False) == [[]] * 4
+    assert processes(4, _warned, NoLoCo, [1, 1, 1, 1], True) == [[line], [], [], []]
 
 
 # ---------------- the bound on gamma
@@ -196,28 +181,6 @@ def test_sharded_parameters_are_refused_and_a_noloco_per_shard_equals_whole_repl
         assert weights == pytest.approx(whole[rank // 2], abs=1e-6)
 
 
-def _readme_optimizer_example(rank, world):
-    block = next(
-        b
-        for b in re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-        if "outer = NoLoCo(" in b
-    )
-    scope, out = {}, io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(block, scope)
-    return out.getvalue(), scope["outer"].steps, scope["model"].weight.tolist()
-
-
-def test_readme_optimizer_example_learns_its_target():
-    """A loop as torchrun runs it: every rank's weights come near those that they should be.
-
-    With two replicas they are equal.
-    """
-    (first, steps, weights), (second, _, others) = processes(2, _readme_optimizer_example)
-    assert first.startswith("rank 0: loss 0.0") and second.startswith("rank 1: loss 0.0") and steps == 400
-    assert weights == others and torch.allclose(torch.tensor(weights), torch.ones(1, 8), rtol=0, atol=0.05)
-
-
 # ---------------- gloo_interface
 
 
@@ -235,55 +198,40 @@ def own_addresses():
     return {address: name for name, address in first.items()}
 
 
-def launch(monkeypatch, local, world, master):
-    """As torchrun starts a process: no interface given."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what it sets is undone
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setenv("WORLD_SIZE", world)
-    monkeypatch.setenv("MASTER_ADDR", master)
+def launch(monkeypatch, local, world, master, names=None):
+    """Set the environment as torchrun does before a process: no interface given. None: not there."""
+    given = dict(os.environ, LOCAL_WORLD_SIZE=local, WORLD_SIZE=world, MASTER_ADDR=master,
+                 GLOO_SOCKET_IFNAME=names)
+    monkeypatch.setattr(os, "environ", {name: value for name, value in given.items() if value is not None})
 
 
 @pytest.mark.parametrize("names", ["eth7", "eth7,ib3", ""])
 @pytest.mark.parametrize("local", ["2", "4"])
 def test_gloo_interface_keeps_what_is_set(names, local, monkeypatch):
-    launch(monkeypatch, local, "4", "127.0.0.1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+    launch(monkeypatch, local, "4", "127.0.0.1", names)
     assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == names
-
-
-def test_gloo_interface_without_counts_of_processes_reaches_the_master(monkeypatch):
-    """A program that torchrun has not started knows neither LOCAL_WORLD_SIZE nor WORLD_SIZE."""
-    launch(monkeypatch, "1", "2", "198.51.100.7")
-    route = (ip("route", "get", "198.51.100.7") or [[]])[0]
-    if "src" not in route:
-        pytest.skip("needs a route to other hosts")
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name)
-    assert gloo_interface() == own_addresses()[route[route.index("src") + 1]]
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "198.51.100.7", "no-such-host.invalid", None])
 def test_gloo_interface_of_one_host_is_the_loopback_whatever_the_master(master, monkeypatch):
-    launch(monkeypatch, "4", "4", master or "127.0.0.1")
-    if master is None:
-        monkeypatch.delenv("MASTER_ADDR")
-    loopback = own_addresses()["127.0.0.1"]
-    assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == loopback
+    launch(monkeypatch, "4", "4", master)
+    assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == own_addresses()["127.0.0.1"]
 
 
-def test_gloo_interface_of_several_hosts_reaches_the_master(monkeypatch):
+@pytest.mark.parametrize("local, world", [("2", "4"), (None, None)])
+def test_gloo_interface_of_several_hosts_reaches_the_master(local, world, monkeypatch):
     """Each address of this host, and one that is elsewhere where there is a way to it.
 
     The oracle is the system's routing table: the interface that has the address which it would send from.
+    A program that torchrun has not started knows neither LOCAL_WORLD_SIZE nor WORLD_SIZE.
     """
     own = own_addresses()
     for master in (*own, "198.51.100.7"):
-        launch(monkeypatch, "2", "4", master)
+        launch(monkeypatch, local, world, master)
         (route,) = ip("route", "get", master) or [[]]
         if "src" in route:
-            want = own[route[route.index("src") + 1]]
-            assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == want
+            way = own[route[route.index("src") + 1]]
+            assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == way
         else:
             assert master not in own
             with pytest.raises(OSError):

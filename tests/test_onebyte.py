@@ -5,12 +5,9 @@ import shutil
 import pytest
 import torch
 
-from noloco import random_groups
 from plumbing.onebyte import BLOCK, MARGIN, OneByteNoLoCo, Unread
-from test_minimal import inner, quadratic
-from tests.harness import SMALL, checkpoint, gloo, metrics, processes, run
-
-RUN = ["--wire", "int8", "--steps", 12, "--inner-steps", 3, "--eval-every", 6, "--save-every", 6, *SMALL]
+from test_minimal import _noloco, assert_replicas, simulated
+from tests.harness import checkpoint, gloo, metrics, processes, run
 
 
 def moved(seed, size=1000):
@@ -59,17 +56,6 @@ def test_what_has_not_moved_and_what_is_not_finite():
         assert not torch.isfinite(whole(outer, message, outer.phi).sum())
 
 
-@gloo
-def _train(rank, world, kwargs, steps):
-    model, xs, ys = quadratic(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    outer = OneByteNoLoCo(model.parameters(), **kwargs)
-    for step in range(steps):
-        inner(model, optimizer, xs[step], ys[step])
-        outer.step()
-    return [p.detach().flatten().tolist() for p in model.parameters()], outer.bytes_sent
-
-
 def modulo(theta, phi, own):
     """What a partner reads: (M1) to (M3) for one tensor, in float64."""
     s = MARGIN * (theta - phi).abs().max() / 256
@@ -80,40 +66,13 @@ def modulo(theta, phi, own):
 
 @pytest.mark.parametrize("world, n", [(4, 2), (5, 3), (4, 4)])
 def test_processes_equal_a_float64_simulation_with_the_same_rounding(world, n):
-    steps, m, alpha, beta = 12, 3, 0.5, 0.7
-    got = processes(world, _train, dict(inner_steps=m, group_size=n), steps)
-    models = [quadratic(r) for r in range(world)]
-    replicas = [model.double() for model, *_ in models]
-    optimizers = [torch.optim.SGD(r.parameters(), lr=0.05) for r in replicas]
-
-    def read(r):
-        return [p.detach().clone() for p in replicas[r].parameters()]
-
-    phis, deltas = [read(r) for r in range(world)], [[0 * p for p in read(r)] for r in range(world)]
-    for step in range(steps):
-        for r in range(world):
-            inner(replicas[r], optimizers[r], models[r][1][step].double(), models[r][2][step].double())
-        if (step + 1) % m:
-            continue
-        thetas = [read(r) for r in range(world)]
-        before = [[p.clone() for p in phi] for phi in phis]
-        for group in random_groups(range(world), n, step // m, 0):
-            for r in group:
-                for i, (p, phi, delta) in enumerate(zip(replicas[r].parameters(), phis[r], deltas[r])):
-                    seen = [
-                        thetas[r][i] if o == r else modulo(thetas[o][i], before[o][i], thetas[r][i])
-                        for o in group
-                    ]
-                    delta.mul_(alpha).add_(beta * (sum(seen) / len(group) - phi))
-                    phi.add_(delta)
-                    p.data.copy_(phi)
-    for r in range(world):
-        for mine, p in zip(got[r][0], replicas[r].parameters()):
-            assert torch.allclose(torch.tensor(mine).double(), p.detach().flatten(), rtol=0, atol=2e-6)
-    padded = sum(-(-p.numel() // 16) * 16 for p in replicas[0].parameters())
+    steps, m = 12, 3
+    found = processes(world, _noloco, OneByteNoLoCo, dict(inner_steps=m, group_size=n), steps)
+    want = simulated(world, steps, m, n, seen=modulo)
+    assert_replicas(found, want)
     if world == 4:
-        blocks = len(list(replicas[0].parameters()))
-        assert [sent for _, sent in got] == [(n - 1) * (padded + 4 * blocks) * steps // m] * world
+        padded = sum(-(-p.numel() // 16) * 16 for p in want[0])
+        assert [sent for _, sent in found] == [(n - 1) * (padded + 4 * len(want[0])) * steps // m] * world
 
 
 @gloo
@@ -140,8 +99,8 @@ def test_both_partners_end_with_the_same_mean_up_to_half_a_step():
         assert (torch.tensor(after).double() - mean).abs().max() <= s / 4 + 1e-7
 
 
-def test_a_run_goes_on_bit_for_bit_and_sends_a_quarter(corpus, tmp_path):
-    run(4, *RUN, "--data", corpus, "--name", "x", cwd=tmp_path)
+def test_a_run_goes_on_bit_for_bit_and_sends_a_quarter(trained, tmp_path):
+    trained(4, "--wire", "int8", "--steps", 12, "--inner-steps", 3, "--eval-every", 6, "--save-every", 6)
     whole, again = tmp_path / "runs/x", tmp_path / "runs/y"
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints/00000012")

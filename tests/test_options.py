@@ -59,7 +59,7 @@ BAD = {
     "--skip 0.5": "at least 3 stages", "--skip 0.9 --stages 1": "at least 3 stages",
     "--skip 1.5": "--skip must be below 1", "--skip 0.5 --routing random": "planned routing, not --routing",
     "--lr -1": "--lr must be at least 0", "--survive -1": "must be at least 0", "--replan -1": "at least 0",
-    "--survive inf": "at least 0 and finite, got inf", "--join": "is for a process that comes back to a",
+    "--survive inf": "at least 0, got inf", "--join": "is for a process that comes back to a",
     "--replan 0.2": "--replan is for planned paths", "--wire int8 --gamma 0.9": "int8 needs gamma = beta",
     "--replan 0.2 --routing skippipe --survive 5": "--survive goes with neither --replan",
     "--links nowhere.json": "nowhere.json", "--links short.txt": "short.txt",

@@ -9,81 +9,88 @@ import multiprocessing.connection
 import os
 import random
 import re
+import shutil
 import signal
-import subprocess
-import sys
 import time
 import types
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import plumbing.report
+import train
 from model import Llama
-from plumbing.processes import Job
+from plumbing.processes import Job, restarts
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob
 from survive.pipeline import SurvivingPipeline
-from tests.harness import (
-    HERE, SMALL, checkpoint, fork, metrics, processes, rank_process, run, store_host, train_main
-)
+from tests.harness import (SMALL, checkpoint, fork, metrics, processes, rank_process, run, store_host,
+                           train_main)
 
 
-class Fault(enum.Enum):
-    DIE_BEFORE_EXCHANGE = enum.auto()
-    DIE_IN_EXCHANGE = enum.auto()
-    HANG = enum.auto()
-    SLOW = enum.auto()
-    SEND_NAN = enum.auto()
-    DIE_IN_FORWARD = enum.auto()
-    DIE_IN_BACKWARD = enum.auto()
-    CRASH_IN_CHECKPOINT = enum.auto()
-    DIE_IN_EVALUATION = enum.auto()
-    LOSE_STORE = enum.auto()
-
-
-FAULTS = [
-    "--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
-    "--save-every", 20, "--name", "x", *SMALL, "--layers", 1,
-]
-LONG = ["--steps", 200, "--eval-every", 100, "--save-every", 100]
+Fault = enum.Enum("Fault", """DIE_BEFORE_EXCHANGE DIE_IN_EXCHANGE HANG SLOW SEND_NAN DIE_IN_FORWARD
+    DIE_IN_BACKWARD CRASH_IN_CHECKPOINT DIE_IN_EVALUATION LOSE_STORE""")
+FAULTS = ["--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
+          "--save-every", 20, "--name", "x", *SMALL, "--layers", 1]
+LONG = ["--steps", 120, "--eval-every", 60, "--save-every", 60, "--lr", 1e-2]
 OFTEN = ["--eval-every", 20, "--save-every", 20]
 JOBS = {  # ranks, options, the rank that fails
     # until the loss is flat: one replica fewer, and inner steps that a late one leaps over, cost steps
     "one stage": (4, ["--stages", "4", *LONG], 2),
     "one byte": (4, ["--stages", "4", *LONG, "--wire", "int8"], 2),
     "pipeline": (4, ["--stages", "2,2", "--layers", 2], 3),
-    "skip": (
-        6, ["--stages", "2,2,2", "--layers", 3, "--skip", 0.33, "--microbatches", 4, "--links", "links.json"],
-        4,
-    ),
+    "skip": (6, ["--stages", "2,2,2", "--layers", 3, "--skip", 0.33, "--microbatches", 4,
+                 "--links", "links.json"], 4),
 }
 
 
-def die():
+NOW = types.SimpleNamespace(fault=None)     # what is wrong with this process
+POST = SurvivingNoLoCo.post
+
+
+def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_of(fault, this):
-    if fault is this:
-        die()
+def die_in_exchange(*args):
+    POST(*args)
+    die()
 
 
-def fall_due(now, faults, pipeline, step, store):
-    """now.fault becomes the one whose step has come."""
-    if now.queue is None:
-        now.queue = [f for f in faults if f[1] >= step]
-    if now.queue and step >= now.queue[0][1]:
-        now.fault = now.queue.pop(0)[0]
-        if now.fault is Fault.HANG:
-            pipeline.job.store.set("stopped", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if now.fault is Fault.LOSE_STORE:       # when nobody still evaluates an earlier step
-            pipeline.job.store.wait([f"begun/{step - 1}/{r}" for r in range(pipeline.job.world)])
-            os.kill(store, signal.SIGKILL)
+def send_nan(outer):
+    outer.theta[7], NOW.fault = math.nan, None
+
+
+def write_half(state, file):
+    file.write(b"half of it")
+    file.flush()
+    die()
+
+
+ACTS = {    # fault: (at a call of what, what this process does before it)
+    Fault.DIE_BEFORE_EXCHANGE: (SurvivingNoLoCo, "exchange", die),
+    Fault.DIE_IN_EXCHANGE: (SurvivingNoLoCo, "post", die_in_exchange),
+    Fault.SEND_NAN: (SurvivingNoLoCo, "exchange", send_nan),
+    Fault.DIE_IN_FORWARD: (Llama, "blocks", die),
+    Fault.SLOW: (Llama, "blocks", lambda *_: time.sleep(0.02)),
+    Fault.DIE_IN_BACKWARD: (torch.Tensor, "backward", die),
+    Fault.CRASH_IN_CHECKPOINT: (torch, "save", write_half),
+    Fault.DIE_IN_EVALUATION: (plumbing.report, "weight_spread", die),
+}
+
+
+def act_at(fault, owner, name, act):
+    call = getattr(owner, name)
+
+    def acting(*args):
+        if NOW.fault is fault:
+            act(*args)
+        return call(*args)
+
+    setattr(owner, name, acting)
 
 
 def inject(faults, store):
@@ -91,67 +98,50 @@ def inject(faults, store):
 
     Those before the step at which it starts are over.
     """
-    begin, swap, exchange = SurvivingPipeline.begin, SurvivingNoLoCo.swap, SurvivingNoLoCo.exchange
-    blocks, backward, save = Llama.blocks, torch.Tensor.backward, torch.save
-    spread = plumbing.report.weight_spread
-    now = types.SimpleNamespace(fault=None, queue=None)
+    begin, queue = SurvivingPipeline.begin, None
 
     def beginning(pipeline, step, *args):
+        nonlocal queue
+        job = pipeline.job
         with contextlib.suppress(RuntimeError):     # the store may be lost by now
-            pipeline.job.store.set(f"begun/{step}/{pipeline.job.rank}", "")
-        fall_due(now, faults, pipeline, step, store)
+            job.store.set(f"begun/{step}/{job.rank}", "")
+        if queue is None:
+            queue = [f for f in faults if f[1] >= step]
+        if queue and step >= queue[0][1]:
+            NOW.fault = queue.pop(0)[0]
+            if NOW.fault is Fault.HANG:
+                job.store.set("stopped", str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if NOW.fault is Fault.LOSE_STORE:       # when nobody still evaluates an earlier step
+                job.store.wait([f"begun/{step - 1}/{r}" for r in range(job.world)])
+                os.kill(store, signal.SIGKILL)
         return begin(pipeline, step, *args)
 
-    def exchanging(outer):
-        die_of(now.fault, Fault.DIE_BEFORE_EXCHANGE)
-        if now.fault is Fault.SEND_NAN:
-            outer.theta[7], now.fault = math.nan, None
-        return exchange(outer)
-
-    def swapping(outer, *args):
-        swap(outer, *args)
-        die_of(now.fault, Fault.DIE_IN_EXCHANGE)
-
-    def forward(model, x):
-        die_of(now.fault, Fault.DIE_IN_FORWARD)
-        if now.fault is Fault.SLOW:
-            time.sleep(0.02)  # the fault itself
-        return blocks(model, x)
-
-    def backwards(*args):
-        die_of(now.fault, Fault.DIE_IN_BACKWARD)
-        return backward(*args)
-
-    def saving(state, file):
-        if now.fault is Fault.CRASH_IN_CHECKPOINT:
-            file.write(b"half of it")
-            file.flush()
-            die()
-        save(state, file)
-
-    def evaluating(*args):
-        die_of(now.fault, Fault.DIE_IN_EVALUATION)
-        return spread(*args)
-
-    SurvivingPipeline.begin, SurvivingNoLoCo.swap, SurvivingNoLoCo.exchange = beginning, swapping, exchanging
-    Llama.blocks, torch.Tensor.backward, torch.save = forward, backwards, saving
-    plumbing.report.weight_spread = evaluating
+    SurvivingPipeline.begin = beginning
+    for fault, at_call in ACTS.items():
+        act_at(fault, *at_call)
 
 
-def _faulty(rank, world, argv, faults, store):
+def _faulty(rank, slots, world, helper, argv, faults, store):
+    """A rank of the job; in the slot after the last one, a helper from outside it."""
+    os.environ["WORLD_SIZE"] = str(world)
+    if rank == world:
+        return helper(argv)
     inject([(fault, at) for fault, victim, at in faults if victim == rank], store)
     return train_main(rank, world, argv)
 
 
-def failing(job, faults, cwd, *extra, fallen=(), limit=120):
-    """Run a job with faults [(fault, rank, step)]: (exit status, output) of those that end by themselves."""
-    world, options, _ = JOBS[job]
-    (cwd / "links.json").write_text(json.dumps(dict(delay=[[0.01] * 6] * 6, compute=0.01)))
+def faulty_run(world, argv, faults, cwd, helper=None, fallen=()):
+    """train.py with faults [(fault, rank, step)]: (exit status, output) of every rank, then of the helper."""
+    (cwd / "links.json").write_text(json.dumps(dict(delay=[[0.01] * world] * world, compute=0.01)))
     with store_host() as (port, pid):
-        return processes(
-            world, _faulty, [str(a) for a in [*FAULTS, *options, *extra]], faults, pid, cwd=cwd, limit=limit,
-            port=port, fallen=fallen,
-        )
+        return processes(world + bool(helper), _faulty, world, helper, argv, faults, pid, cwd=cwd, port=port,
+                         fallen=fallen)
+
+
+def failing(job, faults, cwd, *extra, **kwargs):
+    world, options, _ = JOBS[job]
+    return faulty_run(world, [*FAULTS, *options, *extra], faults, cwd, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -167,15 +157,10 @@ def sound(corpus, tmp_path_factory):
     return loss
 
 
-SMOKE = [
-    (Fault.DIE_IN_EXCHANGE, "one stage"), (Fault.SEND_NAN, "one stage"),
-    (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.LOSE_STORE, "pipeline"), (Fault.HANG, "skip"),
-]
-CASES = [
-    pytest.param(f, j, id=f"{f.name}-{j}", marks=[] if (f, j) in SMOKE else pytest.mark.faults)
-    for j in JOBS
-    for f in Fault
-]
+SMOKE = [(Fault.DIE_IN_EXCHANGE, "one stage"), (Fault.SEND_NAN, "one stage"),
+         (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.LOSE_STORE, "pipeline"), (Fault.HANG, "skip")]
+CASES = [pytest.param(f, j, id=f"{f.name}-{j}", marks=[] if (f, j) in SMOKE else pytest.mark.faults)
+         for j in JOBS for f in Fault]
 
 
 @pytest.mark.parametrize("fault, job", CASES)
@@ -188,10 +173,8 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
     # all write a checkpoint and stop with one line; a new job goes on from there
     if fault is Fault.LOSE_STORE:
         for r, (code, _) in enumerate(results):  # at the latest at the next outer step
-            assert re.fullmatch(
-                rf"stopped: rank {r} at step 2[2-5]: the store on node 0 is lost; go on with --resume runs/x",
-                code,
-            )
+            assert re.fullmatch(rf"stopped: rank {r} at step 2[2-5]: the store on node 0 is lost; "
+                                "go on with --resume runs/x", code)
         results = processes(world, train_main, ["--resume", "runs/x"], cwd=tmp_path)
         rows = metrics(tmp_path / "runs/x")
     ends = [result for rank, result in enumerate(results) if rank != victim or not dies]
@@ -213,14 +196,8 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
         # what went through it in one iteration, and in those that others, who do not need it, had begun
         # by then: to the next outer step at most
         assert 0 <= rows[-1]["lost_microbatches"] <= 4 * 6
-    assert rows[-1]["step"] == (200 if job.startswith("one") else 60)
+    assert rows[-1]["step"] == (120 if job.startswith("one") else 60)
     assert rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
-
-
-def _helped(rank, slots, helper, world, argv, faults, store):
-    """The ranks of a job, and in the last slot a helper from outside it."""
-    os.environ["WORLD_SIZE"] = str(world)
-    return _faulty(rank, world, argv, faults, store) if rank < world else helper(argv)
 
 
 def _wake(argv):
@@ -231,16 +208,28 @@ def _wake(argv):
 
 
 def test_a_node_that_wakes_after_it_was_declared_dead_leaves(corpus, tmp_path):
-    world, options, victim = JOBS["pipeline"]
-    with store_host() as (port, pid):
-        *results, _ = processes(
-            world + 1, _helped, _wake, world,
-            [str(a) for a in [*FAULTS, *options, "--data", corpus, "--steps", 200]],
-            [(Fault.HANG, victim, 22)], pid, cwd=tmp_path, port=port,
-        )
+    world, _, victim = JOBS["pipeline"]
+    *results, _ = failing("pipeline", [(Fault.HANG, victim, 22)], tmp_path, "--data", corpus, "--steps", 200,
+                          helper=_wake)
     assert [code for code, _ in results] == [0] * world
     assert "declared it dead" in results[victim][1]
     assert metrics(tmp_path / "runs/x")[-1]["ranks"] == world - 1
+
+
+@pytest.fixture(scope="module")
+def survivors(corpus, tmp_path_factory):
+    """Where four replicas have trained to step 60 as runs/x; rank 2 died at step 22."""
+    folder = tmp_path_factory.mktemp("survivors")
+    results = failing("one stage", [(Fault.DIE_BEFORE_EXCHANGE, 2, 22)], folder, "--data", corpus,
+                      "--steps", 60, *OFTEN, fallen=[2])
+    assert [result and result[0] for result in results] == [0, 0, None, 0]
+    return folder
+
+
+def test_survivors_leave_checkpoints_that_name_the_dead(survivors):
+    names = lambda folder: sorted(path.name for path in (survivors / "runs/x/checkpoints" / folder).iterdir())
+    assert names("") == ["00000020", "00000040", "00000060"]        # 20: the last that all hold
+    assert names("00000060") == ["rank0.pt", "rank1.pt", "rank2.dead", "rank3.pt"]
 
 
 def _return(argv):
@@ -250,16 +239,19 @@ def _return(argv):
     return train_main(2, 4, [*argv, "--join"])
 
 
-@pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_a_restarted_replica_joins_and_takes_part(wire, sound, corpus, tmp_path):
-    with store_host() as (port, pid):
-        *results, joined = processes(
-            5, _helped, _return, 4,
-            [str(a) for a in [*FAULTS, "--stages", 4, "--data", corpus, "--steps", 240, "--wire", wire]],
-            [(Fault.DIE_BEFORE_EXCHANGE, 2, 22)], pid, cwd=tmp_path, port=port, fallen=[2],
-        )
+@pytest.mark.parametrize("wire, resumed", [("int8", False), ("fp32", True)])
+def test_a_restarted_replica_joins_and_takes_part(wire, resumed, sound, survivors, corpus, tmp_path):
+    """resumed: the run goes on from the survivors' checkpoints, which serve the dead rank 2 too."""
+    at, end = (82, 280) if resumed else (22, 240)
+    argv = [*FAULTS, "--stages", 4, "--data", corpus, "--lr", 1e-2, "--wire", wire]
+    if resumed:
+        shutil.copytree(survivors / "runs", tmp_path / "runs")
+        argv = ["--resume", "runs/x"]
+    *results, joined = faulty_run(4, [*argv, "--steps", end], [(Fault.DIE_BEFORE_EXCHANGE, 2, at)], tmp_path,
+                                  helper=_return, fallen=[2])
     assert [result and result[0] for result in results] == [0, 0, None, 0] and joined[0] == 0, joined
     rows = metrics(tmp_path / "runs/x")
+    assert next(row for row in rows if row["step"] == at - 2 and "ranks" in row)["ranks"] == 4
     back = next(row for row in rows if row.get("event") == "joined")
     assert back["rank"] == 2 and [row["ranks"] for row in rows if "ranks" in row][-1] == 4
     # to a joiner weights go in fp32, and then in one byte again
@@ -269,20 +261,9 @@ def test_a_restarted_replica_joins_and_takes_part(wire, sound, corpus, tmp_path)
     assert not [row for row in rows if row["step"] > back["step"] + 5 and 2 in row.get("missing", [])]
     assert rows[-1]["weight_spread"] < 1e-2 and rows[-1]["heldout_loss"] < 1.05 * sound("one stage")
     for rank in range(3):  # the same number of steps, and weights close to the others'
-        state = [checkpoint(tmp_path / "runs/x", 240, r) for r in (rank, 3)]
+        state = [checkpoint(tmp_path / "runs/x", end, r) for r in (rank, 3)]
         assert state[0]["step"] == state[1]["step"]
         assert (state[0]["theta"] - state[1]["theta"]).norm() < 0.1 * state[1]["theta"].norm()
-
-
-def test_a_replica_joins_a_run_that_goes_on_from_a_checkpoint(corpus, tmp_path):
-    run(4, *FAULTS, "--stages", 4, "--data", corpus, "--steps", 20, cwd=tmp_path)
-    with store_host() as (port, pid):
-        *results, joined = processes(
-            5, _helped, _return, 4, ["--resume", "runs/x", "--steps", "240"],
-            [(Fault.DIE_BEFORE_EXCHANGE, 2, 42)], pid, cwd=tmp_path, port=port, fallen=[2],
-        )
-    assert [result and result[0] for result in results] == [0, 0, None, 0] and joined[0] == 0, joined
-    assert metrics(tmp_path / "runs/x")[-1]["ranks"] == 4
 
 
 def test_one_process_has_nobody_to_survive(corpus, tmp_path):
@@ -297,46 +278,29 @@ def _intrude(argv):
 
 
 def test_joining_a_pipeline_is_refused_by_the_joiner_alone(corpus, tmp_path):
-    with store_host() as (port, pid):
-        *results, (code, text) = processes(
-            5, _helped, _intrude, 4,
-            [str(a) for a in [*FAULTS, "--stages", "2,2", "--layers", 2, "--data", corpus]], [],
-            pid, cwd=tmp_path, port=port,
-        )
-    assert code == 2
+    *results, (code, text) = failing("pipeline", [], tmp_path, "--data", corpus, helper=_intrude)
+    assert code == 2 and text.count("\n") == 1
     assert text.startswith("error: --join is for --method noloco on one stage")
-    assert text.count("\n") == 1
     assert [code for code, _ in results] == [0] * 4
 
 
 def test_a_store_lost_before_an_evaluation_leaves_a_checkpoint_and_one_line(corpus, tmp_path):
-    results = failing(
-        "one stage", [(Fault.LOSE_STORE, 2, 22)], tmp_path, "--data", corpus, "--inner-steps", 50, *OFTEN
-    )
-    assert [code for code, _ in results] == [
-        f"stopped: rank {r} at step 40: the store on node 0 is lost; go on with --resume runs/x"
-        for r in range(4)
-    ]
+    results = failing("one stage", [(Fault.LOSE_STORE, 2, 22)], tmp_path, "--data", corpus,
+                      "--inner-steps", 50, *OFTEN)
+    line = "stopped: rank {} at step 40: the store on node 0 is lost; go on with --resume runs/x"
+    assert [code for code, _ in results] == [line.format(r) for r in range(4)]
     assert [checkpoint(tmp_path / "runs/x", 40, r)["step"] for r in range(4)] == [40] * 4
 
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_stage_without_replicas_is_left_out_or_ends_the_run_with_a_checkpoint(skip, corpus, tmp_path):
-    options = [
-        "--stages", "1,1,1", "--layers", 3, "--microbatches", 4, "--links", "links.json",
-        *(["--skip", 0.33] if skip else []), "--data", corpus,
-    ]
-    (tmp_path / "links.json").write_text(json.dumps(dict(delay=[[0.01] * 3] * 3, compute=0.01)))
-    with store_host() as (port, pid):
-        results = processes(
-            3, _faulty, [str(a) for a in [*FAULTS, *options]], [(Fault.DIE_IN_BACKWARD, 2, 22)], pid,
-            cwd=tmp_path, port=port, fallen=[2],
-        )
+    options = ["--stages", "1,1,1", "--layers", 3, "--microbatches", 4, "--links", "links.json",
+               *(["--skip", 0.33] if skip else []), "--data", corpus]
+    results = faulty_run(3, [*FAULTS, *options], [(Fault.DIE_IN_BACKWARD, 2, 22)], tmp_path, fallen=[2])
     rows = metrics(tmp_path / "runs/x")
     if skip:
         assert [code for code, _ in results[:2]] == [0, 0]
-        assert rows[-1]["step"] == 60
-        assert rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
+        assert rows[-1]["step"] == 60 and rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
         assert [row["stages_left_out"] for row in rows if row.get("event") == "dead"] == [[2]]
     else:
         line = "stopped: rank {} at step 23: every replica of stage 2 is gone and without --skip "
@@ -345,57 +309,37 @@ def test_a_stage_without_replicas_is_left_out_or_ends_the_run_with_a_checkpoint(
         assert [checkpoint(tmp_path / "runs/x", 23, r)["step"] for r in range(2)] == [23, 23]
 
 
-def test_survivors_checkpoints_serve_the_dead(corpus, tmp_path):
-    world, _, victim = JOBS["one stage"]
-    results = failing(
-        "one stage", [(Fault.DIE_BEFORE_EXCHANGE, victim, 22)], tmp_path, "--data", corpus, "--steps", 60,
-        *OFTEN, fallen=[victim],
-    )
-    assert [result and result[0] for result in results] == [0, 0, None, 0]
-    folder = tmp_path / "runs/x/checkpoints"
-    # 20: the last that all hold
-    assert sorted(p.name for p in folder.iterdir()) == ["00000020", "00000040", "00000060"]
-    assert sorted(p.name for p in (folder / "00000060").iterdir()) == [
-        "rank0.pt", "rank1.pt", "rank2.dead", "rank3.pt"
-    ]
-    run(world, "--resume", "runs/x", "--steps", 70, cwd=tmp_path)
-    assert metrics(tmp_path / "runs/x")[-1]["ranks"] == world
-    assert metrics(tmp_path / "runs/x")[-1]["step"] == 70
+def _crashing(argv):
+    """train.py; the first time, rank 1 dies at step 7."""
+    at = train.Routes.at
+
+    def crash(routes, step):
+        if step == 7 and routes.job.rank == 1 and not restarts():
+            die()
+        return at(routes, step)
+
+    train.Routes.at = crash
+    return train_main(0, 2, argv)
+
+
+def _elastic(rank, world, argv):
+    """torchrun --standalone --nproc-per-node 2 --max-restarts 1, with forks of this process as workers."""
+    config = LaunchConfig(1, 1, 2, run_id="x", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
+                          max_restarts=1, start_method="fork")
+    return elastic_launch(config, _crashing)(argv)
 
 
 def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
-    script = tmp_path / "crash.py"
-    script.write_text(
-        "import os, signal, sys, train\nat = train.Routes.at\n"
-        "def crash(routes, step):\n"
-        "    if step == 7 and routes.job.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n    return at(routes, step)\n"
-        "train.Routes.at = crash\ntrain.main()\n"
-    )
-    argv = [
-        "--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--survive", 0,
-        "--data", corpus, *SMALL,
-    ]
-    env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [
-            str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2",
-            "--max-restarts", "1", str(script), *map(str, argv),
-        ],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    argv = ["--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--survive", 0,
+            "--data", corpus, *SMALL]
+    [results] = processes(1, _elastic, argv, cwd=tmp_path)
+    assert [results[rank][0] for rank in range(2)] == [0, 0]
     (restarted,) = (tmp_path / "runs").iterdir()
-    assert f"{Path('runs') / restarted.name}, from step 6" in done.stdout
+    assert f"runs/{restarted.name}, from step 6" in results[0][1]
     run(2, *argv, "--name", "whole", cwd=tmp_path)
     for rank in range(2):
-        assert torch.equal(
-            checkpoint(restarted, 10, rank)["theta"], checkpoint(tmp_path / "runs/whole", 10, rank)["theta"]
-        )
+        a, b = (checkpoint(folder, 10, rank) for folder in (restarted, tmp_path / "runs/whole"))
+        assert torch.equal(a["theta"], b["theta"])
 
 
 def _half_way(rank, world, sends, number):
@@ -437,21 +381,16 @@ def test_soak(corpus, tmp_path):
     r, world, steps = random.Random(0), 8, 400
     kinds = [f for f in Fault if f is not Fault.LOSE_STORE]
     faults = [(r.choice(kinds), r.randrange(1, world), at) for at in range(20, steps, 20)]
-    argv = [
-        str(a) for a in [*FAULTS, "--steps", steps, "--inner-steps", 2, "--stages", world, "--data", corpus]
-    ]
+    argv = [*FAULTS, "--steps", steps, "--inner-steps", 2, "--stages", world, "--data", corpus]
     deaths, end = 0, time.monotonic() + 900
     with store_host() as (port, pid):
         children, pipes = {}, {}
 
         def start(rank, *extra):
             pipes[rank], theirs = fork.Pipe()
-            children[rank] = fork.Process(
-                target=rank_process,
-                args=(
-                    theirs, rank, world, port, True, str(tmp_path), _faulty, ([*argv, *extra], faults, pid)
-                ),
-            )
+            inputs = (world, None, [*argv, *extra], faults, pid)
+            inputs = (theirs, rank, world, port, True, str(tmp_path), _faulty, inputs)
+            children[rank] = fork.Process(target=rank_process, args=inputs)
             children[rank].start()
             theirs.close()
 
@@ -476,9 +415,7 @@ def test_soak(corpus, tmp_path):
     assert good and code == 0, output
     rows = metrics(tmp_path / "runs/x")
     events = Counter(row["event"] for row in rows if "event" in row)
-    print(
-        f"\nfaults {dict(Counter(f.name for f, *_ in faults))}\nprocesses that died {deaths}\n"
-        f"events {dict(events)}\n"
-        f"held-out {[round(row['heldout_loss'], 2) for row in rows if 'event' not in row]}"
-    )
+    print(f"\nfaults {dict(Counter(f.name for f, *_ in faults))}\nprocesses that died {deaths}")
+    print(f"events {dict(events)}")
+    print(f"held-out {[round(row['heldout_loss'], 2) for row in rows if 'event' not in row]}")
     assert rows[-1]["step"] == steps and rows[-1]["heldout_loss"] < 1 and events["joined"] >= deaths - 1
