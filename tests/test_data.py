@@ -156,7 +156,7 @@ SPOILT = [b"{", b'{"text": null}', b'["text"]', b'{"url": ""}', b"\xff\xfe", b'{
 def shard(*lines):
     """The bytes of a C4 shard; a line is a document's text, or bytes for itself."""
     rows = (line if isinstance(line, bytes) else json.dumps(dict(text=line)).encode() for line in lines)
-    return gzip.compress(b"\n".join(rows))
+    return gzip.compress(b"\n".join(rows) + b"\n")
 
 
 def prepared(source, out):

@@ -30,7 +30,7 @@ def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
-    given = job.agree(parse, argv)
+    given = job.agree_on("options", lambda: vars(parse(argv, job.world)))
     scale = given.pop("time_scale")
     o = Options(**given)
     job.connect(o)
