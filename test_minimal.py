@@ -366,7 +366,7 @@ def test_ddp_on_two_processes_equals_one_process(tmp_path):
     run(2, *argv, *SMALL, cwd=tmp_path)
     got = checkpoint(tmp_path / "runs/x", 3, 0)["theta"]
     o = train.parse(["--steps", "3", "--data", str(corpus), *SMALL])
-    readers = [load_data(o, i, 2)[1] for i in range(2)]
+    readers = [load_data(o, i, [0, 1])[1] for i in range(2)]
     model = Llama(SMALL_CONFIG)
     theta, _ = flatten(model.parameters())
     adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.999))

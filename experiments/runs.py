@@ -243,7 +243,7 @@ def mean_model(folder):
     model = Llama(train.whole_config(o))
     for flat, ranks in zip(export.by_stage(model, layers), stages):
         flat.copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
-    return o, model, load_data(o, 0, 1)[0], export.rho_of(o, parts[0])
+    return o, model, load_data(o, 0, [0])[0], export.rho_of(o, parts[0])
 
 
 def heldout(o, model, corpus):
