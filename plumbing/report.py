@@ -123,8 +123,8 @@ def banner(run):
     if o.inner_steps:
         yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, gamma {o.gamma}, "
                f"weights travel in {o.wire}")
-    yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, corpus "
-           f"{corpus.digest}")
+    yield (f"corpus {corpus.digest}: {sum(map(len, corpus.train)):,} training tokens and "
+           f"{len(corpus.heldout):,} held-out tokens")
     sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
     bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
     before = json.loads((run.folder / "config.json").read_text())["steps"] if run.step else o.steps
@@ -157,19 +157,9 @@ FORMS = dict(heldout_loss=".4f", train_loss=".4f", heldout_min=".4f", heldout_ma
 STEP = ("heldout_loss", "train_loss", "weight_spread", "tokens_per_second", "simulated_seconds", "ranks")
 
 
-def say(line, keys=FORMS):
-    """{name: text} of the numbers that are not zero."""
-    return {key: f"{line[key]:{FORMS[key]}}" for key in keys if line[key]}
-
-
-def listed(numbers):
-    return ", ".join(f"{name} {value}" for name, value in numbers.items())
-
-
-def columns(rows):
-    """{key: its values}, of {rank: its row}."""
-    rows = [*rows.values()]
-    return {key: [row[key] for row in rows] for key in rows[0]}
+def said(line, keys=FORMS, width=0):
+    """The numbers that are not zero, each with its name."""
+    return [f"{key.ljust(width)} {line[key]:{FORMS[key]}}" for key in keys if line[key]]
 
 
 class Log:
@@ -212,17 +202,25 @@ class Log:
         return row
 
     def report(self, row, moment):
-        """One line of metrics.jsonl, and one on the screen, from every rank's row."""
+        """One line of metrics.jsonl, and one on the screen, from every rank's row. Events come before it."""
         replicas = next(ranks for ranks in self.run.routes.living() if self.job.rank in ranks)
         key = f"spread/{self.run.stage}/{moment}"
         row["squares"], row["weights"] = weight_spread(self.run.theta, replicas[:64], self.job, key)
         rows = self.job.collect(f"row/{moment}", row)
-        if self.job.rank == 0:
-            self.latest.update(rows)
-            self.write(self.line_of(columns(rows), columns(self.latest)), self.job.news())
+        if self.job.rank > 0:
+            return
+        self.latest.update(rows)
+        line, events = self.line_of(rows, self.latest), self.job.news()
+        with open(self.file, "a") as file:
+            file.writelines(json.dumps(found) + "\n" for found in [*events, line])
+        told = [event.get("line") or ", ".join(f"{k} {v}" for k, v in event.items()) for event in events]
+        told.append(f"step {line['step']}: {', '.join(said(line, STEP))}")
+        self.bar.write("\n".join(told), file=sys.stdout)
 
-    def line_of(self, now, ever):
-        """The line of metrics.jsonl. now: columns of the ranks that answered; ever: of all."""
+    def line_of(self, rows, latest):
+        """The line of metrics.jsonl. rows: {rank: its row} of the ranks that answered; latest: of all."""
+        now, ever = ({key: [row[key] for row in found.values()] for key in found[0]}
+                     for found in (rows, latest))
         run, seconds, per_byte = self.run, self.run.meter.seconds, self.run.corpus.bytes_per_token
         heldout = [loss for loss in now["heldout"] if loss is not None] or [math.nan]
         mean, total = statistics.fmean(heldout), {key: sum(ever[key]) for key in COUNTS}
@@ -239,19 +237,12 @@ class Log:
             iteration_seconds=max(now["iteration"]) / run.routes.pace,
             tokens_per_second=total["tokens"] / seconds, **total)
 
-    def write(self, line, news):
-        """news: events since the last line, each a dict."""
-        with open(self.file, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in [*news, line])
-        told = [event.get("line") or listed(event) for event in news]
-        self.bar.write("\n".join([*told, f"step {line['step']}: {listed(say(line, STEP))}"]), file=sys.stdout)
-
     def finish(self):
         """The last lines, from the last line of metrics.jsonl."""
         self.bar.close()
         if self.job.rank == 0:
             line = json.loads(self.file.read_text().splitlines()[-1])
-            self.job.say(f"{name:23}{text}" for name, text in say(line).items())
+            self.job.say(said(line, width=22))
             if line["ranks"] < self.job.world and "TORCHELASTIC_RUN_ID" in os.environ:
                 self.job.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
             self.job.say([f"kept in {self.run.folder}"])

@@ -57,7 +57,7 @@ def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
     lacking = f"{again}/checkpoints/00000012 lacks the part of rank 1, 2, 3"
     assert f"warning: {lacking}; step 6 is taken instead" in out.splitlines()
     assert all(0 < line["held"] <= line["held_max"] < 1 for line in metrics(again)[1:])
-    assert f"held            {metrics(again)[-1]['held']:.1%} of training by synchronisation" in out
+    assert f"held                   {metrics(again)[-1]['held']:.1%}\n" in out
     # phi in flight is sent again
     timed = ("held", "held_max", "sync_bytes")
     same = lambda line: {k: v for k, v in line.items() if "second" not in k and k not in timed}
@@ -155,7 +155,7 @@ def test_resume_with_another_number_of_processes_is_refused(corpus, tmp_path):
     assert code == 2 and "needs 2 processes but got 1" in text
 
 
-@pytest.mark.parametrize("form", [None, 1, 3])
+@pytest.mark.parametrize("form", [None, 2, 4])
 def test_a_checkpoint_of_another_version_is_refused_in_one_line(form, corpus, tmp_path):
     """None: as older versions wrote it. Here it is rank 1's part alone."""
     run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
