@@ -6,7 +6,7 @@ export OMP_NUM_THREADS = 1
 export MALLOC_MMAP_THRESHOLD_ = 33554432
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: train test faults soak figures emulate headline hosts speed clean
+.PHONY: train test faults soak figures emulate headline hosts clean
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
 
@@ -51,10 +51,6 @@ headline: .venv/ready
 # root. QUICK=1: a try between two, into runs/quick
 hosts: .venv/ready
 	$(BIN)/python -m experiments.network $(if $(QUICK),hosts --steps 5 --seeds 0) --out $(OUT)
-
-# the model beside transformers, into runs/: some minutes
-speed: .venv/ready
-	$(BIN)/python -m experiments.speed
 
 # the published instance on 20 processes over emulated links, four ways, about 4 minutes
 # (random paths with a seed that avoids the broken link)

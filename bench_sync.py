@@ -29,7 +29,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
@@ -80,11 +79,9 @@ def parse(argv=None):
     if world == 1 and not o.simulate:
         p.error("nothing to do: give --simulate, or start torchrun --nproc-per-node 8 bench_sync.py")
     for name, least in dict(params=1, mbit=1e-6, latency_ms=0, latency_std=0, draws=1e-3, trials=1).items():
-        value = getattr(o, name)
-        if value is not None and not least <= value < math.inf:
-            p.error(f"--{name.replace('_', '-')} must be at least {least}, got {value:g}")
-    if o.latency_std > 5:
-        p.error("--latency-std must be at most 5: beyond, means need too many draws")
+        value, most = getattr(o, name), 5 if name == "latency_std" else 1e15    # beyond 5 draws get many
+        if value is not None and not least <= value <= most:
+            p.error(f"--{name.replace('_', '-')} must be from {least} to {most:g}, got {value:g}")
     return o
 
 
@@ -280,16 +277,13 @@ def print_simulated(r):
 
 @dataclass
 class Timed:
-    """What is timed, what comes before it, the bytes it sends (or whose count they are), the floor below."""
+    """What is timed, what comes before, the bytes it sends (or a count of bytes so far), the floor below."""
     run: Callable
     before: Callable = lambda: None
     sends: int = 0
-    outer: NoLoCo = None
+    sent: Callable = lambda: 0
     floor: str = None
     seconds: list = field(default_factory=list)
-
-    def sent(self):
-        return self.outer.bytes_sent if self.outer else 0
 
 
 def methods(o, params):
@@ -307,11 +301,11 @@ def methods(o, params):
     reduce, swap = "all-reduce of theta", "exchange of theta"
     return {
         "memcpy of theta": Timed(lambda: grad.copy_(theta)),
-        swap: Timed(noloco.exchange, outer=noloco),
+        swap: Timed(noloco.exchange, sent=lambda: noloco.bytes_sent),
         reduce: Timed(lambda: dist.all_reduce(grad), before=lambda: grad.copy_(theta), sends=ring),
         "DDP: gradient": Timed(ddp, sends=ring, floor=reduce),
-        "DiLoCo": Timed(diloco.step, outer=diloco, floor=reduce),
-        "NoLoCo": Timed(noloco.step, outer=noloco, floor=swap),
+        "DiLoCo": Timed(diloco.step, sent=lambda: diloco.bytes_sent, floor=reduce),
+        "NoLoCo": Timed(noloco.step, sent=lambda: noloco.bytes_sent, floor=swap),
     }
 
 
@@ -348,14 +342,13 @@ def measure(o, methods=methods):
     result = dict(replicas=dist.get_world_size(), params=size, bytes_of_theta=theta.nbytes,
                   trials=o.trials, load_before=load, backend=dist.get_backend(), torch=torch.__version__,
                   device=torch.cuda.get_device_name(device) if device.type == "cuda" else
-                  f"{os.cpu_count()} cores {platform.machine()}", python=platform.python_version(), rows={})
+                  f"{os.cpu_count()} cores {os.uname().machine}", python=sys.version.split()[0], rows={})
     for (name, row), (*seconds, sent) in zip(rows.items(), slowest.tolist()):
         result["rows"][name] = dict(seconds=seconds, bytes=int(sent), floor=row.floor)
-    first = dist.get_rank() == 0
-    dist.destroy_process_group()
-    if first:
+    if dist.get_rank() == 0:
         print_measured(result)
-        return save(o.out, f"sync_measured_{result['replicas']}", result)
+        save(o.out, f"sync_measured_{result['replicas']}", result)
+    dist.destroy_process_group()
 
 
 def connect(o):

@@ -34,8 +34,8 @@ def read_config(folder):
 def load_weights(model, folder):
     """Fill the tensors that this module holds from model.safetensors, or the files that its index names.
 
-    No other tensors are read. Raises BadInput on a missing tensor, another shape, a damaged file, and without
-    the safetensors package; OSError on a missing file.
+    No other tensors are read. Raises BadInput on a missing tensor, another shape, a damaged file or a missing
+    safetensors package, OSError on a missing file.
     """
     try:
         from safetensors import SafetensorError, safe_open

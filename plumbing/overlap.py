@@ -15,65 +15,67 @@ from noloco import DiLoCo, NoLoCo
 from plumbing.onebyte import OneByteNoLoCo
 
 
-def own_lane(outer):
-    """A process group, and so connections, of its own for messages that others must overtake."""
-    if len(outer.ranks) == 1:
-        return None
-    lane = dist.new_group(outer.ranks, use_local_synchronization=True)
-    if outer.message_device.type == "cuda":
-        dist.barrier(lane)                      # NCCL: a group's first use must have all its ranks in it
-    return lane
+class Travelling:
+    """Before NoLoCo or a subclass among the bases of a class: some messages travel during inner steps.
 
-
-class PhiAhead(NoLoCo):
-    """NoLoCo where gamma differs from beta: phi travels during the inner steps, so theta alone blocks."""
+    They have a process group, and so connections, of their own, since other messages must overtake them.
+    flying: what is under way, (the group's vectors, works), or None.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.ahead, self.lane = None, own_lane(self)
+        self.flying = self.lane = None
+        if len(self.ranks) > 1:
+            self.lane = dist.new_group(self.ranks, use_local_synchronization=True)
+            if self.message_device.type == "cuda":
+                dist.barrier(self.lane)         # NCCL: a group's first use must have all its ranks in it
+
+    def settle(self):
+        """Let what is under way arrive, without using it. Gloo needs it before a process ends."""
+        for work in self.flying[1] if self.flying else []:
+            work.wait()
+
+    def load_state_dict(self, state):
+        """The partners load too, so what is under way will arrive, and leave again."""
+        self.settle()
+        self.flying = None
+        super().load_state_dict(state)
+
+
+class PhiAhead(Travelling, NoLoCo):
+    """NoLoCo where gamma differs from beta: phi travels during the inner steps, so theta alone blocks."""
 
     @torch.no_grad()
     def step(self):
-        if self.ahead is None:
-            self.ahead = self.post(self.group(), {"phi": self.phi}, self.lane)
+        self.flying = self.flying or self.post(self.group(), {"phi": self.phi}, self.lane)
         due = super().step()
         if due:
-            self.ahead = None
+            self.flying = None
         return due
 
     def exchange(self):
         (thetas,), works = self.post(self.group(), {"theta": self.theta})
-        (phis,), more = self.ahead
+        (phis,), more = self.flying
         for work in works + more:
             work.wait()
         self.notice(thetas)
         return thetas, phis, len(thetas)
 
-    def settle(self):
-        """Let a phi under way arrive. Gloo needs it before a process ends in the midst of inner steps."""
-        for work in self.ahead[1] if self.ahead else []:
-            work.wait()
-        self.ahead = None
 
-    def load_state_dict(self, state):
-        self.settle()                           # the partner loads too, so its phi is on the way
-        super().load_state_dict(state)
-
-
-class Delayed:
+class Delayed(Travelling):
     """Before NoLoCo or a subclass among the bases of a class: its messages travel during D inner steps."""
 
     def __init__(self, *args, delay, **kwargs):
         super().__init__(*args, **kwargs)
-        self.delay, self.lane = delay, own_lane(self)
-        self.sent, self.left = self.theta.clone(), 0
-        self.flying = None                      # what is on its way: (thetas, phis, n), works
+        self.delay = delay
+        self.sent, self.left = self.theta.clone(), 0        # what was sent last, and after how many steps
 
     @torch.no_grad()
     def step(self):
-        if self.flying and (self.steps + 1) % self.inner_steps == self.delay % self.inner_steps:
+        lands = bool(self.flying) and (self.steps + 1 - self.delay) % self.inner_steps == 0
+        if lands:
             self.land()
-        return super().step()
+        return super().step() or lands
 
     def exchange(self):
         self.sent.copy_(self.theta)
@@ -82,35 +84,30 @@ class Delayed:
 
     def depart(self):
         vectors = {"theta": self.sent} if self.gamma == self.beta else {"theta": self.sent, "phi": self.phi}
-        (thetas, *phis), works = self.post(self.group(), vectors, self.lane)
-        return (thetas, phis[0] if phis else [], len(thetas)), works
+        return self.post(self.group(), vectors, self.lane)
 
-    def outer_step(self, arriving, works):
-        self.flying = arriving, works
+    def outer_step(self, *flying):
+        self.flying = flying
+
+    def arrived(self):
+        """As NoLoCo.exchange returns."""
+        thetas, *phis = self.flying[0]
+        self.notice(thetas)
+        return thetas, phis[0] if phis else [], len(thetas)
 
     def land(self):
         """Merge what arrived."""
         self.settle()
-        arrived, _ = self.flying
-        self.notice(arrived[0])
         theta = self.theta
         self.theta = Merging(theta, self.sent)
-        super().outer_step(*arrived)
+        super().outer_step(*self.arrived())
         self.theta, self.flying = theta, None
-
-    def settle(self):
-        """Let the messages arrive, without merging them. Gloo needs it before a process ends."""
-        for work in self.flying[1] if self.flying else []:
-            work.wait()
 
     def state_dict(self):
         return dict(super().state_dict(), sent=self.flying and self.sent, left=self.left)
 
     def load_state_dict(self, state):
-        """A message that was under way leaves again: the partner loads too."""
-        self.settle()
         super().load_state_dict(state)
-        self.flying = None
         if state["sent"] is not None:
             self.sent.copy_(state["sent"])
             self.left = self.steps = state["left"]
@@ -149,11 +146,12 @@ class DelayedDiLoCo(Delayed, DiLoCo):
     """--delay with --method diloco"""
 
     def depart(self):
-        n = len(self.ranks)
-        total = self.buffer("sum", self.sent).copy_(self.sent)
-        works = [dist.all_reduce(total, group=self.everyone, async_op=True)] if n > 1 else []
+        total, n = self.buffer("sum", self.sent).copy_(self.sent), len(self.ranks)
         self.bytes_sent += 2 * (n - 1) * total.nbytes // n
-        return ([total], [], n), works
+        return total, [dist.all_reduce(total, group=self.everyone, async_op=True)] if n > 1 else []
+
+    def arrived(self):
+        return [self.flying[0]], [], len(self.ranks)
 
 
 def overlapping(o):

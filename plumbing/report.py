@@ -123,8 +123,8 @@ def banner(run):
     if o.inner_steps:
         yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, gamma {o.gamma}, "
                f"weights travel in {o.wire}")
-    yield (f"corpus {corpus.digest}: {sum(map(len, corpus.train)):,} training tokens and "
-           f"{len(corpus.heldout):,} held-out tokens")
+    yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, "
+           f"corpus {corpus.digest}")
     sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
     bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
     before = json.loads((run.folder / "config.json").read_text())["steps"] if run.step else o.steps
@@ -148,18 +148,27 @@ def banner(run):
 
 # ---- during the run
 
-# How rank 0 prints a number of metrics.jsonl, in this order; STEP: those of each line, the others at the end.
-FORMS = dict(heldout_loss=".4f", train_loss=".4f", heldout_min=".4f", heldout_max=".4f",
-             heldout_nats_per_byte=".4f", perplexity=".3f", weight_spread=".3e", tokens_per_second=".0f",
-             seconds=".0f", iteration_seconds=".4g", simulated_seconds=".4g", sync_bytes=",",
-             pipeline_bytes=",", held=".1%", held_max=".1%", skipped_steps="", lost_microbatches="",
-             steps_alone="", ranks="")
-STEP = ("heldout_loss", "train_loss", "weight_spread", "tokens_per_second", "simulated_seconds", "ranks")
+# How rank 0 says a number of metrics.jsonl that is not zero: at each evaluation, and at the end.
+STEP = dict(
+    heldout_loss="held-out {:.4f}", train_loss="train {:.4f}", tokens_per_second="{:.0f} tokens/s",
+    weight_spread="weight spread {:.2e}", iteration_seconds="iteration {:.4g} s",
+    simulated_seconds="simulated {:.4g} s")
+LAST = dict(
+    heldout_loss="held-out loss   {:.4f} nats per token",
+    heldout_nats_per_byte="                {:.4f} nats per byte",
+    perplexity="                {:.3f} perplexity per token",
+    weight_spread="weight spread   {:.3e} over a stage's replicas, after an outer step if due",
+    sync_bytes="bytes sent      {:,} to synchronise, all ranks",
+    pipeline_bytes="                {:,} in the pipeline, all ranks",
+    seconds="training        {:.0f} s, without evaluations",
+    held="                {:.1%} of it held by synchronisation, mean over ranks",
+    skipped_steps="skipped         {} optimizer steps with a gradient that was not finite",
+    lost_microbatches="lost            {} microbatches with ranks that died",
+    steps_alone="alone           {} outer steps that a replica did without any partner")
 
 
-def said(line, keys=FORMS, width=0):
-    """The numbers that are not zero, each with its name."""
-    return [f"{key.ljust(width)} {line[key]:{FORMS[key]}}" for key in keys if line[key]]
+def say(line, words):
+    return [text.format(line[key]) for key, text in words.items() if line[key] or key == "weight_spread"]
 
 
 class Log:
@@ -197,7 +206,8 @@ class Log:
         meter = self.run.meter
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
                    syncs=len(meter.syncs), waited=sum(meter.syncs), longest=max(meter.syncs, default=0.0),
-                   iteration=statistics.median_high(meter.iterations), **counts(self.run))
+                   iteration=statistics.median_high(meter.iterations), **counts(self.run),
+                   simulated=self.run.routes.makespan())        # of the plan until now: --replan may renew it
         meter.loss, meter.home, meter.iterations = 0.0, 0, []
         return row
 
@@ -214,7 +224,8 @@ class Log:
         with open(self.file, "a") as file:
             file.writelines(json.dumps(found) + "\n" for found in [*events, line])
         told = [event.get("line") or ", ".join(f"{k} {v}" for k, v in event.items()) for event in events]
-        told.append(f"step {line['step']}: {', '.join(said(line, STEP))}")
+        numbers = [*say(line, STEP), f"{line['ranks']} of {self.job.world} ranks"]
+        told.append(f"step {line['step']}: {', '.join(numbers)}")
         self.bar.write("\n".join(told), file=sys.stdout)
 
     def line_of(self, rows, latest):
@@ -233,7 +244,7 @@ class Log:
             gradient_norm=statistics.fmean(now["norm"]),
             held=statistics.fmean(ever["waited"]) / seconds, held_max=max(ever["waited"]) / seconds,
             sync_seconds=sum(ever["waited"]) / max(1, sum(ever["syncs"])),
-            sync_seconds_longest=max(ever["longest"]), simulated_seconds=run.routes.makespan(),
+            sync_seconds_longest=max(ever["longest"]), simulated_seconds=now["simulated"][0],
             iteration_seconds=max(now["iteration"]) / run.routes.pace,
             tokens_per_second=total["tokens"] / seconds, **total)
 
@@ -242,7 +253,7 @@ class Log:
         self.bar.close()
         if self.job.rank == 0:
             line = json.loads(self.file.read_text().splitlines()[-1])
-            self.job.say(said(line, width=22))
+            self.job.say(say(line, LAST))
             if line["ranks"] < self.job.world and "TORCHELASTIC_RUN_ID" in os.environ:
                 self.job.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
             self.job.say([f"kept in {self.run.folder}"])

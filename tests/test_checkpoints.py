@@ -57,7 +57,7 @@ def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
     lacking = f"{again}/checkpoints/00000012 lacks the part of rank 1, 2, 3"
     assert f"warning: {lacking}; step 6 is taken instead" in out.splitlines()
     assert all(0 < line["held"] <= line["held_max"] < 1 for line in metrics(again)[1:])
-    assert f"held                   {metrics(again)[-1]['held']:.1%}\n" in out
+    assert f"{metrics(again)[-1]['held']:.1%} of it held by synchronisation" in out
     # phi in flight is sent again
     timed = ("held", "held_max", "sync_bytes")
     same = lambda line: {k: v for k, v in line.items() if "second" not in k and k not in timed}

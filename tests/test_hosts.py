@@ -183,7 +183,7 @@ def test_one_stage_goes_on_while_a_link_is_cut_and_takes_the_host_back(hosts, co
     assert [code for code, _ in results] == [0] * 4, results
     rows = metrics(tmp_path / "runs/x")
     assert rows[-1]["step"] == 600 and rows[-1]["ranks"] == 4
-    assert re.search(r"^steps_alone +[1-9]", results[0][1], re.M)
+    assert "outer steps that a replica did without any partner" in results[0][1]
     # the others miss the absent one, once each, in outer steps begun before that was known, never each other
     lost = [row for row in rows if row.get("missing") and row["rank"] != 3]
     assert all(row["missing"] == [3] for row in lost)
