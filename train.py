@@ -27,7 +27,7 @@ from itertools import combinations
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)         # no traceback; in training plumbing/ending.py
+    signal.signal(signal.SIGINT, signal.SIG_DFL)         # no traceback; in training plumbing/signals.py
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # or each broken connection is a page of C++ stack
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import METHODS, MODELS, layout, numbers, option, steps_or_half, whole_config
 from plumbing.overlap import overlapping
-from plumbing.processes import Job, restarts
+from plumbing.processes import Average, Job, restarts
 from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
@@ -446,7 +446,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
         for layer in model.model.layers.values():
             layer.compile()
     run.outer = make_outer(job, o, model.parameters(), replicas, inner)
-    run.average = job.averager(replicas) if o.method == "ddp" else None
+    run.average = Average(replicas) if o.method == "ddp" and len(replicas) > 1 else None
     run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     run.checkpoints = Checkpoints(job, run.folder)
     plan = go_on(run) if (o.resume or restarts()) and not job.joining else None
@@ -470,7 +470,7 @@ def train(run):
 
     with job.rescue(run, save):
         while run.step < o.steps:
-            job.stop_if_asked(save)
+            job.signals.stop_if_due(save)
             before = run.step
             paths, order = run.routes.at(run.step)
             mine = [u for u, path in enumerate(paths) if path[0] == job.rank]
@@ -522,7 +522,7 @@ def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
-    o = Options(**job.agree(parse, argv))
+    o = Options(**job.agree_on("options", lambda: vars(parse(argv, job.world))))
     argv = sys.argv if argv is None else argv
     if o.survive or "--join" in argv:
         from survive import parts

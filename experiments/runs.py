@@ -222,7 +222,7 @@ def train_once(run, row):
 
 def built(job, argv, **parts):
     """A train.Run as train.main builds it, with parts of our own."""
-    o = train.Options(**job.agree(train.parse, argv))
+    o = train.Options(**job.agree_on("options", lambda: vars(train.parse(argv, job.world))))
     if o.survive:
         return surviving.build(job, o, argv, **parts)
     job.connect(o)

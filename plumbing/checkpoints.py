@@ -1,25 +1,23 @@
-"""Checkpoints: every rank writes its own part, whole or not at all; a run goes on from what all hold.
+"""Checkpoints. Every rank writes its own part, whole or not at all. A run resumes from what all ranks hold.
 
     runs/NAME/checkpoints/00000600/rank3.pt       rank 3's part of step 600
-    runs/NAME/checkpoints/00000600/rank2.dead     rank 2 had died: any replica's part will do for it
+    runs/NAME/checkpoints/00000600/rank2.dead     rank 2 was dead: any replica's part will do for it
 """
 import contextlib
-import json
 import sys
-from itertools import count
 from pathlib import Path
 
 import torch
 
 from plumbing.options import launch
-from plumbing.processes import BadInput, may_restart, one_line, restarts
+from plumbing.processes import BadInput, one_line, restarts
 from plumbing.report import Log, Meter, atomic
 
-FORM = 3        # of what is saved; other forms are refused
+FORM = 3        # the version of what is saved; other versions are refused
 
 
 class Checkpoints:
-    """This rank's parts, in a folder that is this machine's own or one for all."""
+    """This rank's parts, in a folder that is this machine's own or one for all machines."""
 
     def __init__(self, job, folder):
         self.job, self.rank, self.folder = job, job.rank, folder / "checkpoints"
@@ -27,103 +25,84 @@ class Checkpoints:
     def place(self, step):
         return self.folder / f"{step:08d}"
 
-    def steps(self, rank):
-        """The steps of which this folder has the rank's part."""
-        found = self.folder.glob(f"*/rank{rank}.pt")
-        return sorted(int(p.parent.name) for p in found if p.parent.name.isdigit())
+    def parts(self, rank, replicas=()):
+        """{step: file} of a rank's parts here, in order. If the rank was dead, one of its replicas' parts."""
+        found = {}
+        for place in sorted(self.folder.glob("[0-9]" * 8)):
+            ranks = [*replicas, rank] if (place / f"rank{rank}.dead").exists() else [rank]
+            found.update({int(place.name): file for r in ranks if (file := place / f"rank{r}.pt").exists()})
+        return found
 
     # ---- writing
 
     def save(self, step, state):
-        """Raises BadInput where there is no room, or no leave, to write."""
+        """Write this rank's part. Raises BadInput without room, or without leave, to write."""
         place = self.place(step)
         try:
             place.mkdir(parents=True, exist_ok=True)
             with atomic(place / f"rank{self.rank}.pt") as file:
                 torch.save(dict(state, form=FORM), file)
         except (OSError, RuntimeError) as error:
-            with contextlib.suppress(OSError):
-                place.rmdir()
             told = error if isinstance(error, OSError) else error.__context__       # torch hides a full disk
             raise BadInput(f"cannot write the checkpoint {place}: {one_line(told or error)}")
         self.seal()
 
     def seal(self):
-        """Tell that this rank has written its part, and drop the parts that nobody needs, without waiting
-        for anyone.
+        """Tell that this rank has written its part, and drop the parts that nobody needs. No rank waits.
 
-        Rank 0 finds the newest step that all have, and the newest that all living have; in newer ones than
-        the former it marks who will never write them. Both stay, and all that is newer.
+        This rank keeps its last two parts, its part of the newest checkpoint that all ranks hold ("whole"),
+        and all from the newest on that all living ranks hold ("sealed").
         """
-        held = self.steps(self.rank)
-        if self.job.world == 1:
-            return self.forget(held[:-2])
-        store = self.job.store
-        store.set(f"saved/{held[-1]}/{self.rank}", "=")
+        store, held = self.job.store, list(self.parts(self.rank))
+        store.set(f"saved/{held[-1]}/{self.rank}", "=")         # a store may refuse an empty value
         if self.rank == 0:
-            self.mark(store, held)
+            self.mark(held)
         whole, sealed = (int(store.get(key)) if store.check([key]) else 0 for key in ("whole", "sealed"))
         self.forget({step for step in held[:-2] if step < sealed} - {whole})
 
-    def mark(self, store, held):
-        gone, sealed = self.job.gone(), None
-        for step in reversed([step for step in held if store.check([f"saved/{step}/0"])]):      # by this job
-            missing = {r for r in range(self.job.world) if not store.check([f"saved/{step}/{r}"])}
-            for r in missing & gone:
+    def mark(self, held):
+        """On rank 0: find the steps of "whole" and "sealed", and mark the dead where they have no part."""
+        store, gone = self.job.store, self.job.gone()
+        missing = {step: {r for r in range(self.job.world) if not store.check([f"saved/{step}/{r}"])}
+                   for step in held}
+        for key, allowed in (("whole", set()), ("sealed", gone)):
+            if steps := [step for step in held if missing[step] <= allowed]:
+                store.set(key, str(steps[-1]))
+        for step, ranks in missing.items():
+            for r in ranks & gone:
                 (self.place(step) / f"rank{r}.dead").touch()
-            if sealed is None and missing <= gone:
-                sealed = step
-                store.set("sealed", str(step))
-            if not missing:
-                store.set("whole", str(step))
-                break
 
     def forget(self, steps):
-        """Remove this rank's part of these."""
+        """Remove this rank's parts of these steps, and the marks of the dead: the rest serves no rank."""
         for step in steps:
             place = self.place(step)
-            marks = place.glob("rank*.dead") if self.rank == 0 else []
-            for file in [place / f"rank{self.rank}.pt", place / f"rank{self.rank}.tmp", *marks]:
+            for file in [*place.glob(f"rank{self.rank}.*"), *place.glob("rank*.dead")]:
                 file.unlink(missing_ok=True)
-            if self.job.world > 1:
-                self.job.store.delete_key(f"saved/{step}/{self.rank}")
             with contextlib.suppress(OSError):          # the last rank to leave takes the folder
                 place.rmdir()
 
     # ---- reading
 
-    def parts(self, rank, replicas):
-        """{step: file} of a rank's parts. A rank that was dead then has the part of any of its replicas."""
-        marks = self.folder.glob(f"*/rank{rank}.dead")
-        held = {int(mark.parent.name): file for mark in marks for r in replicas
-                if (file := mark.with_name(f"rank{r}.pt")).exists()}
-        return held | {step: self.place(step) / f"rank{rank}.pt" for step in self.steps(rank)}
-
     def newest(self, replicas):
-        """(state, steps): this rank's part of the newest checkpoint of which every rank holds a sound one
-        (None: there is none), and the steps of its newer parts. Training passes those again.
+        """(state, steps): this rank's part of the newest checkpoint of which every rank holds a sound part
+        (None after a restart: there is none), and the steps of this rank's newer parts, which training
+        passes again. Raises BadInput where a run without such a checkpoint cannot begin anew.
         """
-        held = self.parts(self.rank, replicas)
-        sound, problem, damaged = dict(held), True, []
-        while problem:
-            told = self.job.share(f"checkpoints/{len(damaged)}", json.dumps(list(sound)))
-            step, lacking = self.whole(dict(enumerate(map(json.loads, told))))
-            state, problem = None, ""
+        held, sound, damaged = self.parts(self.rank, replicas), {}, []
+        for step, file in held.items():
             try:
-                state = sound.get(step) and load(sound[step])
+                sound[step] = load(file)
             except BadInput as error:
-                problem = str(error)
-            problem = next(filter(None, self.job.share(f"damaged/{len(damaged)}", problem)), "")
-            if problem:
-                damaged.append(problem)
-                sound.pop(step)
-        if state:
-            self.job.say(f"warning: {why}; step {step} is taken instead" for why in damaged + lacking)
-            if self.job.world > 1:
-                self.job.store.set("whole", str(step))
-        elif damaged:
-            raise BadInput(f"{damaged[0]}, and {self.folder} has no other that all ranks hold")
-        return state, [other for other in held if other > step]
+                damaged.append(str(error))
+        step, lacking = self.whole(dict(enumerate(self.job.share("sound", list(sound)))))
+        damaged = sum(self.job.share("damaged", damaged), [])
+        if step >= 0:
+            self.job.say(f"warning: {why}; step {step} is taken" for why in damaged + lacking)
+            self.job.store.set("whole", str(step))
+        elif damaged or not restarts():
+            nothing = f"{self.folder.parent} has no sound checkpoint that all {self.job.world} ranks hold"
+            raise BadInput(", and ".join([*damaged[-1:], nothing]))
+        return sound.get(step), [other for other in held if other > step]
 
     def whole(self, held):
         """(the newest step of which all ranks hold a part, or -1; [what a newer one lacks] or []).
@@ -137,7 +116,7 @@ class Checkpoints:
 
 
 def load(file):
-    """A part, mapped into memory. Raises BadInput when it is damaged or of another form."""
+    """A part, mapped into memory. Raises BadInput if it is damaged or of another version."""
     try:
         state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
@@ -160,9 +139,9 @@ def state_of(run):
 def go_on(run):
     """Load the newest checkpoint that all ranks hold; returns its plan. After a restart there may be none."""
     state, run.stale = run.job.together(run.checkpoints.newest, run.stages[run.stage])
-    run.job.together(fits, run, state)
     if not state:
         return None
+    run.job.together(fits, run, state)
     run.step, run.rho = state["step"], rho_of(run.o, state)
     run.theta.copy_(state["theta"])
     run.inner.load_state_dict(state["adam"])
@@ -181,42 +160,38 @@ def rho_of(o, state):
 
 
 def begin(run):
-    """The log of a run that begins or goes on. One that has done all its steps says so, and ends here."""
+    """The log of a run that begins or resumes. A run that has done all its steps says so, and ends here."""
     if run.step == run.o.steps and not run.job.joining:
         run.job.say([f"{run.folder} has done all its {run.step} steps: give more --steps to go on"])
-        with contextlib.suppress(RuntimeError):
-            run.job.close()
+        run.job.close()
         sys.exit(0)
     run.job.together(run.checkpoints.forget, run.stale)           # training passes there again
     return run.job.together(Log, run)
 
 
 def fits(run, state):
-    if not state and not restarts():
-        raise BadInput(f"{run.folder} has no checkpoint that all {run.job.world} ranks hold")
-    if state and state["step"] > run.o.steps:
+    """Raises BadInput if the run cannot go on from this checkpoint."""
+    if state["step"] > run.o.steps:
         raise BadInput(f"--steps {run.o.steps}: {run.folder} has done {state['step']} already; give more")
-    if state and run.corpus and state["corpus"] != run.corpus.digest:
+    if run.corpus and state["corpus"] != run.corpus.digest:
         raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, then "
                        f"{state['corpus']}): give the same --data or start a new run")
 
 
 def take_folder(o, job):
     """The run's folder, made by rank 0."""
-    if o.resume:
-        return Path(o.resume)
-    o.name = job.agree_on("name", lambda: new_folder(o))
-    return Path("runs") / o.name
+    if not o.resume:
+        o.name = job.agree_on("name", lambda: new_folder(o))
+    return Path(o.resume or f"runs/{o.name}")
 
 
 def new_folder(o):
-    """Of several runs that start at once without a name each gets one; of those with one name, the first."""
+    """The name of a folder in runs/, taken by its config.json. A restarted run finds its folder again."""
     name = o.name or f"{o.method}-{'x'.join(map(str, o.stages))}-{launch()}"
-    for folder in (Path("runs", name if n == 1 else f"{name}-{n}") for n in count(1)):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            restarts() or open(folder / "config.json", "x").close()
-            return folder.name
-        except FileExistsError:
-            if o.name or may_restart():          # it must find it again
-                raise BadInput(f"{folder} exists: go on with --resume {folder}, or give another --name")
+    config = Path("runs", name, "config.json")
+    config.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        config.touch(exist_ok=restarts() > 0)
+    except FileExistsError:
+        raise BadInput(f"{config.parent} exists: go on with --resume {config.parent}, or give another --name")
+    return name

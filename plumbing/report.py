@@ -207,7 +207,7 @@ class Log:
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
                    syncs=len(meter.syncs), waited=sum(meter.syncs), longest=max(meter.syncs, default=0.0),
                    iteration=statistics.median_high(meter.iterations), **counts(self.run),
-                   simulated=self.run.routes.makespan())        # of the plan until now: --replan may renew it
+                   simulated=self.run.routes.makespan())      # before a new plan is made
         meter.loss, meter.home, meter.iterations = 0.0, 0, []
         return row
 

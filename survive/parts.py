@@ -40,6 +40,7 @@ KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 
 class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
+    needs_all = False
 
     def __init__(self, job, timeout, joining):
         vars(self).update(vars(job))        # the same process, so the same rank, store and device
@@ -49,7 +50,7 @@ class SurvivingJob(Job):
         self.excluded = set()               # in pipelines: the dead that the present iteration leaves out
         self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
         self.events_read = 0
-        if self.store:
+        if self.world > 1:
             notice_silence(self.store, timeout)
 
     def refuse(self, line):
@@ -66,8 +67,6 @@ class SurvivingJob(Job):
 
         If rank 0 waited longer, its partner would do the next outer step without it.
         """
-        if self.world == 1:
-            return {0: values}
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if self.rank:
             return None
@@ -80,12 +79,9 @@ class SurvivingJob(Job):
 
     def tell(self, event):
         """Send an event to rank 0's log."""
-        if self.world > 1:
-            self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
+        self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
 
     def news(self):
-        if self.world == 1:
-            return []
         first, self.events_read = self.events_read + 1, self.store.add("events", 0)
         keys = [f"event/{n}" for n in range(first, self.events_read + 1)]
         written = [key for key in keys if self.store.check([key])]  # a rank that died in `tell` leaves a gap
@@ -110,14 +106,6 @@ class SurvivingJob(Job):
                              f"{run.folder}")
         finally:
             run.pipeline.stop()
-
-    def silence(self, run):
-        """No warning of silent ranks: training goes on without them."""
-        return contextlib.nullcontext()
-
-    def another_gave_up(self):
-        """False: the other ranks go on, so each rank that stops says why."""
-        return False
 
 
 def build(job, o, argv):

@@ -15,9 +15,25 @@ from plumbing.processes import BadInput
 from tests.harness import NEEDS_MUON, SMALL, checkpoint, metrics, options, processes, run, train_main
 
 
+@pytest.fixture(scope="module")
+def done(corpus, tmp_path_factory):
+    """A folder with a run of 4 steps of two processes in runs/x."""
+    folder = tmp_path_factory.mktemp("done")
+    run(2, "--steps", 4, "--data", corpus, "--name", "x", *SMALL, cwd=folder)
+    return folder
+
+
+def refused(world, *argv, cwd, main=train_main):
+    """The line of rank 0 when all ranks end with status 2; no other rank prints."""
+    results = processes(world, main, [str(a) for a in argv], cwd=cwd)
+    assert [code for code, _ in results] == [2] * world
+    assert not any(text for _, text in results[1:]) and results[0][1].count("\n") == 1
+    return results[0][1]
+
+
 def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    argv = [str(a) for a in ["--steps", 6, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]]
+    argv = [str(a) for a in ["--steps", 6, "--save-every", 2, "--data", corpus, *SMALL, "--name"]]
     real = torch.save
 
     def crash(state, file):
@@ -26,17 +42,16 @@ def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_pa
             raise KeyboardInterrupt
         real(state, file)
 
-    monkeypatch.setattr(torch, "save", crash)
-    with pytest.raises(KeyboardInterrupt):
-        train.main(argv)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", crash)
+        train.main([*argv, "x"])
     # and a line cut short
     (tmp_path / "runs/x/metrics.jsonl").write_text('{"step": 2}\n{"step": 4, "hel')
-    monkeypatch.setattr(torch, "save", real)
     capsys.readouterr()
     train.main(["--resume", "runs/x"])
     damaged = 'warning: line 2 of runs/x/metrics.jsonl is damaged and left out: {"step": 4, "hel'
     assert damaged in capsys.readouterr().out.splitlines()
-    train.main([*argv[: -1 - len(SMALL) - 1], "--name", "y", *SMALL])
+    train.main([*argv, "y"])
     first, second = (checkpoint(tmp_path / "runs" / name, 6, 0)["theta"] for name in "xy")
     assert torch.equal(first, second)
     # the whole line from before the checkpoint is still there
@@ -50,12 +65,11 @@ def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
     run(4, *argv, cwd=tmp_path)
     whole = tmp_path / "runs/x"
     again = shutil.copytree(whole, tmp_path / "runs/y")
-    shutil.rmtree(again / "checkpoints/00000012")  # as if killed at step 11
-    (again / "checkpoints/00000012").mkdir()
-    (again / "checkpoints/00000012/rank0.pt").write_bytes(b"written by one rank only")
+    for rank in (1, 2, 3):  # as if killed while they wrote
+        (again / f"checkpoints/00000012/rank{rank}.pt").unlink()
     out = run(4, "--resume", again, cwd=tmp_path)
     lacking = f"{again}/checkpoints/00000012 lacks the part of rank 1, 2, 3"
-    assert f"warning: {lacking}; step 6 is taken instead" in out.splitlines()
+    assert f"warning: {lacking}; step 6 is taken" in out.splitlines()
     assert all(0 < line["held"] <= line["held_max"] < 1 for line in metrics(again)[1:])
     assert f"{metrics(again)[-1]['held']:.1%} of it held by synchronisation" in out
     # phi in flight is sent again
@@ -75,47 +89,44 @@ def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
     broken = whole / "checkpoints/00000012/rank2.pt"
     broken.write_bytes(broken.read_bytes()[:1000])
     out = run(4, "--resume", whole, "--steps", 12, cwd=tmp_path)
-    assert re.search(rf"^warning: {broken} is damaged \(.*\); step 6 is taken instead$", out, re.M)
+    assert re.search(rf"^warning: {broken} is damaged \(.*\); step 6 is taken$", out, re.M)
     assert f"{whole}, from step 6" in out
     assert torch.equal(checkpoint(whole, 12, 2)["theta"], checkpoint(again, 12, 2)["theta"])
     for step in (6, 12):
         (whole / f"checkpoints/{step:08d}/rank{step // 6}.pt").write_bytes(b"")
-    for extra, message in (
-        (["--resume", whole, "--steps", "20"], "and runs/x/checkpoints has no other that all ranks hold"),
-        (["--resume", whole, "--stages", "4"], "differs"),
-    ):
-        results = processes(4, train_main, [str(a) for a in extra], cwd=tmp_path)
-        assert [code for code, _ in results] == [2] * 4
-        assert len(results[0][1].splitlines()) == 1
-        assert message in results[0][1].replace(f"{tmp_path}/", "")
-        assert not any(text for _, text in results[1:])
+    line = refused(4, "--resume", "runs/x", "--steps", 20, cwd=tmp_path)
+    assert "and runs/x has no sound checkpoint that all 4 ranks hold" in line
+    assert "differs" in refused(4, "--resume", "runs/x", "--stages", 4, cwd=tmp_path)
 
 
-def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(corpus, tmp_path):
-    run(2, "--steps", 4, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(done, tmp_path):
+    folder = shutil.copytree(done, tmp_path / "copy")
 
     def state():
-        return {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in tmp_path.rglob("*")}
+        return {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in folder.rglob("*")}
 
     before = state()
     for extra in ([], ["--steps", 4, "--eval-every", 2]):
-        out = run(2, "--resume", "runs/x", *extra, cwd=tmp_path)
+        out = run(2, "--resume", "runs/x", *extra, cwd=folder)
         assert out.endswith("\nruns/x has done all its 4 steps: give more --steps to go on\n")
-    results = processes(2, train_main, ["--resume", "runs/x", "--steps", "3"], cwd=tmp_path)
-    assert results == [(2, "error: --steps 3: runs/x has done 4 already; give more\n"), (2, "")]
+    line = refused(2, "--resume", "runs/x", "--steps", 3, cwd=folder)
+    assert line == "error: --steps 3: runs/x has done 4 already; give more\n"
+    assert "needs 2 processes but got 1" in refused(1, "--resume", "runs/x", cwd=folder)
     assert state() == before
-    out = run(2, "--resume", "runs/x", "--steps", 5, cwd=tmp_path)
+    out = run(2, "--resume", "runs/x", "--steps", 5, cwd=folder)
     assert "warning: --steps 5, until now 4: from step 4 on the cosine of the learning rate" in out
 
 
-def test_runs_without_a_name_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
+def test_a_folder_is_taken_once_and_found_again_by_a_restart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoints, "launch", lambda: "now")
-    found = [checkpoints.new_folder(options()) for _ in range(3)]
-    assert found == ["noloco-1-now", "noloco-1-now-2", "noloco-1-now-3"]
-    assert checkpoints.new_folder(options("--name", "mine")) == "mine"
-    with pytest.raises(BadInput, match="runs/mine exists: go on with --resume"):
-        checkpoints.new_folder(options("--name", "mine"))
+    for name, argv in (("noloco-1-now", []), ("mine", ["--name", "mine"])):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        assert checkpoints.new_folder(options(*argv)) == name
+        with pytest.raises(BadInput, match=f"runs/{name} exists: go on with --resume"):
+            checkpoints.new_folder(options(*argv))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert checkpoints.new_folder(options(*argv)) == name
 
 
 def _main_in_own_folder(rank, world, argv):
@@ -131,41 +142,28 @@ def test_machines_without_a_shared_folder_resume_and_one_without_its_part_refuse
     assert not (tmp_path / "machine1/runs/x/config.json").exists()
     results = processes(2, _main_in_own_folder, ["--resume", "runs/x", "--steps", "6"], cwd=tmp_path)
     assert all(code == 0 for code, _ in results) and "from step 4" in results[0][1]
-    shutil.rmtree(tmp_path / "machine1")  # the BadInput is rank 1's alone
-    results = processes(2, _main_in_own_folder, ["--resume", "runs/x"], cwd=tmp_path)
-    assert [code for code, _ in results] == [2, 2]
-    assert "no checkpoint that all 2 ranks hold" in results[0][1]
-    assert not results[1][1]
+    shutil.rmtree(tmp_path / "machine1")
+    line = refused(2, "--resume", "runs/x", cwd=tmp_path, main=_main_in_own_folder)
+    assert "no sound checkpoint that all 2 ranks hold" in line
 
 
-def test_a_run_goes_on_where_its_data_were_moved_and_not_with_other_data(corpus, tmp_path):
-    folder = shutil.copytree(corpus, tmp_path / "before")
-    run(2, "--steps", 2, "--data", "before", "--name", "x", *SMALL, cwd=tmp_path)
-    folder.rename(tmp_path / "after")
-    run(2, "--resume", "runs/x", "--data", "after", "--steps", 3, cwd=tmp_path)
-    assert '"data": "after"' in (tmp_path / "runs/x/config.json").read_text()
-    (tmp_path / "after/0.txt").write_text("other words")
-    results = processes(2, train_main, ["--resume", "runs/x", "--steps", "4"], cwd=tmp_path)
-    assert [code for code, _ in results] == [2, 2] and "the data differ from those of runs/x" in results[0][1]
-
-
-def test_resume_with_another_number_of_processes_is_refused(corpus, tmp_path):
-    run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
-    ((code, text),) = processes(1, train_main, ["--resume", "runs/x"], cwd=tmp_path)
-    assert code == 2 and "needs 2 processes but got 1" in text
+def test_a_run_goes_on_where_its_data_were_moved_and_not_with_other_data(corpus, done, tmp_path):
+    folder = shutil.copytree(done, tmp_path / "copy")
+    shutil.copytree(corpus, folder / "after")
+    run(2, "--resume", "runs/x", "--data", "after", "--steps", 5, cwd=folder)
+    assert '"data": "after"' in (folder / "runs/x/config.json").read_text()
+    (folder / "after/0.txt").write_text("other words")
+    assert "the data differ from those of runs/x" in refused(2, "--resume", "runs/x", cwd=folder)
 
 
 @pytest.mark.parametrize("form", [None, 2, 4])
-def test_a_checkpoint_of_another_version_is_refused_in_one_line(form, corpus, tmp_path):
+def test_a_checkpoint_of_another_version_is_refused_in_one_line(form, done, tmp_path):
     """None: as older versions wrote it. Here it is rank 1's part alone."""
-    run(2, "--steps", 2, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
-    part = tmp_path / "runs/x/checkpoints/00000002/rank1.pt"
+    part = shutil.copytree(done, tmp_path / "copy") / "runs/x/checkpoints/00000004/rank1.pt"
     state = torch.load(part, weights_only=True)
     del state["form"]
     torch.save(state if form is None else dict(state, form=form), part)
-    results = processes(2, train_main, ["--resume", "runs/x", "--steps", "4"], cwd=tmp_path)
-    assert [code for code, _ in results] == [2, 2] and not results[1][1]
-    assert results[0][1] == (
-        "error: runs/x/checkpoints/00000002/rank1.pt was written by another version of this program, and "
-        "runs/x/checkpoints has no other that all ranks hold\n"
+    assert refused(2, "--resume", "runs/x", "--steps", 5, cwd=tmp_path / "copy") == (
+        "error: runs/x/checkpoints/00000004/rank1.pt was written by another version of this program, and "
+        "runs/x has no sound checkpoint that all 2 ranks hold\n"
     )

@@ -1,0 +1,117 @@
+"""Ctrl-C and SIGTERM stop all ranks after the same step. Rank 0 names the ranks that give no sign of life.
+
+Between two steps ranks cannot ask each other where to stop: a rank may be waiting in the middle of its step,
+where Python runs no signal handler. So each rank has a thread, which the signal wakes. It writes to the store
+the first step after which its rank can stop. All ranks train on to the largest of these steps.
+
+A cut link breaks no connection. TCP repeats its packets for about a quarter of an hour (Linux:
+net.ipv4.tcp_retries2), and until then every rank that needs the lost rank stands still. So the thread also
+writes every few seconds that its rank lives, and rank 0's thread reads that of all ranks.
+"""
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+AGREEMENT = timedelta(seconds=5)    # until the thread of every rank has written its step
+BEAT = 3.0                          # seconds; a rank whose beats fail to come ten times is silent
+
+
+def next_command(run):
+    """How to continue a run that ended early."""
+    if run.checkpoints.parts(run.job.rank):
+        return f"go on with --resume {run.folder}"
+    return f"remove {run.folder}, which holds no checkpoint yet, and start again"
+
+
+class Signals:
+    """Around training. run: a train.Run. number: of the signal that came, or 0."""
+
+    def __init__(self, job, run):
+        self.job, self.run = job, run
+        self.number = 0
+        self.last = Future()                # the step after which all ranks stop
+        self.store = job.store.clone()      # the thread's own: a client serves one thread at a time
+        self.beats = []                     # of each rank, when rank 0 looked last
+
+    def __enter__(self):
+        self.store.delete_key(f"last/{self.job.rank}")          # of a process whose place this one took
+        self.handlers = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.ear, self.mouth = socket.socketpair()
+        self.mouth.setblocking(False)
+        self.before = signal.set_wakeup_fd(self.mouth.fileno())
+        threading.Thread(target=self.listen, daemon=True).start()
+        return self
+
+    def __exit__(self, error, *_):
+        with contextlib.suppress(RuntimeError):                 # of a lost store
+            says_why = error and not self.last.done()
+            self.job.store.set(f"last/{self.job.rank}", "-1" if says_why else str(self.run.step))
+        signal.set_wakeup_fd(self.before)
+        self.mouth.close()                                      # ends the thread
+        for number, handler in self.handlers.items():           # torchrun may repeat the signal
+            signal.signal(number, signal.SIG_IGN if self.number and self.job.world > 1 else handler)
+
+    def handle(self, number, frame):
+        if self.job.world == 1:
+            signal.signal(number, signal.SIG_DFL)       # a second Ctrl-C ends a single process at once
+
+    def listen(self):
+        """The thread: it beats until a signal or the end of training comes."""
+        while not wait([self.ear], BEAT):
+            self.beat()
+        if heard := self.ear.recv(1):                           # the number of the signal; empty at the end
+            self.number = heard[0]
+            self.last.set_result(self.agree())
+
+    def agree(self):
+        """The largest of the first steps after which each rank can stop.
+
+        The process ends here if a rank has not written its step in time, or is ending by an error (-1).
+        """
+        told = []
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"last/{self.job.rank}", str(self.run.step + 1))
+            keys = [f"last/{r}" for r in range(self.job.world) if r not in self.job.gone(self.store)]
+            self.store.wait(keys, AGREEMENT)
+            told = [int(text) for text in self.store.multi_get(keys)]
+        if not told:
+            self.say(", without a checkpoint since other processes go on, or are gone")
+        if -1 in told or not told:
+            os._exit(128 + self.number)
+        return max(told)
+
+    def stop_if_due(self, save):
+        """At the start of a step: if all ranks stop here, save, and raise SystemExit."""
+        if not self.number or self.run.step < self.last.result():
+            return
+        if self.run.outer:
+            self.run.outer.settle()
+        self.run.meter.pause()
+        save()
+        self.job.close()
+        self.say()
+        sys.exit(128 + self.number)
+
+    def say(self, more=""):
+        self.run.log.bar.close()
+        if self.job.rank == 0:
+            print(f"stopped at step {self.run.step}{more}; {next_command(self.run)}", file=sys.stderr)
+
+    def beat(self):
+        """Count this rank's beat in the store. At every tenth rank 0 names the ranks that have not beaten."""
+        with contextlib.suppress(RuntimeError):                 # of a lost store; training reports it
+            own = self.store.add(f"alive/{self.job.rank}", 1)
+            if self.job.rank or not self.job.needs_all or own % 10:
+                return
+            before, self.beats = self.beats, [self.store.add(f"alive/{r}", 0) for r in range(self.job.world)]
+            silent = [str(r) for r, (old, new) in enumerate(zip(before, self.beats)) if old == new]
+            if silent:
+                line = (f"no sign of life from rank {', '.join(silent)} for {10 * BEAT:.0f} s. This run "
+                        f"needs every process: stop it and go on with --resume {self.run.folder}.")
+                self.run.log.bar.write(line, file=sys.stdout)
