@@ -19,9 +19,8 @@ from experiments.runs import (ROOT, Part, Run, band, finals, headline, heldout, 
 from experiments.together import hours, keep_links, makespan, slowest_all_reduce
 from model import Llama
 from planning.instance import CITIES, city_delays, city_links
-from planning.rho import multiply, with_stages_missing
+from planning.rho import multiply, some_choices, with_stages_missing
 from skippipe import Network
-from tools.partial import some_choices
 from train import layout
 
 # (share skipped, routing) for each number of stages; the first is the full pipeline

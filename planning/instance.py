@@ -2,6 +2,7 @@
 nodes in its cities, and a file's."""
 import json
 from dataclasses import fields
+from itertools import combinations
 from pathlib import Path
 
 from skippipe import Network, per_node
@@ -31,8 +32,9 @@ PUBLISHED = {       # simulated seconds of an iteration
 
 
 def city_links():
-    """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above."""
-    links = {}
+    """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above; within a city 1 ms
+    and 2 GiB/s (the released figures)."""
+    links = {(city, city): (0.001, 2 * 2**30) for city in CITIES}
     for i, line in enumerate(LINKS.split("\n")[1:]):
         for city, link in zip(CITIES[i + 1:], line.split()):
             latency, speed = map(float, link.split("/"))
@@ -41,12 +43,20 @@ def city_links():
 
 
 def city_delays(names, links, message=MESSAGE):
-    """delay[i][j] in seconds between nodes in these cities: latency + bytes / bandwidth + 0.35; within a
-    city 1 ms and 2 GiB/s (the released figures)."""
+    """delay[i][j] in seconds between nodes in these cities: latency + bytes / bandwidth + 0.35."""
     def delay(i, j):
-        latency, speed = (0.001, 2 * 2**30) if names[i] == names[j] else links[names[i], names[j]]
+        latency, speed = links[names[i], names[j]]
         return 0.0 if i == j else latency + message / speed + 0.35
     return [[delay(i, j) for j in range(len(names))] for i in range(len(names))]
+
+
+def city_tables(count):
+    """(Mbit/s, milliseconds one way) of nodes in the twelve cities in turn: tables of tools.hosts.Hosts."""
+    links, mbit, latency = city_links(), {(): 0}, {}
+    for i, j in combinations(range(count), 2):
+        seconds, speed = links[CITIES[i % len(CITIES)], CITIES[j % len(CITIES)]]
+        mbit[i, j], latency[i, j] = speed * 8e-6, seconds * 1000
+    return mbit, latency
 
 
 def published_network(corrected=False):

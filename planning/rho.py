@@ -11,6 +11,8 @@ since later layers see the mean of the sums, not each sum. It is stochastic dept
 holds (docs/results.md). `--unscaled` evaluates as the papers do.
 """
 import contextlib
+import math
+from itertools import combinations
 
 
 def shares(paths, stages):
@@ -28,6 +30,14 @@ def with_stages_missing(rho, there):
     later = sum(share > 0 for share in rho) - 1
     more = max(1.0, later / max(1, there - 1))
     return [min(1.0, share * more) for share in rho]
+
+
+def some_choices(stages, count, draw):
+    """All choices of `count` of these stages, or 16 drawn ones where there are more."""
+    if math.comb(len(stages), count) <= 16:
+        return list(combinations(stages, count))
+    drawn = [tuple(sorted(draw.sample(stages, count))) for _ in range(64)]
+    return list(dict.fromkeys(drawn))[:16]
 
 
 @contextlib.contextmanager

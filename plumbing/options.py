@@ -67,8 +67,9 @@ def empty_folder(text):
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line."""
 
-    def __init__(self, description, **kwargs):
-        super().__init__(description=description, allow_abbrev=False, **kwargs)
+    def __init__(self, description, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs):
+        super().__init__(description=description, allow_abbrev=False, formatter_class=formatter_class,
+                         **kwargs)
 
     def error(self, message):
         raise BadInput(f"{message} (see --help)")

@@ -138,7 +138,7 @@ def banner(run):
          "is stretched to that"),
         (run.outer and o.steps < o.inner_steps,
          f"{o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never synchronise"),
-        (run.outer and 2 * o.delay > o.inner_steps,
+        (run.outer and 2 * o.delay > o.inner_steps > 1,
          f"--delay {o.delay} is more than half of --inner-steps {o.inner_steps}: differences between "
          "replicas then die out slowly, see docs/stability.md"),
     ):

@@ -19,14 +19,20 @@ group. So each meeting makes a Gloo group of its own (about 10 ms). The store ho
     late            alive       every partner of its outer step arrived         SurvivingNoLoCo.exchange
     absent          joining     its new process asks for weights                SurvivingNoLoCo.join
     joining         late        it has received phi and delta                   SurvivingNoLoCo.join
-    any             dead        a peer's connection to it broke, or it sent     SurvivingPipeline.watch, wait
-                                no beat for a third of the timeout              -> declare_dead
+    any             dead        a peer's connection to it broke, or it sent     Pipeline.watch -> drop,
+                                no beat for a third of the timeout              wait, attempt -> declare_dead
 
-Two keys of the store are shared by the files of survive/:
+The keys of the store in survive/, and who writes them:
 
-    absent/R    rank R is absent
-    at/R        "17 in": rank R has come to outer step 17, so it lives, even if its partner holds it up.
-                "17 out": rank R has done outer step 17.
+    absent/R        rank R is absent. A rank that waited for R in vain; R removes the key when it comes back.
+    at/R            "17 in": rank R has come to outer step 17, so it lives, even if its partner holds it up.
+                    "17 out": rank R has done outer step 17. R itself.
+    far/R           rank R was late, so its partners meet it in fp32 (far.py). R itself.
+    outer/S/N/ranks the ranks of stage S (its first rank) in outer step N. The first rank to come to it.
+    join/S/K        the K-th process that asks for weights; join/S/K/by the replica that gives them.
+    beat/R          a count that grows while rank R works or waits (pipelines). R's watch thread.
+    dropped/R       a rank closes its connections to R for ever (pipelines); R must not declare it dead.
+    dead/T          the ranks that iteration T leaves out (pipelines). The first rank to begin it.
 """
 import contextlib
 import os

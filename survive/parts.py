@@ -8,7 +8,8 @@ Where a dead peer is handled:
         outer steps that list it already                    outer.py     expected, leap (one stage only)
         it comes back after a hang                          outer.py     step -> leap, hurry
         it comes back as a new process (--join)             outer.py     join; serve on the replica that gives
-    pipeline: a peer is declared dead, for ever             pipeline.py  wait or watch -> declare_dead
+    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> drop; wait, attempt
+        it is declared dead, for ever                       pipeline.py  declare_dead
         the iteration that first leaves it out              pipeline.py  declare_dead, excluded_in, begin
         microbatches on it are lost and counted             pipeline.py  take, task
         paths and the plan                                  routes.py    go_round, replan

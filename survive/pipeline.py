@@ -219,7 +219,10 @@ class SurvivingPipeline(Pipeline):
         return now - seen[peer][1] > self.job.timeout / 3
 
     def drop(self, store, peer):
-        """Close all connections to a peer: a wait on each that times out at once does it."""
+        """Close all connections to a peer for ever: the pair cannot connect again. Retry before this.
+
+        A wait that times out at once closes a connection.
+        """
         with contextlib.suppress(RuntimeError):             # written first: a peer that wakes must find the
             store.set(f"dropped/{peer}", str(self.rank))    # key, and not declare this rank dead
         for number in range(len(gloo_devices())):

@@ -156,7 +156,7 @@ def test_a_run_goes_on_where_its_data_were_moved_and_not_with_other_data(corpus,
     assert "the data differ from those of runs/x" in refused(2, "--resume", "runs/x", cwd=folder)
 
 
-@pytest.mark.parametrize("form", [None, 2, 4])
+@pytest.mark.parametrize("form", [None, checkpoints.FORM - 1, checkpoints.FORM + 1])
 def test_a_checkpoint_of_another_version_is_refused_in_one_line(form, done, tmp_path):
     """None: as older versions wrote it. Here it is rank 1's part alone."""
     part = shutil.copytree(done, tmp_path / "copy") / "runs/x/checkpoints/00000004/rank1.pt"

@@ -212,24 +212,11 @@ def test_what_follows_where_a_shard_breaks_off_is_left_out_and_counted(tmp_path)
     assert "; 1 lines without text" in said
 
 
-def test_of_a_single_shard_every_20th_line_is_held_out_and_of_a_text_its_end(tmp_path):
+def test_of_a_single_shard_every_20th_line_is_held_out(tmp_path):
     write_shards(tmp_path / "c4", 1, 400, heldout=0)
     _, *parts = prepared(tmp_path / "c4/c4-train.00000-of-00001.json.gz", tmp_path / "out")
     numbers = [{int(n) for n in re.findall(rb"0\.(\d+) ", bytes(part.tolist()))} for part in parts]
     assert numbers == [set(range(400)) - set(range(0, 400, 20)), set(range(0, 400, 20))]
-    (tmp_path / "one.txt").write_text("".join(f"line {i:3}\n" for i in range(100)))
-    _, *parts = prepared(tmp_path / "one.txt", tmp_path / "out1")
-    assert [len(part) for part in parts] == [95 * 9 + 1, 5 * 9 + 1]
-    write_texts(tmp_path / "text")
-    _, *parts = prepared(tmp_path / "text", tmp_path / "out2")
-    assert sorted(bytes(parts[0].tolist() + parts[1].tolist()).split(b"\0")[:-1]) == [b"0", b"1", b"2"]
-    assert len(parts[1]) == 2
-
-
-def write_texts(folder):
-    folder.mkdir()
-    for i in range(3):
-        (folder / f"{i}.txt").write_text(str(i))
 
 
 def test_bad_input_of_prepare_is_one_line(tmp_path, monkeypatch):
@@ -237,15 +224,17 @@ def test_bad_input_of_prepare_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = tokenizers.models.WordLevel({"</s>": 0, "many": 65536}, unk_token="</s>")
     tokenizers.Tokenizer(words).save("large.json")
-    write_texts(Path("text"))
+    Path("text").mkdir()
+    Path("text/1.txt").write_text("1")
     for name, content in (("broken", b"not gzip"), ("nulls", gzip.compress(b'{"text": null}\n' * 30))):
         Path(f"{name}.json.gz").write_bytes(content)
     Path("tokens.bin").touch()
     for argv, error in (
         (["nowhere", "out"], "no such file"),
         (["text", "text"], "not an empty folder"),
-        (["tokens.bin", "out"], "is .bin already"),
-        (["text", "out", "--tokenizer", "large.json"], "has 65537 tokens: a .bin file holds at most 65536"),
+        (["tokens.bin", "out"], "tokens.bin holds no .json.gz shards: give text and .bin files to train.py"),
+        (["text", "out"], "text holds no .json.gz shards: give text and .bin files to train.py as --data"),
+        (["nulls.json.gz", "out", "--tokenizer", "large.json"], "has 65537 tokens: a .bin file holds at most"),
         (["broken.json.gz", "out"], "1 lines without text"),
         (["nulls.json.gz", "out1"], "30 lines without text"),
     ):

@@ -6,7 +6,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,10 +45,8 @@ def left():
     """The network namespaces of all processes, and the tool's control groups."""
     found = set(tool.CGROUPS.glob("**/hosts.*"))
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):         # it ended meanwhile
             found.add(os.readlink(process / "ns/net"))
-        except OSError:                 # ended meanwhile
-            pass
     return found
 
 
@@ -58,6 +58,8 @@ def socket_on(hosts, host, kind):
 
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(make).result()
+    if kind == TCP:         # every kernel has it; what others make of a burst of losses is not the tool's
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     made.settimeout(20)
     made.bind((f"10.77.0.{host + 1}", 0))
     return made
@@ -71,26 +73,25 @@ def connected(hosts, one, other):
         return client, server.accept()[0]
 
 
-def goodput(hosts, pairs, seconds=2):
-    """Mbit/s that arrive over TCP, from a second after the start on, at each pair's second host."""
+def goodput(hosts, pairs, seconds=1.5):
+    """Mbit/s that arrive over TCP at each pair's second host: the median of three spans, after a second."""
     begin = time.monotonic() + 1
 
     def send(client):
-        while time.monotonic() < begin + seconds:
+        while time.monotonic() < begin + 3 * seconds:
             client.sendall(bytes(100_000))
         client.close()
 
     def receive(server):
-        size = 0
+        sizes = Counter()
         while text := server.recv(1_000_000):
-            size += len(text) if time.monotonic() > begin else 0
-            last = time.monotonic()
-        return size * 8e-6 / (last - begin)
+            sizes[(time.monotonic() - begin) // seconds] += len(text)
+        return statistics.median(sizes[span] for span in range(3)) * 8e-6 / seconds
 
+    ends = [connected(hosts, *pair) for pair in pairs]
     with ThreadPoolExecutor(2 * len(pairs)) as threads:
-        ends = [connected(hosts, *pair) for pair in pairs]
         results = [(threads.submit(send, client), threads.submit(receive, server)) for client, server in ends]
-        return [result.result() for _, result in results]
+    return [result.result() for _, result in results]
 
 
 def round_trip(hosts, one, other):
@@ -98,11 +99,16 @@ def round_trip(hosts, one, other):
     ends, times = [socket_on(hosts, host, UDP) for host in (one, other)], []
     for _ in range(9):
         begin = time.monotonic()
-        for here, there in (ends, ends[::-1]):
-            here.sendto(b"ping", there.getsockname())
-            assert there.recv(100) == b"ping"
+        exchange(*ends)
         times.append(1000 * (time.monotonic() - begin))
     return statistics.median(times)
+
+
+def exchange(one, other, text=b"ping"):
+    """What each of two sockets sends arrives at the other."""
+    for here, there in ((one, other), (other, one)):
+        here.sendto(text, there.getsockname())
+        assert there.recv(100) == text
 
 
 def test_hosts_reach_each_other_and_nobody_else():
@@ -110,12 +116,10 @@ def test_hosts_reach_each_other_and_nobody_else():
         client, server = connected(hosts, 0, 1)
         with client, server:
             client.sendall(b"hello")
-            assert server.recv(5) == b"hello"
-            assert server.getpeername()[0] == "10.77.0.1"
-        port = outside.getsockname()[1]
+            assert server.recv(5) == b"hello" and server.getpeername()[0] == "10.77.0.1"
         for address in ("127.0.0.1", "192.0.2.1"):          # its own loopback; the world
             with socket_on(hosts, 0, TCP) as client, pytest.raises(OSError):
-                client.connect((address, port))
+                client.connect((address, outside.getsockname()[1]))
         outside.setblocking(False)
         with pytest.raises(BlockingIOError):                # nobody came
             outside.accept()
@@ -129,15 +133,10 @@ def test_round_trip_times_are_those_asked_for():
 
 def test_goodput_is_the_rate_asked_for():
     with Hosts(4, mbit={(): 80, (3,): 8, (0, 2): 20}, latency={(): 5}) as hosts:
-        assert goodput(hosts, [(0, 1)]) == pytest.approx([80], rel=0.1)
         assert goodput(hosts, [(1, 0), (2, 1), (3, 2)]) == pytest.approx([80, 80, 8], rel=0.1)
         assert goodput(hosts, [(0, 2), (1, 3)]) == pytest.approx([20, 8], rel=0.1)
-        sent, received = hosts.bytes[1][0], hosts.bytes[0][1]
-        hosts.rate((0,), 40)
-        [speed] = goodput(hosts, [(1, 0)])
-        assert speed == pytest.approx(40, rel=0.1)
-        assert hosts.bytes[0][1] - received == pytest.approx(3 * 40e6 / 8, rel=0.2)
-        assert hosts.bytes[1][0] - sent >= hosts.bytes[0][1] - received
+        hosts.mbit[0,] = 40
+        assert goodput(hosts, [(1, 0)]) == pytest.approx([40], rel=0.1)
 
 
 def test_half_the_processors_compute_half_as_fast():
@@ -168,30 +167,21 @@ def test_without_control_groups_one_line_says_so(monkeypatch, tmp_path):
 def test_cut_drops_both_directions_until_restored():
     with Hosts(3, mbit={(): 100, (1,): 50}) as hosts:
         ends = [socket_on(hosts, host, UDP) for host in range(3)]
-
-        def send(text, sender, receiver):
-            ends[sender].sendto(text, ends[receiver].getsockname())
-
-        def exchange(text, one, other):
-            for here, there in ((one, other), (other, one)):
-                send(text, here, there)
-                assert ends[there].recv(100) == text
-
-        exchange(b"before", 0, 1)
+        exchange(ends[0], ends[1], b"before")
         hosts.cut([1])
-        send(b"lost", 0, 1)
-        send(b"lost", 1, 0)
-        exchange(b"meanwhile", 0, 2)                        # the others go on
-        hosts.rate((1,), 20)
+        for here, there in (ends[:2], ends[1::-1]):
+            here.sendto(b"lost", there.getsockname())
+        exchange(ends[0], ends[2], b"meanwhile")            # the others go on
+        hosts.mbit[1,] = 20
         hosts.cut([1], 0)
-        exchange(b"after", 0, 1)                            # had "lost" only been late, it would come first
+        exchange(ends[0], ends[1], b"after")                # had "lost" only been late, it would come first
 
 
 @pytest.mark.parametrize("command, number, status", [
     ("exit 0", None, 0),
     ("exit 3", None, 3),
     ("echo here; sleep 1000", signal.SIGINT, 130),
-    ("echo here; sleep 1000 & wait", signal.SIGTERM, 143),
+    ("echo here; sleep 1000 & wait", signal.SIGTERM, -15),
     ("echo here; setsid sleep 1000 & wait", signal.SIGKILL, -9),
 ])
 def test_nothing_is_left_behind(command, number, status):
@@ -212,38 +202,34 @@ def test_nothing_is_left_behind(command, number, status):
     assert left() <= before
 
 
-def test_every_host_is_told_where_it_is(tmp_path):
-    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    line = " ".join(f"${name} $PET_{name}" for name in names)
-    done = run("2", "--logs", str(tmp_path), "--", "sh", "-c", f"echo {line}; exit $NODE_RANK")
-    told = [f"2 2 {host} {host} 10.77.0.1 10.77.0.1 29500 29500\n" for host in range(2)]
-    assert done.returncode == 0
-    assert done.stdout == told[0]
+def test_every_host_is_told_where_it_is():
+    words = " ".join(f"$PET_{name}" for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    done = run("2", "--", "sh", "-c", f"echo {words}; exit $PET_NODE_RANK")
+    told = [f"2 {host} 10.77.0.1 29500\n" for host in range(2)]
+    assert (done.returncode, done.stdout) == (0, told[0])
     assert done.stderr == "host 1 ended with status 1:\n" + told[1]
-    assert [(tmp_path / f"host{host}.log").read_text() for host in range(2)] == told
 
 
 def test_what_node_0_prints_sets_things_off():
     events = ["--cut", "2@step 1:+0", "--rate", "1@0=5", "--cut", "1@step 2:"]
     done = run("3", *events, "--", "sh", "-c", "echo step 1:")
     lines = sorted(line.split(" s: ")[1] for line in done.stderr.splitlines())
-    assert lines == ["cut (2,) 0.0", "rate (1,) 5.0"]
+    assert lines == ["cut (2,) 0.0", "mbit (1,) 5.0"]
 
 
 def test_cities():
     options = read("14 --cities --mbit 5=20 --latency 0-1=7 -- true".split())
-    (mbit, latency, _), (seconds, speed) = options.tables, city_links()["Belgium", "Germany"]
+    mbit, latency = options.tables["mbit"], options.tables["latency"]
+    seconds, speed = city_links()["Belgium", "Germany"]
     assert (mbit[0, 2], latency[0, 2]) == (speed * 8e-6, seconds * 1000)
     assert (mbit[()], mbit[5,], latency[0, 1], latency[0, 12]) == (0, 20, 7, 1)
     assert (latency[2, 12], mbit[2, 12]) == (latency[0, 2], mbit[0, 2])
 
 
 @pytest.mark.parametrize("arguments", [
-    "", "4", "4 --", "1 -- true", "201 -- true", "x -- true", "4 --mbit -1 -- true", "4 --slow 4=2 -- true",
-    "4 --slow 2 -- true", "4 --slow 2-2=5 -- true", "4 --latency 1-4=5 -- true", "4 --latency 2= -- true",
-    "4 --cpu 0 -- true", "4 --cpu 1-2=1 -- true", "4 --rate 1-4@3=5 -- true",
-    "4 --cut 3 -- true", "4 --cut 4@1 -- true", "4 --rate 3@1 -- true", "4 -- no-such",
-])
+    "", "4", "4 --", "1 -- true", "201 -- true", "x -- true", *(f"4 {option} -- true" for option in (
+        "--mbit -1", "--slow 4=2", "--slow 2-2=5", "--latency 1-4=5", "--latency 2=", "--cpu 0", "--cpu 1-2=1",
+        "--cpu 1@5=1", "--rate 1-4@3=5", "--rate 3@1", "--cut 3", "--cut 4@1", "--cut 1-2@1"))])
 def test_bad_arguments_give_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         read(arguments.split())

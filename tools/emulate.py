@@ -5,55 +5,52 @@
 For comparing an iteration's time with what skippipe.simulate makes of the same network: metrics.jsonl has
 both, in the links' seconds.
 """
-import math
 import os
-import sys
 import time
+from dataclasses import dataclass
 
 import torch
 
+import plumbing.options
 from planning.replan import Timed
 from planning.training import read_links
-from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from skippipe import WORK, kind
-from train import Options, Pipeline, ReplanningRoutes, build, parse, tag, train
+from train import Options, Pipeline, ReplanningRoutes, build, tag, train
 
 NOTE = 2048     # added to a message's tag: a path has fewer hops
+
+
+@dataclass
+class Emulation(Options):
+    time_scale: float = plumbing.options.option(1.0, "seconds of ours per second of the links, 1e-06 or more")
 
 
 def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
-    argv = sys.argv[1:] if argv is None else argv
-    o, scale = job.agree_on("arguments", lambda: arguments(argv, job.world))
-    o = Options(**o)
+    given = job.agree(parse, argv)
+    scale = given.pop("time_scale")
+    o = Options(**given)
     job.connect(o)
-
     replans = dict(Pipeline=TimedEmulation, Routes=ReplanningRoutes)
     run = build(job, o, **replans if o.replan else dict(Pipeline=EmulatedPipeline))
-    run.routes.pace = scale
-    # as the file says, whatever the plan is for by now
-    network = job.together(read_links, o.links, run.stages, name="emulated links")
-    run.pipeline.follow(network, scale)
+    run.routes.pace = run.pipeline.scale = scale
+    # The file's network, not the plan's: a plan may be for ranks that have become slower.
+    run.pipeline.network = job.together(read_links, o.links, run.stages, name="emulated links")
     train(run)
 
 
-def arguments(argv, world):
-    parser = Parser(__doc__)
-    parser.add_argument("--time-scale", type=float, default=1.0, help="seconds of ours per one of the links")
-    if {"-h", "--help"} & set(argv):
-        print(parser.description)
-    a, rest = parser.parse_known_args([x for x in argv if x not in ("-h", "--help")])
-    o = parse([*rest, *({"-h", "--help"} & set(argv))], world)
+def parse(argv, world):
+    o = plumbing.options.parse(Emulation, argv, world, __doc__)
     if not o.links or world == 1 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
         # they share a clock
         raise BadInput("tools.emulate needs --links FILE and several processes, all on one machine")
-    if not 1e-6 <= a.time_scale < math.inf:
-        raise BadInput(f"--time-scale must be at least 1e-06, got {a.time_scale}")
+    if not 1e-6 <= o.time_scale < float("inf"):
+        raise BadInput(f"--time-scale must be at least 1e-06, got {o.time_scale}")
     o.device, o.backend = "cpu", "gloo"
-    return vars(o), a.time_scale
+    return o
 
 
 def sleep_until(moment):
@@ -61,29 +58,25 @@ def sleep_until(moment):
 
 
 class EmulatedPipeline(Pipeline):
-    """A note goes ahead of each message: when it is to arrive, on the clock that all processes share."""
+    """A note goes ahead of each message: its arrival, in seconds of the clock that all processes share.
 
-    def follow(self, network, scale):
-        self.network, self.scale = network, scale
-        self.usable, self.notes, self.runs = 0.0, [], 0
+    network: a skippipe.Network. scale: seconds of ours per second of the network.
+    """
+    usable, runs = 0.0, 0       # when the last task's overhead ends; runs that trained
 
     def run(self, paths, batches, train=True, order=None):
         if train:
             self.runs += 1
             self.job.share(f"run/{self.runs}", "")          # all begin together: the time is this run's own
-        found = super().run(paths, batches, train, order)
-        while self.notes:
-            work, _, peer = self.notes.pop()
-            self.wait(work, peer)
-        return found
+        return super().run(paths, batches, train, order)
 
     def take(self, u, hop):
         x = super().take(u, hop)
         if self.train:
-            source = self.chains[u][hop - 1] if hop else self.rank
-            if source != self.rank:
-                sleep_until(self.note(source, u, hop))
-            sleep_until(self.usable)
+            source, note = self.chains[u][hop - 1], torch.tensor([self.usable], dtype=torch.float64)
+            if hop and source != self.rank:
+                torch.distributed.recv(note, source, tag=tag(u, hop) + NOTE)
+            sleep_until(max(note.item(), self.usable))
         self.start = time.monotonic()
         return x
 
@@ -99,16 +92,10 @@ class EmulatedPipeline(Pipeline):
     def send(self, tensor, to, u, hop):
         if self.train:
             arrival = time.monotonic() + self.network.delay[self.rank][to] * self.scale
-            self.notes.append(self.message(torch.tensor([arrival], dtype=torch.float64), to, u, hop))
+            note = torch.tensor([arrival], dtype=torch.float64)
+            work = torch.distributed.isend(note, to, tag=tag(u, hop) + NOTE)
+            self.sent[u, hop + NOTE] = work, note, to       # `run` waits for it at the end
         return super().send(tensor, to, u, hop)
-
-    def message(self, note, to, u, hop):
-        return torch.distributed.isend(note, to, tag=tag(u, hop) + NOTE), note, to
-
-    def note(self, source, u, hop):
-        note = torch.empty(1, dtype=torch.float64)
-        torch.distributed.recv(note, source, tag=tag(u, hop) + NOTE)
-        return note.item()
 
 
 class TimedEmulation(Timed, EmulatedPipeline):

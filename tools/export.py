@@ -5,7 +5,6 @@
 Prints the held-out loss of each replica and of the mean, whichever is written. Where paths left stages out
 the rho rule (planning/rho.py) is in the weights that are written, unless the run was --unscaled.
 """
-import argparse
 from pathlib import Path
 
 import torch
@@ -24,41 +23,40 @@ from train import Pipeline, evaluate, parse
 
 def main(argv=None):
     job = Job()
-    parser = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    job.together(export, argv, job)
+
+
+def export(argv, job):
+    parser = Parser(__doc__)
     parser.add_argument("run", help="its folder, with the checkpoint parts of all ranks")
     parser.add_argument("out", type=empty_folder, help="a folder that does not exist yet, or is empty")
     parser.add_argument("--replica", default="mean", help="0, 1, ..., or the mean of all (default)")
-    job.together(export, parser, argv, job)
-
-
-def export(parser, argv, job):
     a = parser.parse_args(argv)
-    o = parse(["--resume", a.run])
-    stages, layers = layout(o, sum(o.stages))
-    routes = full_paths(stages, 1)
-    names = [*map(str, range(len(routes))), "mean"]
     if job.world > 1:
         raise BadInput("tools.export runs in one process, without torchrun")
-    if a.replica not in names:
-        raise BadInput(f"--replica takes {', '.join(names)}, not {a.replica}")
+    o = parse(["--resume", a.run])
+    stages, layers = layout(o, sum(o.stages))
+    replicas = {str(i): [[r] for r in route] for i, route in enumerate(full_paths(stages, 1))}
+    replicas["mean"] = stages
+    if a.replica not in replicas:
+        raise BadInput(f"--replica takes {', '.join(replicas)}, not {a.replica}")
+    replicas[a.replica] = replicas.pop(a.replica)           # the last one stays in the model
     step, parts = newest(job, Path(a.run), stages)
     corpus, _ = load_data(o, 0, 1)
     model = Llama(whole_config(o), device=job.device)
     flat, rho = by_stage(model, layers), rho_of(o, parts[0])
     pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     print(f"{a.run}, step {step}; held-out loss in nats per token, corpus {corpus.digest}")
-    for name in sorted(names, key=a.replica.__eq__):        # that one comes last and stays in the model
-        for s, ranks in enumerate(stages):
-            chosen = ranks if name == "mean" else [routes[int(name)][s]]
-            flat[s].copy_(sum(parts[r]["theta"] for r in chosen) / len(chosen))
+    for name, chosen in replicas.items():
+        for s, ranks in enumerate(chosen):
+            flat[s].copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
             multiply(rho[s], [model.model.layers[str(i)] for i in layers[s]])
-        label = "mean of all" if name == "mean" else f"replica {name}"
-        print(f"{label:<12}{evaluate(pipeline, [[0]], corpus, o):.6f}")
+        print(f"replica {name:<9}{evaluate(pipeline, [[0]], corpus, o):.6f}")
     try:
         save_pretrained(model, a.out, o.seq_len, corpus.end)
-        save_tokenizer(a.out, o.tokenizer, corpus.end)
-    except ImportError as error:
-        raise BadInput(f"tools.export needs the {error.name} package: pip install '.[hf]'")
+    except ImportError:
+        raise BadInput("tools.export needs the safetensors package: pip install '.[hf]'")
+    save_tokenizer(a.out, o.tokenizer, corpus.end)
     print(f"{a.replica}, written to {a.out}")
 
 
@@ -76,11 +74,11 @@ def newest(job, folder, stages):
 
 def by_stage(model, layers):
     """The model's parameters as one vector for each stage, laid out as the stage's theta."""
-    def owner(name):
-        return next((s for s, held in enumerate(layers) for i in held if f".layers.{i}." in name), 0)
-
-    return [flatten(p for name, p in model.named_parameters() if owner(name) == s)[0]
-            for s in range(len(layers))]
+    of_stage = [[] for _ in layers]
+    for name, p in model.named_parameters():
+        held = [s for s, numbers in enumerate(layers) for i in numbers if f".layers.{i}." in name]
+        of_stage[held[0] if held else 0].append(p)
+    return [flatten(params)[0] for params in of_stage]
 
 
 if __name__ == "__main__":

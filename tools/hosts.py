@@ -7,18 +7,19 @@
     python -m tools.hosts 8 --cities -- torchrun ...                   the links between twelve cities
     python -m tools.hosts 8 --cut 3@10+15 -- torchrun ...              host 3 is cut off at 10 s, for 15 s
     python -m tools.hosts 8 --cut "3@step 20:" -- torchrun ...         for good, when node 0 prints "step 20:"
-    python -m tools.hosts 8 --rate 2@30=5 --logs logs -- torchrun ...  host 2's link has 5 Mbit/s from 30 s on
-    python -m tools.hosts 8 -- sh -c 'echo $NODE_RANK of $NNODES, node 0 is $MASTER_ADDR:$MASTER_PORT'
+    python -m tools.hosts 8 --rate 2@30=5 -- torchrun ...              host 2's link has 5 Mbit/s from 30 s on
+    python -m tools.hosts 8 -- sh -c 'train.sh > $PET_NODE_RANK.log'   a log of each host's own
 
 The tool starts the command on every host, in this directory. PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and
 PET_MASTER_PORT tell torchrun where it is: static rendezvous, where each host lives and dies by itself. The
-tool shows node 0's output and returns its exit status. Of another host that fails, it shows the last lines.
-Host I has one interface, e0, with the address 10.77.0.(I + 1), and reaches only the other hosts. Hosts share
-the files. When a host never comes back, node 0's torchrun waits 300 s for it at the end. The tool needs
-Linux, root, iproute2 and util-linux.
+tool shows node 0's output and returns its exit status. Then other hosts have 20 s to end; of one that fails
+the tool shows the last lines. Host I has one interface, e0, with the address 10.77.0.(I + 1), and reaches
+only the other hosts. Hosts share the files. Node 0's torchrun waits at the end up to 300 s for a host that
+never comes back. The tool needs Linux, root, iproute2 and util-linux.
 
-LINK in an option is a host (its link carries its rate each way), or a pair as 2-5. A pair's rate is a limit
-beside those of its hosts' links. A pair's latency is its own, else the larger of its two hosts'.
+LINK is a host (its link carries its rate each way), or a pair as 2-5. A pair's rate is a limit beside those
+of its hosts' links. A pair's latency is its own, else the larger of its two hosts'. --slow and --rate are
+other names of --mbit. WHEN is seconds after the start, or a text that node 0 prints.
 
 However the tool ends, SIGKILL included, the kernel ends its hosts: each command's parent dies with the tool,
 and a host's processes with the first of them. Namespaces and interfaces end with the last process in them.
@@ -26,26 +27,23 @@ and a host's processes with the first of them. Namespaces and interfaces end wit
 import argparse
 import ctypes
 import fcntl
-import heapq
-import itertools
 import math
 import os
 import re
+import sched
 import select
-import shutil
-import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-LINGER = 20                 # seconds that the other hosts have to end once node 0 has ended
+from planning.instance import city_tables
+
 QUEUE = 0.1                 # seconds of packets that may wait for a link, which drops later ones
 CGROUPS = Path("/sys/fs/cgroup")
 # A command's parent dies with the tool, and the first process of a host's own tree with this parent.
@@ -93,13 +91,16 @@ def limit(group, share):
         (group / "cpu.cfs_quota_us").write_text(str(quota))
 
 
-class Hosts:
+def of_host(table, host):
+    return table.get((host,), table.get(()))
+
+
+class Hosts(AbstractContextManager):
     """`with Hosts(4, mbit={(): 200, (3,): 20}, latency={(1, 2): 5}) as hosts:` four machines.
 
     Keys of the tables: () all hosts, (host,) one, (host, other) a pair, ascending. mbit: Mbit/s, 0 for as
     fast as the relay carries. latency: milliseconds one way. cpu: processors. networks: each host's path for
-    `enter`. bytes: [sent, received] by each host, with IP and TCP headers. OSError where this machine cannot
-    be several.
+    `enter`. Raises OSError where this machine cannot be several.
     """
 
     def __init__(self, count, mbit=(), latency=(), cpu=()):
@@ -110,26 +111,21 @@ class Hosts:
             raise OSError(f"--cpu: no control groups, version 1 or 2, in {CGROUPS}")
         self.mbit, self.latency, cpu = {(): 200, **dict(mbit)}, {(): 0, **dict(latency)}, dict(cpu)
         self.silent = [0.0] * count         # until when each host is cut off
-        self.free = defaultdict(float)      # link: when the last packet booked on it will have passed
-        self.waiting, self.number = [], itertools.count()
-        self.bytes = [[0, 0] for _ in range(count)]
+        self.free = {}                      # link: when the last packet booked on it will have passed
+        self.packets = sched.scheduler(time.monotonic, lambda seconds: None)
         self.started, self.closing = [], False
         with ThreadPoolExecutor(1) as thread:                   # this one stays where it is
             self.files, self.tuns = zip(*thread.map(plug, range(count)))
         self.networks = [f"/proc/{os.getpid()}/fd/{file}" for file in self.files]
-        shares = {host: cpu.get((host,), cpu.get(())) for host in range(count)}
-        names = [f"hosts.{os.getpid()}.{file}" for file in self.files]
-        self.groups = {host: places[0] / names[host] for host in shares if shares[host]}
+        self.groups = {host: places[0] / f"hosts.{os.getpid()}.{file}"
+                       for host, file in enumerate(self.files) if of_host(cpu, host)}
         # in a session of its own, as the commands: Ctrl-C at the terminal is for the tool alone
         argv = ["sh", "-c", KEEPER, "sh", *self.groups.values()]
         self.keeper = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
         for host, group in self.groups.items():
-            limit(group, shares[host])
+            limit(group, of_host(cpu, host))
         self.relay = threading.Thread(target=self.carry, daemon=True)
         self.relay.start()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         for process in self.started:
@@ -148,24 +144,20 @@ class Hosts:
         self.started.append(subprocess.Popen([*join, *argv], start_new_session=True, **options))
         return self.started[-1]
 
-    def cut(self, hosts, seconds=math.inf):
-        """Silence, in both directions; 0 seconds end it. e0 stays up, as when something far away fails."""
-        for host in hosts:
+    def cut(self, key, seconds=math.inf):
+        """Silence a host in both directions; 0 seconds end it. e0 stays up: the fault is far away."""
+        for host in key:
             self.silent[host] = time.monotonic() + seconds
-
-    def rate(self, key, mbit):
-        self.mbit[key] = mbit
 
     def journey(self, packet, source, target):
         """Carry a packet over its links; yields the moments at which it has passed them. May lose it."""
-        now, size, pair = time.monotonic(), len(packet) - 10, tuple(sorted((source, target)))
-        up, down = (self.mbit.get((host,), self.mbit[()]) for host in (source, target))
-        delay = max(self.latency.get((host,), self.latency[()]) for host in pair)
-        delay = self.latency.get(pair, delay) / 1000
-        way = (source, target)
-        links = (("up", source), up, 0), (way, self.mbit.get(pair, 0), delay), (("down", target), down, 0)
+        now, size, way = time.monotonic(), len(packet) - 10, (source, target)
+        pair = tuple(sorted(way))
+        delay = self.latency.get(pair, max(of_host(self.latency, host) for host in pair)) / 1000
+        links = ((("up", source), of_host(self.mbit, source), 0), (way, self.mbit.get(pair, 0), delay),
+                 (("down", target), of_host(self.mbit, target), 0))
         for link, mbit, seconds in links:
-            begin = max(now, self.free[link])
+            begin = max(now, self.free.get(link, 0.0))
             if begin > now + QUEUE:
                 return
             self.free[link] = begin + (size * 8e-6 / mbit if mbit else 0)
@@ -173,33 +165,82 @@ class Hosts:
             yield now
             if time.monotonic() < max(self.silent[source], self.silent[target]):
                 return
-        self.bytes[target][1] += size
         with suppress(OSError):                             # e0 is down
             os.write(self.tuns[target], packet)
 
-    def take(self, source):
-        """Read the packets that a host has sent; their journeys are due at once."""
-        with suppress(BlockingIOError):
-            for _ in range(1000):                           # as many as e0 holds back
-                packet = os.read(self.tuns[source], 70_000)
-                self.bytes[source][0] += len(packet) - 10
-                target = packet[29] - 1
-                if packet[26:29] == bytes([10, 77, 0]) and 0 <= target < len(self.tuns):
-                    journey = self.journey(packet, source, target)
-                    heapq.heappush(self.waiting, (0, next(self.number), journey))
+    def go_on(self, journey):
+        """Over the next link."""
+        if when := next(journey, None):
+            self.packets.enterabs(when, 0, self.go_on, (journey,))
 
     def carry(self):
-        """The relay's thread."""
+        """The relay's thread: reads what hosts send, a packet a time, and moves packets that are due."""
         with suppress(OSError):                             # a relay that waits for a processor slows links
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         while not self.closing:
-            while self.waiting and self.waiting[0][0] <= time.monotonic():
-                _, number, journey = heapq.heappop(self.waiting)
-                for when in itertools.islice(journey, 1):
-                    heapq.heappush(self.waiting, (when, number, journey))
-            pause = self.waiting[0][0] - time.monotonic() if self.waiting else 0.05
-            for tun in select.select(self.tuns, [], [], min(max(0, pause), 0.05))[0]:
-                self.take(self.tuns.index(tun))
+            pause = self.packets.run(blocking=False)        # until the next packet is due
+            for tun in select.select(self.tuns, [], [], 0.05 if pause is None else min(pause, 0.05))[0]:
+                packet, source = os.read(tun, 70_000), self.tuns.index(tun)
+                if packet[26:29] == bytes([10, 77, 0]) and 0 < packet[29] <= len(self.tuns):
+                    self.go_on(self.journey(packet, source, packet[29] - 1))
+
+
+# ---- a command on all hosts
+
+
+def run(hosts, command, events):
+    """Run the command on all hosts, until at most 20 s after node 0's has ended. Returns node 0's status.
+
+    events: those of `read`.
+    """
+    nodes, logs = [], [tempfile.TemporaryFile() for _ in hosts.networks]
+    for host, log in enumerate(logs):
+        # torchrun reads PET_*. Python would hold lines back that a --cut may wait for.
+        environment = {"PYTHONUNBUFFERED": "1", **os.environ, "PET_NNODES": str(len(logs)),
+                       "PET_NODE_RANK": str(host), "PET_MASTER_ADDR": "10.77.0.1", "PET_MASTER_PORT": "29500"}
+        outputs = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        nodes.append(hosts.start(host, command, env=environment, **outputs))
+    begun, shown, status = time.monotonic(), 0, None
+    while status is None:
+        status = nodes[0].poll()
+        shown += sys.stdout.buffer.write(os.pread(logs[0].fileno(), 2**24, shown))
+        sys.stdout.flush()
+        happen(hosts, events, time.monotonic() - begun, tail(logs[0]))
+        time.sleep(0.02)
+    last = time.monotonic() + 20
+    for host, node in enumerate(nodes[1:], 1):
+        with suppress(subprocess.TimeoutExpired):
+            node.wait(max(0, last - time.monotonic()))
+        if node.returncode != 0:                            # None: it goes on, and the tool stops it
+            lines = tail(logs[host]).splitlines()[-40:]
+            print(f"host {host} ended with status {node.returncode}:", *lines, sep="\n", file=sys.stderr)
+    return status
+
+
+def tail(log):
+    """The last 100 KB of a host's output, as text."""
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), 100_000, max(0, size - 100_000)).decode(errors="replace")
+
+
+def happen(hosts, events, now, printed):
+    """Do, and drop, the events that are due by the seconds since the start or by node 0's output."""
+    for event in list(events):
+        what, key, when, number = event
+        if float(when) <= now if re.fullmatch(NUMBER, when) else when in printed:
+            events.remove(event)
+            print(f"hosts: {now:.1f} s:", what, key, number, file=sys.stderr)
+            if what == "cut":
+                hosts.cut(key, number)
+            else:
+                getattr(hosts, what)[key] = number
+
+
+# ---- the command line
+
+LINK, NUMBER = r"(\d+(?:-\d+)?)", r"(\d+\.?\d*)"
+SETTING = rf"(?:{LINK}(?:@(.+))?=)?{NUMBER}"            # [LINK[@WHEN]=]NUMBER
+CUT = rf"{LINK}@(.+?)(?:\+{NUMBER})?"                   # HOST@WHEN[+SECONDS]
 
 
 def refuse(text):
@@ -207,128 +248,58 @@ def refuse(text):
     raise SystemExit(2)
 
 
-def setting(text):
-    """NUMBER or LINK=NUMBER: (key, number) of a table."""
-    found = re.fullmatch(r"(?:(\d+)(?:-(\d+))?=)?(\d+\.?\d*)", text)
-    return tuple(sorted(int(host) for host in (found[1], found[2]) if host)), float(found[3])
-
-
-def moment(text):
-    """Seconds, or bytes that node 0 is to print."""
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text.encode()
+def setting(text, pattern=SETTING):
+    """(key of a table of Hosts, WHEN or None, number)."""
+    found = re.fullmatch(pattern, text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"cannot read {text} (see --help)")
+    link, when, number = found.groups()
+    return tuple(sorted(map(int, link.split("-")))) if link else (), when, float(number or math.inf)
 
 
 def cut(text):
-    found = re.fullmatch(r"(\d+)@(.+?)(?:\+(\d+\.?\d*))?", text)
-    return moment(found[2]), "cut", (int(found[1]),), float(found[3] or "inf")
-
-
-def rate(text):
-    found = re.fullmatch(r"([\d-]+)@(.+)(=.+)", text)
-    return moment(found[2]), "rate", *setting(found[1] + found[3])
-
-
-def run(hosts, command, events, logs):
-    """The command on all hosts until they have ended, or node 0 has for LINGER seconds; node 0's status.
-
-    events: a list of (when, method of Hosts, its arguments ...); when: seconds, or bytes that node 0 prints.
-    """
-    nodes, shown, begun, until = [], 0, time.monotonic(), math.inf
-    for host, log in enumerate(logs):
-        place = dict(NNODES=len(logs), NODE_RANK=host, MASTER_ADDR="10.77.0.1", MASTER_PORT=29500)
-        # torchrun reads PET_*. Python would hold lines back that a --cut may wait for.
-        place = {prefix + name: str(value) for name, value in place.items() for prefix in ("", "PET_")}
-        outputs = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        environment = {"PYTHONUNBUFFERED": "1", **os.environ, **place}
-        nodes.append(hosts.start(host, command, env=environment, **outputs))
-    running = dict(enumerate(nodes))
-    while running and time.monotonic() - begun < until:
-        time.sleep(0.02)
-        for host in [host for host in running if nodes[host].poll() is not None]:
-            status = running.pop(host).returncode
-            if host == 0:
-                until = time.monotonic() - begun + LINGER
-            elif status:
-                lines = tail(logs[host]).decode(errors="replace").splitlines()[-40:]
-                print(f"host {host} ended with status {status}:", *lines, sep="\n", file=sys.stderr)
-        shown += sys.stdout.buffer.write(os.pread(logs[0].fileno(), 2**24, shown))
-        sys.stdout.flush()
-        happen(hosts, events, time.monotonic() - begun, tail(logs[0]))
-    for host in running:
-        print(f"hosts: host {host} has not ended {LINGER} s after node 0, and is stopped", file=sys.stderr)
-    return nodes[0].returncode
-
-
-def happen(hosts, events, now, printed):
-    """Do what is due, or waited for in what node 0 has printed."""
-    for event in list(events):
-        when, what, *details = event
-        if when in printed if isinstance(when, bytes) else when <= now:
-            events.remove(event)
-            getattr(hosts, what)(*details)
-            print(f"hosts: {now:.1f} s:", what, *details, file=sys.stderr)
-
-
-def tail(log, size=100_000):
-    return os.pread(log.fileno(), size, max(0, os.fstat(log.fileno()).st_size - size))
-
-
-def between_cities(count):
-    """Tables (Mbit/s, milliseconds) of hosts that go round the twelve cities of SkipPipe's released code."""
-    from planning.instance import CITIES, city_links
-    links, mbit, latency = city_links(), {(): 0}, {}
-    for pair in itertools.combinations(range(count), 2):
-        cities = tuple(CITIES[host % len(CITIES)] for host in pair)
-        seconds, speed = links.get(cities, (0.001, 2 * 2**30))              # within a city 1 ms, 2 GiB/s
-        mbit[pair], latency[pair] = speed * 8e-6, seconds * 1000
-    return mbit, latency
+    return setting(text, CUT)
 
 
 def read(arguments):
+    """The options, with `tables` for Hosts, and `events`: [(table or cut, key, WHEN, number)]."""
     parser = argparse.ArgumentParser("tools.hosts", description=__doc__)
     parser.formatter_class, parser.error = argparse.RawTextHelpFormatter, refuse
     parser.add_argument("hosts", type=int)
-    table = dict(type=setting, action="append", default=[])
-    parser.add_argument("--mbit", **table, help="rate of links (200); 0: as fast as the relay carries")
-    parser.add_argument("--slow", **table, metavar="LINK=MBIT")
-    parser.add_argument("--latency", **table, metavar="[LINK=]MILLISECONDS")
-    parser.add_argument("--cpu", **table, metavar="[HOST=]PROCESSORS")
+    table, mbit = dict(type=setting, action="append", default=[]), "[LINK[@WHEN]=]MBIT"
+    parser.add_argument("--mbit", "--slow", "--rate", **table, metavar=mbit, help="(200) 0: no limit")
+    parser.add_argument("--latency", **table, metavar="[LINK[@WHEN]=]MILLISECONDS", help="one way (0)")
+    parser.add_argument("--cpu", **table, metavar="[HOST=]PROCESSORS", help="0.05 or more")
+    parser.add_argument("--cut", type=cut, action="append", default=[], metavar="HOST@WHEN[+SECONDS]")
     parser.add_argument("--cities", action="store_true", help="links between cities; then --mbit is 0")
-    events = dict(action="append", dest="events", default=[])
-    parser.add_argument("--cut", type=cut, **events, metavar="HOST@WHEN[+SECONDS]")
-    parser.add_argument("--rate", type=rate, **events, metavar="LINK@WHEN=MBIT")
-    parser.add_argument("--logs", type=Path, help="folder for every host's output, hostI.log")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     if not 2 <= options.hosts <= 200:
         refuse(f"{options.hosts} hosts: it must be 2 to 200")
-    options.mbit += options.slow
-    keys = [key for key, _ in options.mbit + options.latency + options.cpu]
-    for key in keys + [event[2] for event in options.events]:
-        if len(set(key)) < len(key) or any(host >= options.hosts for host in key):
-            refuse(f"hosts {key}: a host is 0 to {options.hosts - 1}, a pair has two")
-    if () in dict(options.slow) or any(len(key) > 1 or share < 0.05 for key, share in options.cpu):
-        refuse("--slow takes LINK=MBIT, --cpu a number from 0.05 on or HOST=NUMBER")
-    if not shutil.which(options.command[0]):
-        refuse(f"no command {options.command[0]}")
-    mbit, latency = between_cities(options.hosts) if options.cities else ({}, {})
-    options.tables = {**mbit, **dict(options.mbit)}, {**latency, **dict(options.latency)}, dict(options.cpu)
+    mbit, latency = city_tables(options.hosts) if options.cities else ({}, {})
+    options.tables, options.events = dict(mbit=mbit, latency=latency, cpu={}), []
+    for what in ("mbit", "latency", "cpu", "cut"):
+        for key, when, number in getattr(options, what):
+            if len(set(key)) < len(key) or any(host >= options.hosts for host in key):
+                refuse(f"--{what}, hosts {key}: a host is 0 to {options.hosts - 1}, a pair has two")
+            if what in ("cpu", "cut") and len(key) > 1 or what == "cpu" and (when or number < 0.05):
+                refuse("--cut takes one host; --cpu too, or none, and a number from 0.05 on")
+            if when:
+                options.events.append((what, key, when, number))
+            else:
+                options.tables[what][key] = number
     return options
 
 
 def main():
     options = read(sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        folder, names = options.logs, [f"host{host}.log" for host in range(options.hosts)]
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-        logs = [open(folder / name, "w+b") if folder else tempfile.TemporaryFile() for name in names]
-        with Hosts(options.hosts, *options.tables) as hosts:
-            status = run(hosts, options.command, options.events, logs)
+        with Hosts(options.hosts, **options.tables) as hosts:
+            status = run(hosts, options.command, options.events)
     except OSError as error:
         refuse(error)
+    except KeyboardInterrupt:
+        status = 130
     sys.exit(status if status >= 0 else 128 - status)
 
 

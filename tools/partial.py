@@ -8,13 +8,11 @@ The numbers are kept in runs/NAME/partial.json.
 """
 import argparse
 import json
-import math
 import random
-from itertools import combinations
 
-from planning.rho import scaled, with_stages_missing
+from planning.rho import scaled, some_choices, with_stages_missing
 from plumbing.options import Parser, numbers
-from plumbing.processes import BadInput, Job
+from plumbing.processes import Job
 from plumbing.report import perplexity, replace
 from train import Options, build, evaluate, parse
 
@@ -23,65 +21,46 @@ def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
-    parser = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("run", help="its folder")
-    shares = [1.0, 0.75, 0.5]
-    parser.add_argument("--shares", type=numbers(float), default=shares, help="of the stages that run")
+    parser.add_argument("--shares", type=numbers(share), default=[1.0, 0.75, 0.5], help="of the stages")
     parser.add_argument("--dead", type=numbers(int), default=[], help="ranks that no path visits")
-    a, o = job.agree_on("arguments", lambda: arguments(parser, argv, job.world))
-    o, dead = Options(**o), set(a["dead"])
+    a = job.together(parser.parse_args, argv)
+    o = Options(**job.agree(parse, ["--resume", a.run]))
     job.connect(o)
     run = build(job, o, make_outer=lambda *_: None)
-    if not dead < set(range(job.world)) or set(run.stages[0]) <= dead:
-        job.refuse(f"--dead {','.join(map(str, a['dead']))}: takes ranks of this run, and must leave one of "
-                   f"the origins {run.stages[0]}")
-    rows = []
-    for kept in dict.fromkeys(max(1, round(share * len(run.stages))) for share in a["shares"]):
-        rows += some_stages(run, kept, dead)
+    alive = [[r for r in ranks if r not in a.dead] for ranks in run.stages]
+    if not set(a.dead) < set(range(job.world)) or not alive[0]:
+        job.refuse(f"--dead {','.join(map(str, a.dead))}: takes ranks of this run, and must leave one of the "
+                   f"origins {run.stages[0]}")
+    numbers_kept = dict.fromkeys(max(1, round(share * len(alive))) for share in a.shares)
+    rows = [row for kept in numbers_kept for row in some_stages(run, alive, kept)]
     if job.rank == 0:
         replace(run.folder / "partial.json", json.dumps(rows, indent=1))
     job.close()
 
 
-def arguments(parser, argv, world):
-    a = parser.parse_args(argv)
-    if not all(0 < share <= 1 for share in a.shares):
-        raise BadInput("--shares takes shares above 0, at most 1")
-    return vars(a), vars(parse(["--resume", a.run], world))
+def share(text):
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError("takes shares above 0, at most 1")
+    return float(text)
 
 
-def some_choices(stages, count, draw):
-    """All choices of `count` of these stages, or 16 drawn ones where there are more."""
-    if math.comb(len(stages), count) <= 16:
-        return list(combinations(stages, count))
-    drawn = [tuple(sorted(draw.sample(stages, count))) for _ in range(64)]
-    return list(dict.fromkeys(drawn))[:16]
-
-
-def some_stages(run, kept, dead):
-    """With `kept` of the stages: on rank 0 a row for each choice."""
-    alive = [[r for r in stage if r not in dead] for stage in run.stages]
-    running = [s for s in range(1, len(run.stages)) if alive[s]]      # the others are left out by all
-    others = min(kept - 1, len(running))
-    choices = some_choices(running, others, random.Random(run.o.seed))
-    share = (others + 1) / len(run.stages)
-    rows = []
-    for choice in choices:
-        there = [alive[0], *(alive[s] for s in choice)]
-        rho = with_stages_missing(run.rho, len(there))
+def some_stages(run, alive, kept):
+    """On rank 0 a row for each choice of `kept` stages, else []. alive: each stage's ranks that run."""
+    later, rows = [s for s in range(1, len(alive)) if alive[s]], []
+    for choice in some_choices(later, min(kept - 1, len(later)), random.Random(run.o.seed)):
+        stages = [0, *choice]
+        rho = with_stages_missing(run.rho, len(stages))
         with scaled(run.model, rho[run.stage]):
-            own = evaluate(run.pipeline, there, run.corpus, run.o)
+            own = evaluate(run.pipeline, [alive[s] for s in stages], run.corpus, run.o)
         losses = run.job.collect(f"partial/{choice}", own)
         if losses:
             mean = sum(losses[r] for r in alive[0]) / len(alive[0])
-            rows.append(dict(share=share, stages=[0, *choice], dead=sorted(dead), heldout_loss=mean,
-                             perplexity=perplexity(mean)))
-    if rows:
-        found = [row["perplexity"] for row in rows]
-        without = f", without ranks {sorted(dead)}" if dead else ""
-        print(f"{others + 1} of {len(run.stages)} stages ({share:.0%}), choices {len(choices)}: perplexity "
-              f"{sum(found) / len(found):.3f} (best {min(found):.3f}, worst {max(found):.3f}){without}",
-              flush=True)
+            rows.append(dict(stages=stages, heldout_loss=mean, perplexity=perplexity(mean)))
+    if found := [row["perplexity"] for row in rows]:
+        print(f"{len(stages)} of {len(alive)} stages, {len(found)} choices: perplexity mean "
+              f"{sum(found) / len(found):.3f}, best {min(found):.3f}, worst {max(found):.3f}", flush=True)
     return rows
 
 
