@@ -124,9 +124,8 @@ class Job:
 
     def connect(self, o, group=True):
         """Choose the device and the backend. Make the default process group (with Gloo only if `group`)."""
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         gpus = torch.cuda.device_count() if torch.cuda.is_available() and o.device != "cpu" else 0
-        found = self.share("gpus", [gpus, local_world])
+        found = self.share("gpus", [gpus, int(os.environ.get("LOCAL_WORLD_SIZE", self.world))])
         if o.device == "cuda" and not all(there for there, _ in found):
             self.refuse("--device cuda: torch sees no GPU on at least one machine")
         scarce = [f"{there} GPUs for {ranks} ranks" for there, ranks in found if there < ranks]

@@ -21,11 +21,9 @@ def skip_run(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("skip")
     delay = [[0.0 if i == j else 0.002 * (1 + (i + j) % 3) for j in range(5)] for i in range(5)]
     (folder / "links.json").write_text(json.dumps(dict(delay=delay, compute=0.01, overhead=0.001)))
-    out = run(
-        5, "--stages", "2,1,2", "--skip", 0.33, "--method", "local", "--links", "links.json",
-        "--time-scale", 2, "--microbatches", 4, "--steps", 3, "--warmup", 2, "--data", corpus, "--name", "x",
-        *SMALL, cwd=folder, main=emulate.main,
-    )
+    out = run(5, "--stages", "2,1,2", "--skip", 0.33, "--method", "local", "--links", "links.json",
+              "--time-scale", 2, "--microbatches", 4, "--steps", 3, "--warmup", 2, "--data", corpus,
+              "--name", "x", *SMALL, cwd=folder, main=emulate.main)
     assert "planning skippipe paths" in out
     return folder
 

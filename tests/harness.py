@@ -24,10 +24,8 @@ from plumbing.processes import Job
 
 HERE = Path(__file__).parent.parent
 NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of torch 2.9 and newer")
-SMALL = [
-    "--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
-    "--eval-sequences", "8", "--device", "cpu",
-]
+SMALL = ["--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
+         "--eval-sequences", "8", "--device", "cpu"]
 SMALL_CONFIG = Config(256, 32, 64, 4, 2, 2)     # that of a run with these options
 
 # The server imports everything once, all files with functions that ranks run, and what an optimizer would
@@ -45,11 +43,10 @@ def free_port():
 
 def rank_process(pipe, rank, world, port, agent, cwd, function, args):
     os.chdir(cwd)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-        TORCHELASTIC_USE_AGENT_STORE=str(agent), TORCHELASTIC_RESTART_COUNT="0",
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+                      LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      OMP_NUM_THREADS="1", TORCHELASTIC_USE_AGENT_STORE=str(agent),
+                      TORCHELASTIC_RESTART_COUNT="0")
     torch.set_num_threads(1)
     try:
         pipe.send((True, function(rank, world, *args)))

@@ -25,9 +25,8 @@ def reference_logits(tokens, w, config):
     x = w["model.embed_tokens.weight"][tokens]
 
     def turn(vector, position):  # pairs (i, i + d/2) as complex numbers
-        z = torch.complex(vector[: d // 2], vector[d // 2 :])
         rate = config.rope_theta ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d)
-        z = z * torch.exp(1j * position * rate)
+        z = torch.complex(vector[: d // 2], vector[d // 2 :]) * torch.exp(1j * position * rate)
         return torch.cat((z.real, z.imag))
 
     for i in range(config.num_hidden_layers):
@@ -102,8 +101,7 @@ def worst_gradient(stages, sets, shape, dtype=torch.float32, tolerance=1e-5):
     layers, config = small_llama(stages, shape)
     stage_of = {r: s for s, ranks in enumerate(stages) for r in ranks}
     whole, size, worst = Llama(config).double(), shape[0] * shape[1], 0.0
-    head_dim = config.hidden_size // config.num_attention_heads
-    angles = rotary(shape[1], head_dim, config.rope_theta, torch.device("cpu"))
+    angles = rotary(shape[1], config.hidden_size // 2, config.rope_theta, torch.device("cpu"))   # of 2 heads
     by_rank = processes(len(stage_of), _gradients, stages, sets, shape, dtype)
     for t, (paths, found) in enumerate(zip(sets, zip(*by_rank), strict=True)):
         losses, wants = Counter(), [Counter() for _ in stage_of]
@@ -134,11 +132,8 @@ def worst_gradient(stages, sets, shape, dtype=torch.float32, tolerance=1e-5):
 
 def any_paths(stages, count, r):
     """Paths that skip and swap: each origin's go through any of the other stages, in any order."""
-    return [
-        (origin, *(r.choice(s) for s in r.sample(stages[1:], r.randint(0, len(stages) - 1))))
-        for _ in range(count)
-        for origin in stages[0]
-    ]
+    others = lambda: r.sample(stages[1:], r.randint(0, len(stages) - 1))
+    return [(origin, *(r.choice(s) for s in others())) for _ in range(count) for origin in stages[0]]
 
 
 def replay(paths, ranks, order=None):

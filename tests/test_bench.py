@@ -1,7 +1,5 @@
 """bench_sync.py: simulated and measured reductions, and its options. experiments/sync.py."""
 
-import contextlib
-import io
 import json
 import math
 import os
@@ -17,7 +15,7 @@ import bench_sync
 import noloco
 from experiments import pictures, sync
 from plumbing.processes import BadInput
-from tests.harness import HERE, processes
+from tests.harness import HERE, captured, processes
 
 
 def test_simulated_messages_have_the_asked_mean_and_deviation():
@@ -28,20 +26,15 @@ def test_simulated_messages_have_the_asked_mean_and_deviation():
 @pytest.mark.parametrize("n", [4, 64])
 def test_all_reduces_without_spread_equal_their_formulas(n):
     latency, seconds, k = 0.5, 3.0, int(math.log2(n))
-    got = {
-        name: float(sample()[0])
-        for name, sample in bench_sync.reductions(n, 0, latency, seconds, torch.Generator()).items()
-    }
-    assert got == pytest.approx(
-        {
-            "tree": 2 * k * (latency + seconds),
-            "ring": 2 * (n - 1) * (latency + seconds / n),
-            "halving and doubling": 2 * k * latency + 2 * (n - 1) / n * seconds,
-            "pair, two exchanges (paper)": 2 * (latency + seconds),
-            "NoLoCo here, one exchange": latency + seconds,
-        },
-        rel=1e-5,
-    )
+    samples = bench_sync.reductions(n, 0, latency, seconds, torch.Generator())
+    got = {name: float(sample()[0]) for name, sample in samples.items()}
+    assert got == pytest.approx({
+        "tree": 2 * k * (latency + seconds),
+        "ring": 2 * (n - 1) * (latency + seconds / n),
+        "halving and doubling": 2 * k * latency + 2 * (n - 1) / n * seconds,
+        "pair, two exchanges (paper)": 2 * (latency + seconds),
+        "NoLoCo here, one exchange": latency + seconds,
+    }, rel=1e-5)
     # so many parameters take `seconds` at 1 Mbit/s
     rows = sync.on_paper(seconds * 1e6 / 32, n, 1.0, latency, 1.0)
     assert rows["DiLoCo"]["seconds"] == pytest.approx(got["halving and doubling"])
@@ -68,13 +61,9 @@ def test_on_paper_by_hand():
 
 def _bench(rank, world, argv, patch=None):
     """The measurement with all its rows: (exit status, what it printed, what `patch` returned)."""
-    out, code, seen = io.StringIO(), 0, patch() if patch else None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        try:
-            bench_sync.measure(bench_sync.parse(argv), sync.methods)
-        except SystemExit as stop:
-            code = stop.code
-    return code, out.getvalue(), seen
+    seen = patch() if patch else None
+    measure = lambda argv: bench_sync.measure(bench_sync.parse(argv), sync.methods)
+    return *captured(rank, world, measure, argv), seen
 
 
 def count_messages():
@@ -90,19 +79,16 @@ def count_messages():
 
 
 def test_measured_bytes_equal_the_counted_bytes(tmp_path):
-    results = processes(
-        2, _bench, ["--params", "100001", "--trials", "2", "--device", "cpu", "--out", str(tmp_path)],
-        count_messages,
-    )
+    results = processes(2, _bench,
+                        ["--params", "100001", "--trials", "2", "--device", "cpu", "--out", str(tmp_path)],
+                        count_messages)
     assert [code for code, *_ in results] == [0, 0], results
     found = json.loads((tmp_path / "results" / "sync_measured_2.json").read_text())
     theta, rows = found["bytes_of_theta"], found["rows"]
     assert 4 * 100001 <= theta < 4 * 100001 + 64 * 32  # 32 tensors, each padded to 64 bytes
     short = theta // 4 + 4 * 32         # and each tensor's s
-    expect = {
-        "exchange of theta": theta, "all-reduce of theta": theta, "DDP: gradient": theta, "DiLoCo": theta,
-        "NoLoCo": theta, "NoLoCo, one byte a weight": short, "memcpy of theta": 0,
-    }
+    expect = {"exchange of theta": theta, "all-reduce of theta": theta, "DDP: gradient": theta,
+              "DiLoCo": theta, "NoLoCo": theta, "NoLoCo, one byte a weight": short, "memcpy of theta": 0}
     assert {name: row["bytes"] for name, row in rows.items()} == expect
     # one round of every row that sends messages, in the order of the table, 1 + 2 times
     for _, _, sent in results:
@@ -112,37 +98,26 @@ def test_measured_bytes_equal_the_counted_bytes(tmp_path):
         assert f"| {name} | " in results[0][1] and f"] | {row['bytes'] / 1e6:.0f} | " in results[0][1]
 
 
-@pytest.mark.parametrize(
-    "world, argv, error",
-    [
-        (1, [], "nothing to do"),
-        (1, ["--simulate", "--mbit", "0"], "--mbit"),
-        (1, ["--simulate", "--latency-std", "-1"], "--latency-std"),
-        (1, ["--simulat"], "--simulat"),
-        (2, ["--simulate"], "no torchrun"),
-        (2, ["--trials", "0"], "--trials"),
-        (2, ["--params", "nan"], "--params"),
-    ],
-)
+@pytest.mark.parametrize("world, argv, error", [
+    (1, "", "nothing to do"), (1, "--simulate --mbit 0", "--mbit"),
+    (1, "--simulate --latency-std -1", "--latency-std"), (1, "--simulat", "--simulat"),
+    (2, "--simulate", "no torchrun"), (2, "--trials 0", "--trials"), (2, "--params nan", "--params"),
+])
 def test_bad_bench_options_get_one_clear_line(world, argv, error, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    if world > 1:
-        monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(SystemExit) as stop:
-        bench_sync.main(argv)
+        bench_sync.main(argv.split())
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and error in lines[0]
 
 
 def test_bad_bench_options_under_several_processes_are_printed_by_rank_0_alone(tmp_path):
-    (code, out, _), (other, silence, _) = processes(
-        2, _bench, ["--trials", "-3", "--device", "cpu"], cwd=tmp_path
-    )
+    (code, out, _), (other, silence, _) = processes(2, _bench, ["--trials", "-3", "--device", "cpu"],
+                                                    cwd=tmp_path)
     assert (code, other, silence) == (2, 2, "")
-    assert out.startswith("error: ")
-    assert out.count("\n") == 1
-    assert "--trials" in out
+    assert out.startswith("error: ") and out.count("\n") == 1 and "--trials" in out
 
 
 def test_pictures_without_matplotlib_name_the_extra(monkeypatch, tmp_path):
@@ -152,9 +127,11 @@ def test_pictures_without_matplotlib_name_the_extra(monkeypatch, tmp_path):
 
 
 def test_bench_works_copied_beside_noloco_alone(tmp_path):
+    """With two numbers of replicas: more take ten seconds."""
     for name in ("bench_sync.py", "noloco.py"):
         shutil.copy(HERE / name, tmp_path)
-    line = [sys.executable, "bench_sync.py", "--simulate", "--draws", "0.001"]
+    program = "import bench_sync\nbench_sync.COUNTS = 4, 1024\nbench_sync.main()"
+    line = [sys.executable, "-c", program, "--simulate", "--draws", "0.001"]
     alone = {**os.environ, "WORLD_SIZE": "1", "PYTHONPATH": ""}
     out = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=alone)
     assert out.returncode == 0 and "| NoLoCo here, one exchange | " in out.stdout, out.stderr

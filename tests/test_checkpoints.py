@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import train
 from plumbing import checkpoints
 from plumbing.processes import BadInput
-from tests.harness import NEEDS_MUON, SMALL, checkpoint, metrics, options, processes, run, train_main
+from tests.harness import NEEDS_MUON, SMALL, captured, checkpoint, metrics, options, processes, run
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,9 @@ def done(corpus, tmp_path_factory):
     return folder
 
 
-def refused(world, *argv, cwd, main=train_main):
+def refused(world, *argv, cwd, main=train.main):
     """The line of rank 0 when all ranks end with status 2; no other rank prints."""
-    results = processes(world, main, [str(a) for a in argv], cwd=cwd)
+    results = processes(world, captured, main, [str(a) for a in argv], cwd=cwd)
     assert [code for code, _ in results] == [2] * world
     assert not any(text for _, text in results[1:]) and results[0][1].count("\n") == 1
     return results[0][1]
@@ -77,13 +77,10 @@ def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
     same = lambda line: {k: v for k, v in line.items() if "second" not in k and k not in timed}
     assert list(map(same, metrics(again))) == list(map(same, metrics(whole)))
     for rank in range(4):
-        a, b = checkpoint(whole, 12, rank), checkpoint(again, 12, rank)
-        assert torch.equal(a["theta"], b["theta"])
-        assert torch.equal(a["outer"]["phi"], b["outer"]["phi"])
-        assert a["cursor"] == b["cursor"]
-        both = ([x for x in tree_leaves(state["adam"]) if torch.is_tensor(x)] for state in (a, b))
-        for x, y in zip(*both, strict=True):
-            assert torch.equal(x, y)
+        both = (checkpoint(folder, 12, rank) for folder in (whole, again))
+        leaves = [tree_leaves([s["theta"], s["outer"]["phi"], s["cursor"], s["adam"]]) for s in both]
+        for x, y in zip(*leaves, strict=True):
+            assert torch.equal(x, y) if torch.is_tensor(x) else x == y
     # the last two are kept; instead of a damaged one the one before is taken
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["00000006", "00000012"]
     broken = whole / "checkpoints/00000012/rank2.pt"
@@ -129,22 +126,21 @@ def test_a_folder_is_taken_once_and_found_again_by_a_restart(tmp_path, monkeypat
         assert checkpoints.new_folder(options(*argv)) == name
 
 
-def _main_in_own_folder(rank, world, argv):
+def _main_in_own_folder(argv):
     """Each rank on a machine of its own, as far as files go."""
-    Path(f"machine{rank}").mkdir(exist_ok=True)
-    os.chdir(f"machine{rank}")
-    return train_main(rank, world, argv)
+    folder = Path(f"machine{os.environ['RANK']}")
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    train.main(argv)
 
 
 def test_machines_without_a_shared_folder_resume_and_one_without_its_part_refuses(corpus, tmp_path):
-    argv = ["--steps", "4", "--save-every", "2", "--data", str(corpus), "--name", "x", *SMALL]
-    assert all(code == 0 for code, _ in processes(2, _main_in_own_folder, argv, cwd=tmp_path))
+    in_own = dict(cwd=tmp_path, main=_main_in_own_folder)
+    run(2, "--steps", 4, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL, **in_own)
     assert not (tmp_path / "machine1/runs/x/config.json").exists()
-    results = processes(2, _main_in_own_folder, ["--resume", "runs/x", "--steps", "6"], cwd=tmp_path)
-    assert all(code == 0 for code, _ in results) and "from step 4" in results[0][1]
+    assert "from step 4" in run(2, "--resume", "runs/x", "--steps", 6, **in_own)
     shutil.rmtree(tmp_path / "machine1")
-    line = refused(2, "--resume", "runs/x", cwd=tmp_path, main=_main_in_own_folder)
-    assert "no sound checkpoint that all 2 ranks hold" in line
+    assert "no sound checkpoint that all 2 ranks hold" in refused(2, "--resume", "runs/x", **in_own)
 
 
 def test_a_run_goes_on_where_its_data_were_moved_and_not_with_other_data(corpus, done, tmp_path):

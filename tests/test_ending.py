@@ -32,8 +32,8 @@ def _interrupted(rank, world, argv, number):
 @pytest.mark.parametrize("number, extra", [(signal.SIGINT, ["--gamma", "1.0"]),
                                            (signal.SIGTERM, ["--survive", "30"])])
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_to_the_bit(number, extra, corpus, tmp_path):
-    argv = ["--stages", "2,2", "--inner-steps", 4, "--steps", 9, "--eval-every", 4, "--data", corpus]
-    argv = [*map(str, [*argv, *extra, *SMALL])]
+    argv = ["--stages", "2,2", "--inner-steps", "4", "--steps", "9", "--eval-every", "4", *extra, *SMALL,
+            "--data", str(corpus)]
     results = processes(4, _interrupted, [*argv, "--name", "x"], number, cwd=tmp_path)
     assert [code for code, _ in results] == [128 + number] * 4
     (step,) = (int(p.name) for p in (tmp_path / "runs/x/checkpoints").iterdir())
@@ -45,9 +45,9 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_to_the_bit(num
     for rank in range(4):
         stopped, whole = (checkpoint(tmp_path / "runs" / name, 9, rank) for name in ("x", "whole"))
         assert torch.equal(stopped["theta"], whole["theta"])
-    keys = ("step", "heldout_loss", "train_loss", "tokens")
-    rows = [[[row[key] for key in keys] for row in metrics(tmp_path / "runs" / n)] for n in ("x", "whole")]
-    assert rows[0] == rows[1]
+    rows, again = (metrics(tmp_path / "runs" / name) for name in ("x", "whole"))
+    for key in ("step", "heldout_loss", "train_loss", "tokens"):
+        assert [row[key] for row in rows] == [row[key] for row in again]
 
 
 def _small_disk(rank, world, argv, size):
@@ -76,10 +76,9 @@ def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monke
 
     monkeypatch.chdir(tmp_path)
     argv = [*map(str, ["--steps", 4, "--data", corpus, "--name", "x", *SMALL])]
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(Log, "line_of", full)
-        with pytest.raises(SystemExit) as stop:
-            train.main(argv)
+        train.main(argv)
     assert stop.value.code == 2
     line = "error: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"
     said = capsys.readouterr().err.splitlines()[-1]
@@ -94,24 +93,20 @@ def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monke
 def _silent(rank, world, argv):
     """Rank 1 stops in the midst of training; it goes on when rank 0 has said that it is silent."""
     signals.BEAT = 0.1
-    pid = Path("pid")
-    if rank == 1:
-        usual, pid_of_mine = train.inner_step, os.getpid()
+    pid, usual, write = Path("pid"), train.inner_step, tqdm.write
 
-        def stop_once(run, *rest):
-            if run.step == 2 and not pid.exists():
-                pid.write_text(str(pid_of_mine))
-                os.kill(pid_of_mine, signal.SIGSTOP)
-            return usual(run, *rest)
-        train.inner_step = stop_once
-    else:
-        write = tqdm.write
+    def stop_once(run, *rest):
+        if rank == 1 and run.step == 2 and not pid.exists():
+            pid.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return usual(run, *rest)
 
-        def wake(text, *args, **kwargs):
-            write(text, *args, **kwargs)
-            if "no sign of life" in text:
-                os.kill(int(pid.read_text()), signal.SIGCONT)
-        tqdm.write = staticmethod(wake)
+    def wake(text, *args, **kwargs):
+        write(text, *args, **kwargs)
+        if "no sign of life" in text:
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+
+    train.inner_step, tqdm.write = stop_once, staticmethod(wake)
     return captured(rank, world, train.main, argv)
 
 

@@ -198,37 +198,28 @@ def own_addresses():
     return {address: name for name, address in first.items()}
 
 
-@pytest.fixture
-def launch(monkeypatch):
+def launch(monkeypatch, local, world, master, names=None):
     """Set the environment as torchrun does before a process: no interface given. None: not there."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what gloo_interface sets is undone
-
-    def launch(local, world, master, names=None):
-        for name, value in dict(
-            LOCAL_WORLD_SIZE=local, WORLD_SIZE=world, MASTER_ADDR=master, GLOO_SOCKET_IFNAME=names
-        ).items():
-            monkeypatch.setenv(name, value or "")
-            if value is None:
-                monkeypatch.delenv(name)
-
-    return launch
+    given = dict(os.environ, LOCAL_WORLD_SIZE=local, WORLD_SIZE=world, MASTER_ADDR=master,
+                 GLOO_SOCKET_IFNAME=names)
+    monkeypatch.setattr(os, "environ", {name: value for name, value in given.items() if value is not None})
 
 
 @pytest.mark.parametrize("names", ["eth7", "eth7,ib3", ""])
 @pytest.mark.parametrize("local", ["2", "4"])
-def test_gloo_interface_keeps_what_is_set(names, local, launch):
-    launch(local, "4", "127.0.0.1", names)
+def test_gloo_interface_keeps_what_is_set(names, local, monkeypatch):
+    launch(monkeypatch, local, "4", "127.0.0.1", names)
     assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == names
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "198.51.100.7", "no-such-host.invalid", None])
-def test_gloo_interface_of_one_host_is_the_loopback_whatever_the_master(master, launch):
-    launch("4", "4", master)
+def test_gloo_interface_of_one_host_is_the_loopback_whatever_the_master(master, monkeypatch):
+    launch(monkeypatch, "4", "4", master)
     assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == own_addresses()["127.0.0.1"]
 
 
 @pytest.mark.parametrize("local, world", [("2", "4"), (None, None)])
-def test_gloo_interface_of_several_hosts_reaches_the_master(local, world, launch):
+def test_gloo_interface_of_several_hosts_reaches_the_master(local, world, monkeypatch):
     """Each address of this host, and one that is elsewhere where there is a way to it.
 
     The oracle is the system's routing table: the interface that has the address which it would send from.
@@ -236,11 +227,11 @@ def test_gloo_interface_of_several_hosts_reaches_the_master(local, world, launch
     """
     own = own_addresses()
     for master in (*own, "198.51.100.7"):
-        launch(local, world, master)
+        launch(monkeypatch, local, world, master)
         (route,) = ip("route", "get", master) or [[]]
         if "src" in route:
-            want = own[route[route.index("src") + 1]]
-            assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == want
+            way = own[route[route.index("src") + 1]]
+            assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == way
         else:
             assert master not in own
             with pytest.raises(OSError):

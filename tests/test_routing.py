@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +25,8 @@ from planning.training import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
 from plumbing.processes import BadInput, Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
-from tests.harness import (
-    SMALL, SMALL_CONFIG, checkpoint, connected_job, metrics, options, processes, run, train_main
-)
+from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, metrics, options, processes, run,
+                           train_main)
 from tools import emulate
 
 
@@ -258,12 +258,8 @@ class Clocked:
         Clocked.now += Clocked.seconds
 
 
-class TimedClock(Timed, Clocked):
-    pass
-
-
 def test_a_rank_knows_by_how_much_its_tasks_became_longer(monkeypatch):
-    pipeline = TimedClock()
+    pipeline = type("TimedClock", (Timed, Clocked), {})()
     monkeypatch.setattr("planning.replan.time.perf_counter", lambda: Clocked.now)
     base = [1.0, 1.0, 0.5, 2.0, 2.0]        # forward, loss and backward, each in its own proportion
 
@@ -293,14 +289,11 @@ def test_a_plan_is_made_anew_only_where_it_pays(factor, share, anew, monkeypatch
     job.share = lambda name, text: [str(f) for f in factors] if name.startswith("factor") else [text]
     o = options("--stages", "1,2,2", "--routing", "skippipe", "--microbatches", 4, "--replan", share)
     routes = train.ReplanningRoutes(job, o, SimpleNamespace(slower=lambda: 1.0), FIVE.stages, planned(1))
-    tried, slow = [], slowed(FIVE, factor)
-
-    def another(network, *args):
-        tried.append(network)
-        return planned(factor)
+    slow, another = slowed(FIVE, factor), mock.Mock(return_value=planned(factor))
     monkeypatch.setattr("planning.replan.plan_paths", another)
     for step in (10, 20):
         routes.renew(step)
-    assert tried == [slow] * (factor > 1)           # once, not at every evaluation
+    # once, not at every evaluation
+    assert [call.args[0] for call in another.call_args_list] == [slow] * (factor > 1)
     assert (takes(slow, planned(1)) > (1 + share) * takes(slow, planned(factor))) == anew
     assert routes.plan == planned(factor if anew else 1) and len(job.news()) == anew

@@ -27,28 +27,14 @@ from plumbing.processes import Job, restarts
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob
 from survive.pipeline import SurvivingPipeline
-from tests.harness import (
-    SMALL, checkpoint, fork, metrics, processes, rank_process, run, store_host, train_main
-)
+from tests.harness import (SMALL, checkpoint, fork, metrics, processes, rank_process, run, store_host,
+                           train_main)
 
 
-class Fault(enum.Enum):
-    DIE_BEFORE_EXCHANGE = enum.auto()
-    DIE_IN_EXCHANGE = enum.auto()
-    HANG = enum.auto()
-    SLOW = enum.auto()
-    SEND_NAN = enum.auto()
-    DIE_IN_FORWARD = enum.auto()
-    DIE_IN_BACKWARD = enum.auto()
-    CRASH_IN_CHECKPOINT = enum.auto()
-    DIE_IN_EVALUATION = enum.auto()
-    LOSE_STORE = enum.auto()
-
-
-FAULTS = [
-    "--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
-    "--save-every", 20, "--name", "x", *SMALL, "--layers", 1,
-]
+Fault = enum.Enum("Fault", """DIE_BEFORE_EXCHANGE DIE_IN_EXCHANGE HANG SLOW SEND_NAN DIE_IN_FORWARD
+    DIE_IN_BACKWARD CRASH_IN_CHECKPOINT DIE_IN_EVALUATION LOSE_STORE""")
+FAULTS = ["--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
+          "--save-every", 20, "--name", "x", *SMALL, "--layers", 1]
 LONG = ["--steps", 120, "--eval-every", 60, "--save-every", 60, "--lr", 1e-2]
 OFTEN = ["--eval-every", 20, "--save-every", 20]
 JOBS = {  # ranks, options, the rank that fails
@@ -61,27 +47,50 @@ JOBS = {  # ranks, options, the rank that fails
 }
 
 
-def die():
+NOW = types.SimpleNamespace(fault=None)     # what is wrong with this process
+POST = SurvivingNoLoCo.post
+
+
+def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_of(fault, this):
-    if fault is this:
-        die()
+def die_in_exchange(*args):
+    POST(*args)
+    die()
 
 
-def fall_due(now, faults, pipeline, step, store):
-    """now.fault becomes the one whose step has come."""
-    if now.queue is None:
-        now.queue = [f for f in faults if f[1] >= step]
-    if now.queue and step >= now.queue[0][1]:
-        now.fault = now.queue.pop(0)[0]
-        if now.fault is Fault.HANG:
-            pipeline.job.store.set("stopped", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if now.fault is Fault.LOSE_STORE:       # when nobody still evaluates an earlier step
-            pipeline.job.store.wait([f"begun/{step - 1}/{r}" for r in range(pipeline.job.world)])
-            os.kill(store, signal.SIGKILL)
+def send_nan(outer):
+    outer.theta[7], NOW.fault = math.nan, None
+
+
+def write_half(state, file):
+    file.write(b"half of it")
+    file.flush()
+    die()
+
+
+ACTS = {    # fault: (at a call of what, what this process does before it)
+    Fault.DIE_BEFORE_EXCHANGE: (SurvivingNoLoCo, "exchange", die),
+    Fault.DIE_IN_EXCHANGE: (SurvivingNoLoCo, "post", die_in_exchange),
+    Fault.SEND_NAN: (SurvivingNoLoCo, "exchange", send_nan),
+    Fault.DIE_IN_FORWARD: (Llama, "blocks", die),
+    Fault.SLOW: (Llama, "blocks", lambda *_: time.sleep(0.02)),
+    Fault.DIE_IN_BACKWARD: (torch.Tensor, "backward", die),
+    Fault.CRASH_IN_CHECKPOINT: (torch, "save", write_half),
+    Fault.DIE_IN_EVALUATION: (plumbing.report, "weight_spread", die),
+}
+
+
+def act_at(fault, owner, name, act):
+    call = getattr(owner, name)
+
+    def acting(*args):
+        if NOW.fault is fault:
+            act(*args)
+        return call(*args)
+
+    setattr(owner, name, acting)
 
 
 def inject(faults, store):
@@ -89,52 +98,28 @@ def inject(faults, store):
 
     Those before the step at which it starts are over.
     """
-    begin, post, exchange = SurvivingPipeline.begin, SurvivingNoLoCo.post, SurvivingNoLoCo.exchange
-    blocks, backward, save = Llama.blocks, torch.Tensor.backward, torch.save
-    spread = plumbing.report.weight_spread
-    now = types.SimpleNamespace(fault=None, queue=None)
+    begin, queue = SurvivingPipeline.begin, None
 
     def beginning(pipeline, step, *args):
+        nonlocal queue
+        job = pipeline.job
         with contextlib.suppress(RuntimeError):     # the store may be lost by now
-            pipeline.job.store.set(f"begun/{step}/{pipeline.job.rank}", "")
-        fall_due(now, faults, pipeline, step, store)
+            job.store.set(f"begun/{step}/{job.rank}", "")
+        if queue is None:
+            queue = [f for f in faults if f[1] >= step]
+        if queue and step >= queue[0][1]:
+            NOW.fault = queue.pop(0)[0]
+            if NOW.fault is Fault.HANG:
+                job.store.set("stopped", str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if NOW.fault is Fault.LOSE_STORE:       # when nobody still evaluates an earlier step
+                job.store.wait([f"begun/{step - 1}/{r}" for r in range(job.world)])
+                os.kill(store, signal.SIGKILL)
         return begin(pipeline, step, *args)
 
-    def exchanging(outer):
-        die_of(now.fault, Fault.DIE_BEFORE_EXCHANGE)
-        if now.fault is Fault.SEND_NAN:
-            outer.theta[7], now.fault = math.nan, None
-        return exchange(outer)
-
-    def posting(outer, *args):
-        posted = post(outer, *args)
-        die_of(now.fault, Fault.DIE_IN_EXCHANGE)
-        return posted
-
-    def forward(model, x):
-        die_of(now.fault, Fault.DIE_IN_FORWARD)
-        if now.fault is Fault.SLOW:
-            time.sleep(0.02)  # the fault itself
-        return blocks(model, x)
-
-    def backwards(*args):
-        die_of(now.fault, Fault.DIE_IN_BACKWARD)
-        return backward(*args)
-
-    def saving(state, file):
-        if now.fault is Fault.CRASH_IN_CHECKPOINT:
-            file.write(b"half of it")
-            file.flush()
-            die()
-        save(state, file)
-
-    def evaluating(*args):
-        die_of(now.fault, Fault.DIE_IN_EVALUATION)
-        return spread(*args)
-
-    SurvivingPipeline.begin, SurvivingNoLoCo.post, SurvivingNoLoCo.exchange = beginning, posting, exchanging
-    Llama.blocks, torch.Tensor.backward, torch.save = forward, backwards, saving
-    plumbing.report.weight_spread = evaluating
+    SurvivingPipeline.begin = beginning
+    for fault, at_call in ACTS.items():
+        act_at(fault, *at_call)
 
 
 def _faulty(rank, slots, world, helper, argv, faults, store):
@@ -172,10 +157,8 @@ def sound(corpus, tmp_path_factory):
     return loss
 
 
-SMOKE = [
-    (Fault.DIE_IN_EXCHANGE, "one stage"), (Fault.SEND_NAN, "one stage"),
-    (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.LOSE_STORE, "pipeline"), (Fault.HANG, "skip"),
-]
+SMOKE = [(Fault.DIE_IN_EXCHANGE, "one stage"), (Fault.SEND_NAN, "one stage"),
+         (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.LOSE_STORE, "pipeline"), (Fault.HANG, "skip")]
 CASES = [pytest.param(f, j, id=f"{f.name}-{j}", marks=[] if (f, j) in SMOKE else pytest.mark.faults)
          for j in JOBS for f in Fault]
 
@@ -244,12 +227,9 @@ def survivors(corpus, tmp_path_factory):
 
 
 def test_survivors_leave_checkpoints_that_name_the_dead(survivors):
-    folder = survivors / "runs/x/checkpoints"
-    # 20: the last that all hold
-    assert sorted(p.name for p in folder.iterdir()) == ["00000020", "00000040", "00000060"]
-    assert sorted(p.name for p in (folder / "00000060").iterdir()) == [
-        "rank0.pt", "rank1.pt", "rank2.dead", "rank3.pt"
-    ]
+    names = lambda folder: sorted(path.name for path in (survivors / "runs/x/checkpoints" / folder).iterdir())
+    assert names("") == ["00000020", "00000040", "00000060"]        # 20: the last that all hold
+    assert names("00000060") == ["rank0.pt", "rank1.pt", "rank2.dead", "rank3.pt"]
 
 
 def _return(argv):
@@ -299,9 +279,8 @@ def _intrude(argv):
 
 def test_joining_a_pipeline_is_refused_by_the_joiner_alone(corpus, tmp_path):
     *results, (code, text) = failing("pipeline", [], tmp_path, "--data", corpus, helper=_intrude)
-    assert code == 2
+    assert code == 2 and text.count("\n") == 1
     assert text.startswith("error: --join is for --method noloco on one stage")
-    assert text.count("\n") == 1
     assert [code for code, _ in results] == [0] * 4
 
 
@@ -321,8 +300,7 @@ def test_a_stage_without_replicas_is_left_out_or_ends_the_run_with_a_checkpoint(
     rows = metrics(tmp_path / "runs/x")
     if skip:
         assert [code for code, _ in results[:2]] == [0, 0]
-        assert rows[-1]["step"] == 60
-        assert rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
+        assert rows[-1]["step"] == 60 and rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
         assert [row["stages_left_out"] for row in rows if row.get("event") == "dead"] == [[2]]
     else:
         line = "stopped: rank {} at step 23: every replica of stage 2 is gone and without --skip "
@@ -411,9 +389,8 @@ def test_soak(corpus, tmp_path):
         def start(rank, *extra):
             pipes[rank], theirs = fork.Pipe()
             inputs = (world, None, [*argv, *extra], faults, pid)
-            children[rank] = fork.Process(
-                target=rank_process, args=(theirs, rank, world, port, True, str(tmp_path), _faulty, inputs)
-            )
+            inputs = (theirs, rank, world, port, True, str(tmp_path), _faulty, inputs)
+            children[rank] = fork.Process(target=rank_process, args=inputs)
             children[rank].start()
             theirs.close()
 

@@ -37,7 +37,7 @@ def test_a_rule_of_ones_own_mixes_as_it_says():
 def _transformers(rank, world, folder):
     """(this rank's weights after each step, whether each gradient was its own to the bit)."""
     transformers = pytest.importorskip("transformers")
-    scope = recipe("transformers.Trainer")
+    noloco_trainer = recipe("transformers.Trainer")["noloco_trainer"]
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
@@ -61,8 +61,7 @@ def _transformers(rank, world, folder):
             weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
 
     dataset = [dict(input_ids=row, labels=row) for row in tokens]
-    trainer = scope["noloco_trainer"](
-        model, args, dataset, inner_steps=INNER_STEPS, alpha=0, beta=1)
+    trainer = noloco_trainer(model, args, dataset, inner_steps=INNER_STEPS, alpha=0, beta=1)
     trainer.add_callback(Watch)
     model.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
     trainer.train()
