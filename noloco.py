@@ -8,7 +8,7 @@ Then a random group of n replicas (usually two) does the outer step. All means a
     phi_i   <- phi_i + delta_i ;   theta_i <- phi_i                                        (N3)
 
 N1 to N3 are the paper's Eqs. 1 to 3. With a group of everyone and equal phi they are DiLoCo's step
-(arXiv 2311.08105). What travels follows from N2 with N1 put in and regrouped:
+(arXiv 2311.08105, which takes true Nesterov momentum). What travels follows from N2 with N1 put in:
 
     delta_i <- alpha delta_i + beta (mean(theta) - phi_i) + (gamma - beta) (mean(phi) - phi_i)   (N2')
 
@@ -27,16 +27,14 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-PIECE = 1 << 17     # floats: the outer step works on pieces that stay in cache, since memory bounds it
-
 
 def random_groups(ranks, size, step, seed):
     """A random partition of `ranks` into max(1, N // size) groups whose sizes differ by at most one.
 
-    Calls with equal arguments draw equal lists of sorted tuples, so replicas need not agree on a draw.
+    Calls with equal arguments, ranks in the same order, draw equal lists, so replicas need not agree.
     """
     order = list(ranks)
-    random.Random(f"groups {seed} {step} {order[0]}").shuffle(order)    # order[0]: each stage draws its own
+    random.Random(f"groups {seed} {step} {order[0]}").shuffle(order)    # order[0]: pipeline stages draw apart
     count = max(1, len(order) // size)
     return [tuple(sorted(order[g::count])) for g in range(count)]
 
@@ -53,6 +51,8 @@ def outer_update(phi, delta, mean_theta, mean_phi, alpha, beta, gamma):
 class NoLoCo:
     """N1 to N3 for any model and optimizer: call `step()` after every step of the inner optimizer.
 
+    First call init_process_group, then load, tie and move the model, then make this: phi starts as the
+    weights are now. Numbers that are not finite are not checked here.
     params: model.parameters(), equal on all replicas. They become views of one vector (see `flatten`, also
     for the errors). Frozen parameters and buffers stay as they are and do not travel.
     ranks: the global ranks of this model's replicas (of this pipeline stage, of this shard); None: all.
@@ -66,8 +66,9 @@ class NoLoCo:
 
     def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=None,
                  group_size=2, seed=0):
-        if inner_steps < 1 or group_size < 2:
-            raise ValueError(f"inner_steps >= 1 and group_size >= 2, not {inner_steps} and {group_size}")
+        alone = ranks is None and dist.is_torchelastic_launched() and not dist.is_initialized()
+        if inner_steps < 1 or group_size < 2 or alone:
+            raise ValueError("NoLoCo needs inner_steps >= 1, group_size >= 2 and init_process_group before")
         self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
         self.alpha, self.beta, self.gamma = alpha, beta, beta if gamma is None else gamma
         self.params = list(params)
@@ -75,7 +76,7 @@ class NoLoCo:
         self.phi = self.theta.clone()
         self.delta = torch.zeros_like(self.theta)
         self.places = self.whereabouts()
-        self.pieces = 1 << 24 if self.theta.is_cuda else PIECE
+        self.pieces = 1 << 24 if self.theta.is_cuda else 1 << 17   # floats at once; on CPUs they fit in cache
         self.steps = self.bytes_sent = self.alike = 0
         self.buffers = {}
         self.rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -97,7 +98,10 @@ class NoLoCo:
         return due
 
     def outer_step(self, thetas, phis, n):
-        """N1 to N3. n: how many replicas the thetas add up to. phis: empty where gamma = beta."""
+        """N1 to N3. n: how many replicas the thetas add up to; DiLoCo passes one sum of n.
+
+        phis: empty where gamma = beta.
+        """
         vectors = self.theta, self.phi, self.delta, *thetas, *phis
         for theta, phi, delta, *others in zip(*(v.split(self.pieces) for v in vectors)):
             others = [v.to(theta.device) for v in others]
@@ -142,7 +146,7 @@ class NoLoCo:
         return vector if vector.device == self.message_device else self.buffer(name, vector).copy_(vector)
 
     def decode(self, message):
-        """What `outer_step` splits and reads once the message has arrived."""
+        """A vector, or what `split`s like one, of a message that may still be under way. Here the message."""
         return message
 
     def buffer(self, key, like):
@@ -152,19 +156,20 @@ class NoLoCo:
         return self.buffers[key]
 
     def notice(self, thetas):
-        """The first rank warns once if partners twice running arrive with equal thetas that have moved."""
-        first, *others = (theta[:PIECE].to(self.phi.device) for theta in thetas)
+        """The first rank warns if partners twice running bring equal thetas that have moved (a sample)."""
+        first, *others = (theta[:1000].to(self.phi.device) for theta in thetas)
         alike = others and all(torch.equal(first, other) for other in others)
-        self.alike += 1 if alike and not torch.equal(first, self.phi[:PIECE]) else -self.alike
+        self.alike = self.alike + 1 if alike and not torch.equal(first, self.phi[:1000]) else 0
         if self.alike == 2 and self.rank == self.ranks[0]:
             warnings.warn("partners hold equal weights already: is something else averaging gradients? DDP?")
 
     def whereabouts(self):
+        """Where each trainable parameter lies: another place, and theta is not its vector any more."""
         return [p.requires_grad and p.data_ptr() for p in self.params]
 
     def compare(self):
         """At the first step the first replica warns of initial weights that differ (8 bytes each)."""
-        mine = sum(v.view(torch.int32).sum() for v in self.phi.split(PIECE)).to(self.message_device)
+        mine = sum(v.view(torch.int32).sum() for v in self.phi.split(1 << 20)).to(self.message_device)
         if self.rank != self.ranks[0]:
             return dist.send(mine, self.ranks[0])
         for r in self.ranks[1:]:
@@ -180,7 +185,7 @@ class NoLoCo:
         return {"phi": self.phi, "delta": self.delta, "steps": self.steps}
 
     def load_state_dict(self, state):
-        """All replicas load together. Raises RuntimeError when the state is of another model."""
+        """All replicas load together. Raises RuntimeError when the state has another number of weights."""
         self.phi.copy_(state["phi"])
         self.delta.copy_(state["delta"])
         self.steps = state["steps"]
@@ -219,9 +224,9 @@ def flatten(params):
         first = tensors[0]
         if all(t is not None and t.is_contiguous() and t.data_ptr() == first.data_ptr() + 4 * a
                for t, a in zip(tensors, starts)) \
-                and first.untyped_storage().nbytes() >= 4 * (first.storage_offset() + size):
-            return first.as_strided((size,), (1,))          # they are views of one vector already
-        flat = torch.zeros(size, device=params[0].device)
+                and first.untyped_storage().nbytes() == 4 * size:
+            return first.as_strided((size,), (1,))          # they are views of such a vector already
+        flat = torch.zeros(size, dtype=torch.float32, device=params[0].device)
         for t, a in zip(tensors, starts):
             if t is not None:
                 flat[a:a + t.numel()].view(t.shape).copy_(t)

@@ -77,7 +77,7 @@ def brute_force(thetas, phis, deltas, alpha, beta, gamma):
 @pytest.mark.parametrize("gamma", [0.7, 0.0, 1.1])
 def test_outer_step_equals_float64_brute_force(n, gamma):
     torch.manual_seed(n)
-    size = 3 * noloco.PIECE + 5  # several pieces, the last one odd
+    size = (3 << 17) + 5  # several pieces, the last one odd
     draw = lambda: [torch.randn(size, dtype=torch.float64).float() for _ in range(n)]
     phis, thetas, deltas = draw(), draw(), draw()
     doubles = ([v.double() for v in vs] for vs in (thetas, phis, deltas))
@@ -366,7 +366,7 @@ def test_ddp_on_two_processes_equals_one_process(tmp_path):
     run(2, *argv, *SMALL, cwd=tmp_path)
     got = checkpoint(tmp_path / "runs/x", 3, 0)["theta"]
     o = train.parse(["--steps", "3", "--data", str(corpus), *SMALL])
-    readers = [load_data(o, i, 2)[1] for i in range(2)]
+    readers = [load_data(o, i, [0, 1])[1] for i in range(2)]
     model = Llama(SMALL_CONFIG)
     theta, _ = flatten(model.parameters())
     adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.999))

@@ -37,7 +37,6 @@ from noloco import DiLoCo, NoLoCo, flatten
 from planning.replan import Replanning, Timed
 from planning.rho import scaled, shares, with_stages_missing
 from planning.training import PLANNERS, idle, measure, plan_paths, read_links
-from plumbing import options
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
 from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import Adam, speed_up
@@ -45,7 +44,7 @@ from plumbing.huggingface import load_weights
 from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
-from plumbing.options import METHODS, MODELS, layout, numbers, option, steps_or_half, whole_config
+from plumbing.options import METHODS, MODELS, layout, option, parse_options, whole_config
 from plumbing.overlap import overlapping
 from plumbing.processes import Average, Job, restarts
 from plumbing.report import Meter, banner
@@ -61,25 +60,24 @@ class Options:
     """Every option, its default and its help. None: from the model's or the method's row above."""
     # how replicas synchronise
     method: str = option("noloco", "how replicas synchronise", choices=list(METHODS))
-    inner_steps: int = option(None, "optimizer steps per outer step (m)")
+    inner_steps: int = option(None, "optimizer steps per outer step (m)", least=1)
     alpha: float = option(None, "outer momentum (N2)")
     beta: float = option(None, "outer learning rate (N2)")
     gamma: float = option(None, "pull between slow weights (N2; default: beta, as in the released code)")
-    group_size: int = option(None, "replicas that average with each other in an outer step (n)")
+    group_size: int = option(None, "replicas that average with each other in an outer step (n)", least=2)
     wire: str = option("fp32", "of a weight to a partner; int8: one byte (noloco)", choices=["fp32", "int8"])
-    delay: int = option(0, "inner steps that messages travel, at most m / 2; half: m // 2; 0: the paper's",
-                        type=steps_or_half)
+    delay: int = option(0, "inner steps that messages travel, at most half of --inner-steps; 0: the paper's")
     # the pipeline
-    stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)", type=numbers(int))
-    layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)", type=numbers(int))
+    stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)")
+    layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)")
     routing: str = option(None, "paths: random at every boundary, always the same, or planned (default: "
                                 "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
     unscaled: bool = option(False, "with --skip, evaluate as the papers do, without the rho rule (planning/)")
     links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
     replan: float = option(0.0, "plan anew where the plan takes this share longer than a new one (0: never)")
-    microbatches: int = option(2, "microbatches per origin and step")
-    batch: int = option(4, "sequences per microbatch")
+    microbatches: int = option(2, "microbatches per origin and step", least=1)
+    batch: int = option(4, "sequences per microbatch", least=1)
     # the model
     model: str = option("tiny", "tiny, or a paper's, for 0.5M, 1M, 2M tokens a step", choices=list(MODELS))
     hidden: int = option(None, "hidden size")
@@ -88,27 +86,27 @@ class Options:
     kv_heads: int = option(None, "key-value heads (default: heads)")
     mlp: int = option(None, "intermediate size of the MLP")
     vocab: int = option(None, "vocabulary size")
-    seq_len: int = option(None, "tokens per sequence")
+    seq_len: int = option(None, "tokens per sequence", least=1)
     rope_theta: float = option(10000.0, "base of the rotary positions")
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     tied: bool = option(False, "the head is the embedding")
     init_from: str = option(None, "start from a folder in Hugging Face's form, its dimensions and weights")
     # the inner optimizer
     optimizer: str = option("adam", "muon: for layers' matrices, Adam for the rest", choices=["adam", "muon"])
-    steps: int = option(None, "inner steps in all")
+    steps: int = option(None, "inner steps in all", least=1)
     lr: float = option(None, "peak rate; after warm-up a cosine to a tenth of it")
     warmup: int = option(None, "steps of linear warm-up")
     beta2: float = option(0.95, "Adam's, of squared gradients: as Llama; the papers' released code: 0.999")
-    clip: float = option(1.0, "largest norm of a rank's gradient")
+    clip: float = option(1.0, "largest norm of a rank's gradient", least=1e-6)
     # data
     data: str = option(None, "text file or folder, or nanoGPT .bin (default: Python's own library)")
     tokenizer: str = option(None, "a Hugging Face tokenizer.json (default: bytes)")
     # the run
     name: str = option(None, "the run is kept in runs/NAME (default: method, stages and time)")
     resume: str = option(None, "run folder to go on with; its options hold unless given again")
-    eval_every: int = option(100, "steps between evaluations")
-    eval_sequences: int = option(128, "held-out sequences per evaluation and replica")
-    save_every: int = option(100, "steps between checkpoints")
+    eval_every: int = option(100, "steps between evaluations", least=1)
+    eval_sequences: int = option(128, "held-out sequences per evaluation and replica", least=1)
+    save_every: int = option(100, "steps between checkpoints", least=1)
     seed: int = option(0, "of weights, data order, routes and groups")
     # the machine
     dtype: str = option("float32", "of compute; all else stays fp32", choices=["float32", "bfloat16"])
@@ -121,7 +119,7 @@ class Options:
 
 def parse(argv, world=1):
     """The run's Options. Raises BadInput."""
-    return options.parse(Options, argv, world, __doc__.splitlines()[0])
+    return parse_options(Options, argv, world, __doc__.splitlines()[0])
 
 
 # ---------------------------------------------------------------- the executor
@@ -434,13 +432,12 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     config = job.together(whole_config, o)
     if o.links and not o.resume:
         job.together(read_links, o.links, stages)                       # refused before any work
-    corpus, reader = job.together(origin_data, o, job.rank, stages[0])
+    corpus, reader = job.together(load_data, o, job.rank, stages[0])
     model = speed_up(Llama(config, layers[stage], ends, o.seed, job.device))
     if o.init_from and not o.resume:
         job.together(load_weights, model, o.init_from)
     theta, grad = flatten(model.parameters())
-    muon = o.optimizer == "muon"
-    inner = job.together(Muon, grad, model, o.beta2) if muon else Adam(theta, grad, o.beta2)
+    inner = job.together(Muon, grad, model, o.beta2) if o.optimizer == "muon" else Adam(theta, grad, o.beta2)
     run = Run(job, o, stages, stage, config, corpus, reader, model, theta, inner, take_folder(o, job))
     if o.compile:
         for layer in model.model.layers.values():
@@ -453,11 +450,6 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     job.say(banner(run))
     run.routes = Routes(job, o, run.pipeline, stages, plan)
     return run
-
-
-def origin_data(o, rank, origins):
-    """(corpus, reader) on an origin, which reads its own part; (None, None) on others."""
-    return load_data(o, origins.index(rank), len(origins)) if rank in origins else (None, None)
 
 
 def train(run):
@@ -522,7 +514,7 @@ def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
-    o = Options(**job.agree_on("options", lambda: vars(parse(argv, job.world))))
+    o = Options(**job.agree(parse, argv))
     argv = sys.argv if argv is None else argv
     if o.survive or "--join" in argv:
         from survive import parts

@@ -157,7 +157,7 @@ def short(argv):
 
     run = built(Job(), argv, make_outer=make_outer)
     if run.average:
-        run.average = ShortAverage(run.average.all_reduce, run.average.replicas)
+        run.average = ShortAverage(run.stages[run.stage])
     train.train(run)
 
 

@@ -222,7 +222,7 @@ def train_once(run, row):
 
 def built(job, argv, **parts):
     """A train.Run as train.main builds it, with parts of our own."""
-    o = train.Options(**job.agree_on("options", lambda: vars(train.parse(argv, job.world))))
+    o = train.Options(**job.agree(train.parse, argv))
     if o.survive:
         return surviving.build(job, o, argv, **parts)
     job.connect(o)
@@ -243,7 +243,7 @@ def mean_model(folder):
     model = Llama(train.whole_config(o))
     for flat, ranks in zip(export.by_stage(model, layers), stages):
         flat.copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
-    return o, model, load_data(o, 0, 1)[0], export.rho_of(o, parts[0])
+    return o, model, load_data(o, 0, [0])[0], export.rho_of(o, parts[0])
 
 
 def heldout(o, model, corpus):

@@ -100,7 +100,7 @@ class Checkpoints:
             self.job.say(f"warning: {why}; step {step} is taken" for why in damaged + lacking)
             self.job.store.set("whole", str(step))
         elif damaged or not restarts():
-            nothing = f"{self.folder.parent} has no sound checkpoint that all {self.job.world} ranks hold"
+            nothing = f"{self.folder.parent} has no checkpoint that all {self.job.world} ranks hold"
             raise BadInput(", and ".join([*damaged[-1:], nothing]))
         return sound.get(step), [other for other in held if other > step]
 

@@ -8,14 +8,15 @@ import os
 import random
 import re
 import sysconfig
-from bisect import bisect
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 
 import torch
+from torch.utils.data import ConcatDataset
 
 from plumbing.huggingface import named_end
+from plumbing.options import forbid
 from plumbing.processes import BadInput
 
 ENDS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"]       # of a tokenizer that names none
@@ -32,15 +33,17 @@ class Corpus:
     undecodable: int        # bytes of text that are no UTF-8, for a tokenizer that needs it
 
 
-def load_data(o, place, origins):
-    """(corpus, reader): the data, and the sequences of origin number `place` of `origins`, its own part.
+def load_data(o, rank, origins):
+    """(corpus, reader): the data, and the sequences of this origin's own part; (None, None) on other ranks.
 
-    o: data, tokenizer, vocab, seq_len, batch, eval_sequences, init_from and seed. Raises BadInput.
+    o: data, tokenizer, vocab, seq_len, batch, eval_sequences, init_from and seed. origins: ranks. Raises
+    BadInput.
     """
-    corpus, parts = load_corpus(o), []
-    for tokens in corpus.train:
-        share = len(tokens) // origins
-        parts.append(tokens[place * share:(place + 1) * share])
+    if rank not in origins:
+        return None, None
+    corpus, place = load_corpus(o), origins.index(rank)
+    shares = [len(tokens) // len(origins) for tokens in corpus.train]
+    parts = [tokens[place * n:(place + 1) * n] for tokens, n in zip(corpus.train, shares)]
     return corpus, Reader(parts, o.seq_len, f"data {o.seed} {place}")
 
 
@@ -50,30 +53,28 @@ def load_corpus(o):
     Text is read and tokenised here; token files are mapped into memory.
     """
     root, files, kind = find_files(o.data)
-    if kind == "C4":
-        raise BadInput(f"--data {o.data}: training reads text and .bin files; write these shards as .bin "
-                       f"files once: python -m tools.prepare {o.data} FOLDER")
-    tokenizer = load_tokenizer(o.tokenizer)
-    check_vocabulary(tokenizer, kind, o)
+    tokenizer, known = load_tokenizer(o.tokenizer), o.tokenizer or kind == "text"
+    # bytes mean nothing to a Llama that was trained on more tokens
+    if known and (tokenizer.size > o.vocab or o.init_from and not o.tokenizer and tokenizer.size < o.vocab):
+        raise BadInput(f"text needs --vocab {tokenizer.size}, not {o.vocab}, or --init-from's --tokenizer")
     digest = hashlib.sha256(Path(o.tokenizer).read_bytes() if o.tokenizer else b"")
     if kind == "bin":           # too large to read for this
         digest.update(str([(p.relative_to(root).as_posix(), p.stat().st_size) for p in files]).encode())
-
-    def read(paths):
-        return ([mapped(p) for p in paths], None) if kind == "bin" else tokenise(paths, tokenizer, digest)
-
-    try:
-        (train, _), (held, size) = map(read, split(root, files, named=bool(o.data)))
-    except (OSError, RuntimeError) as error:
-        raise BadInput(f"--data {o.data}: {error}")
-    per_token = size and size / sum(map(len, held))
+    train_files, held_files = split(root, files, named=bool(o.data))
+    train, held = (read(paths, kind, tokenizer, digest) for paths in (train_files, held_files))
+    # a byte more for each end
+    per_token = sum(p.stat().st_size + 1 for p in held_files) / sum(map(len, held)) if kind != "bin" else None
     if len(files) == 1:
         (whole,), cut = held, -max(o.seq_len + 1, len(held[0]) // 20)
         train, held = [whole[:cut]], [whole[cut:]]
     needed = (o.eval_sequences + o.batch) * o.seq_len + 1
     heldout = held[0] if len(held) == 1 else torch.cat([part[:needed] for part in held])
-    check_tokens(heldout, train if kind == "bin" else [], o)
-    end = tokenizer.end if o.tokenizer or kind == "text" else None
+    # 16M tokens of each file must do
+    top = max((int(part[:1 << 24].int().max()) for part in (*train, heldout) if len(part)), default=0)
+    forbid(
+        (len(heldout) <= o.seq_len, f"{len(heldout)} held-out tokens: give more data or a smaller --seq-len"),
+        (top >= o.vocab, f"the data has token {top}: give --vocab {top + 1} or more, not {o.vocab}"))
+    end = tokenizer.end if known else None
     return Corpus(train, heldout, digest.hexdigest()[:12], per_token, end, tokenizer.undecodable)
 
 
@@ -88,31 +89,28 @@ def heldout_sequences(corpus, count, seq_len):
 
 
 def find_files(data):
-    """(the folder that paths are relative to, files, bin, C4 or text) of --data, else the standard library.
+    """(the folder that paths are relative to, files, bin or text) of --data, else the standard library.
 
-    Raises BadInput without a file, and for files of several kinds.
+    Raises BadInput without a readable file, and for files of both kinds.
     """
     root, files = (Path(data), [Path(data)]) if data else standard_library()
     if root.is_dir() and data:
         inside = sorted(p for p in root.rglob("*") if p.is_file())
         files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-    if not files or not all(p.is_file() for p in files):
-        raise BadInput(f"{data}: no such file, or a folder without files")
-    kinds = {"bin" if p.suffix == ".bin" else "C4" if p.name.endswith(".json.gz") else "text" for p in files}
-    if len(kinds) > 1:
-        raise BadInput(f"{data} mixes {' and '.join(sorted(kinds))} files: keep one kind in a folder")
-    return root, files, kinds.pop()
+    binary = {p.suffix == ".bin" for p in files}
+    forbid(({os.access(p, os.R_OK) for p in files} != {True}, f"{data}: no such file, or none to read"),
+           (len(binary) > 1, f"{data} mixes .bin files with text: keep one kind in a folder"))
+    return root, files, "bin" if binary.pop() else "text"
 
 
 def standard_library():
     """The .py files of the running Python's own library: real text, on every machine, nothing to download."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib",       # not its own
-                "encodings"}                                                        # near-duplicate tables
-    files = []
-    for folder, inner, names in os.walk(root):      # what is left out is not even listed: it can take seconds
-        inner[:] = [name for name in inner if name not in left_out]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    # not its own, and near-duplicate tables. rglob would take seconds to list them
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}
+    inside = [p for p in root.iterdir() if p.name not in left_out]
+    files = [p for top in inside for p in (top, *top.rglob("*.py"))
+             if p.suffix == ".py" and left_out.isdisjoint(p.relative_to(root).parts)]
     if sum(p.stat().st_size for p in files) < 5e6:
         raise BadInput(f"the standard library in {root} has under 5 MB of .py text: give --data TEXT")
     return root, sorted(files)
@@ -130,13 +128,9 @@ def read_text(path):
     """The bytes of a text file. Raises BadInput for a binary one, which has a zero byte near its start."""
     text = path.read_bytes()
     if b"\0" in text[:8192]:
-        raise BadInput(f"{path} is no text file: its first bytes include a zero; keep text alone in --data")
+        raise BadInput(f"{path} is no text file, its first bytes include a zero: keep text alone there, and "
+                       "write C4's shards as .bin files once: python -m tools.prepare FOLDER OUT")
     return text
-
-
-def mapped(path):
-    """The tokens of a .bin file: uint16 and nothing else."""
-    return torch.from_file(str(path), size=path.stat().st_size // 2, dtype=torch.uint16)
 
 
 # ---- tokens
@@ -167,19 +161,13 @@ class FileTokenizer:
         names = [named] if (named := named_end(file)) else ENDS
         self.end = next((i for i in map(self.inner.token_to_id, names) if i is not None), None)
         if self.end is None:
-            raise ValueError(f"it has no {' or '.join(names)} to end a document: name its eos_token in a "
-                             "tokenizer_config.json beside it")
+            raise ValueError(f"it has no {' or '.join(names)} to end a document (tokenizer_config.json)")
 
     def encode(self, texts):
-        found = self.inner.encode_batch_fast([self.decode(text) for text in texts], add_special_tokens=False)
+        self.undecodable += sum(len(text) - len(text.decode(errors="ignore").encode()) for text in texts)
+        found = self.inner.encode_batch_fast([text.decode(errors="replace") for text in texts],
+                                             add_special_tokens=False)
         return [torch.tensor([*tokens.ids, self.end], dtype=torch.int32) for tokens in found]
-
-    def decode(self, text):
-        try:
-            return text.decode()
-        except UnicodeDecodeError:
-            self.undecodable += len(text) - len(text.decode(errors="ignore").encode())
-            return text.decode(errors="replace")
 
 
 def load_tokenizer(file):
@@ -192,38 +180,15 @@ def load_tokenizer(file):
         raise BadInput(f"--tokenizer {file}: {error}")
 
 
-def tokenise(paths, tokenizer, digest):
-    """([the tokens of these files, in one tensor], the bytes of their text, with one for each end)."""
-    texts, size = map(read_text, paths), 0
-    parts = [torch.empty(0, dtype=torch.uint8)]
+def read(paths, kind, tokenizer, digest):
+    """The tokens of these files: bin, a tensor each; text, all in one. digest takes in the text."""
+    if kind == "bin":
+        return [torch.from_file(str(p), size=p.stat().st_size // 2, dtype=torch.uint16) for p in paths]
+    texts, parts = map(read_text, paths), [torch.empty(0, dtype=torch.uint8)]
     while some := list(islice(texts, 100)):
-        for text in some:
-            digest.update(text + b"\0")
-            size += len(text) + 1
+        digest.update(b"".join(text + b"\0" for text in some))
         parts += tokenizer.encode(some)
-    return [torch.cat(parts)], size
-
-
-def check_vocabulary(tokenizer, kind, o):
-    """Raise BadInput where the model lacks the tokenizer's tokens."""
-    if o.tokenizer and tokenizer.size > o.vocab:
-        raise BadInput(f"{o.tokenizer} has {tokenizer.size} tokens, the model {o.vocab}: "
-                       f"give --vocab {tokenizer.size}")
-    if kind == "text" and not o.tokenizer and (o.vocab < 256 or o.init_from and o.vocab > 256):
-        give = f": give --tokenizer {o.init_from}/tokenizer.json" if o.init_from else ""
-        raise BadInput(f"bytes need a vocabulary of 256, the model has {o.vocab}" + give)
-
-
-def check_tokens(heldout, mapped, o):
-    """Raise BadInput without a held-out sequence, or for tokens of mapped files beyond the vocabulary."""
-    if len(heldout) < o.seq_len + 1:
-        raise BadInput(f"the held-out data has {len(heldout)} tokens, fewer than one sequence of "
-                       f"{o.seq_len} + 1: more data or a smaller --seq-len")
-    starts = [part[:1 << 24] for part in (*mapped, heldout) if len(part)]       # 16M of each file must do
-    top = max(int(start.to(torch.int32).max()) for start in starts)
-    if mapped and top >= o.vocab:
-        raise BadInput(f"the data has token {top}, the model a vocabulary of {o.vocab}: "
-                       f"give --vocab {top + 1} or more")
+    return [torch.cat(parts)]
 
 
 class Reader:
@@ -233,26 +198,22 @@ class Reader:
     """
 
     def __init__(self, parts, seq_len, seed):
-        self.parts, self.seq_len, self.seed = parts, seq_len, seed
-        sequences = [max(0, len(part) - 1) // seq_len for part in parts]
-        *self.firsts, self.count = accumulate(sequences, initial=0)     # number of each part's first sequence
+        # views, (sequences, T + 1), of which each begins with the last token of the one before
+        views = [part.unfold(0, seq_len + 1, seq_len) for part in parts if len(part) > seq_len]
+        if not views:
+            raise BadInput("too little data for every origin: give more, or a smaller --seq-len")
+        self.sequences, self.seed = ConcatDataset(views), seed
         self.cursor, self.epoch = 0, None
-        if self.count < 1:
-            raise BadInput(f"an origin's part of the data has {sum(map(len, parts))} tokens, fewer than one "
-                           f"sequence of {seq_len} + 1: more data, fewer origins or a smaller --seq-len")
 
     def next(self, batch):
         """(batch, T + 1) tokens: inputs and, one further, targets."""
         rows = []
         for _ in range(batch):
-            epoch, place = divmod(self.cursor, self.count)
+            epoch, place = divmod(self.cursor, len(self.sequences))
             if epoch != self.epoch:
                 seed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
-                self.epoch = epoch
-                self.order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))
-            number = int(self.order[place])
-            part = bisect(self.firsts, number) - 1
-            start = (number - self.firsts[part]) * self.seq_len
-            rows.append(self.parts[part][start:start + self.seq_len + 1])
+                self.epoch, generator = epoch, torch.Generator().manual_seed(seed)
+                self.order = torch.randperm(len(self.sequences), generator=generator)
+            rows.append(self.sequences[int(self.order[place])])
             self.cursor += 1
         return torch.stack(rows).long()

@@ -93,6 +93,10 @@ class Job:
         Job.collect(self, "left", "")       # rank 0 leaves last: it may host the store
         sys.exit(2)
 
+    def agree(self, parse, argv):
+        """The fields of parse(argv, world) on rank 0, for every rank."""
+        return self.agree_on("options", lambda: vars(parse(argv, self.world)))
+
     def agree_on(self, name, function):
         """Rank 0 calls function(). Every rank gets its result, which JSON carries. Refuses as `together`."""
         found = self.together(lambda: function() if self.rank == 0 else None, name=name)

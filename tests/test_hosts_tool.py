@@ -229,7 +229,9 @@ def test_cities():
 @pytest.mark.parametrize("arguments", [
     "", "4", "4 --", "1 -- true", "201 -- true", "x -- true", *(f"4 {option} -- true" for option in (
         "--mbit -1", "--slow 4=2", "--slow 2-2=5", "--latency 1-4=5", "--latency 2=", "--cpu 0",
-        "--cpu 1-2=1", "--cpu 1@5=1", "--rate 1-4@3=5", "--rate 3@1", "--cut 3", "--cut 4@1", "--cut 1-2@1"))])
+        "--cpu 1-2=1", "--cpu 1@5=1", "--rate 1-4@3=5", "--rate 3@1", "--cut 3", "--cut 4@1", "--cut 1-2@1"
+    ))
+])
 def test_bad_arguments_give_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         read(arguments.split())

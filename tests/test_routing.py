@@ -54,7 +54,7 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
     assert all(state["plan"] == states[0]["plan"] for state in states)
     assert len(paths) == 8 and all(len(p) == 2 for p in paths)
     o = options("--data", corpus, "--steps", 3, "--warmup", 2, *SMALL)
-    readers = [load_data(o, i, 2)[1] for i in range(2)]
+    readers = [load_data(o, i, [0, 1])[1] for i in range(2)]
     models = [Llama(SMALL_CONFIG, layers[s], ends=s == 0) for s, ranks in enumerate(stages) for _ in ranks]
     flats = [flatten(m.parameters()) for m in models]
     adams = [torch.optim.Adam(m.parameters(), betas=(0.9, 0.95)) for m in models]

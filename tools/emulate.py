@@ -23,14 +23,14 @@ NOTE = 2048     # added to a message's tag: a path has fewer hops
 
 @dataclass
 class Emulation(Options):
-    time_scale: float = plumbing.options.option(1.0, "seconds of ours per second of the links, 1e-06 or more")
+    time_scale: float = plumbing.options.option(1.0, "seconds of ours per second of the links", least=1e-6)
 
 
 def main(argv=None):
     job = Job()
     if job.leaves_help(argv):
         return
-    given = job.agree(parse, argv)
+    given = job.agree_on("options", lambda: vars(parse(argv, job.world)))
     scale = given.pop("time_scale")
     o = Options(**given)
     job.connect(o)
@@ -43,12 +43,10 @@ def main(argv=None):
 
 
 def parse(argv, world):
-    o = plumbing.options.parse(Emulation, argv, world, __doc__)
+    o = plumbing.options.parse_options(Emulation, argv, world, __doc__)
     if not o.links or world == 1 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
         # they share a clock
         raise BadInput("tools.emulate needs --links FILE and several processes, all on one machine")
-    if not 1e-6 <= o.time_scale < float("inf"):
-        raise BadInput(f"--time-scale must be at least 1e-06, got {o.time_scale}")
     o.device, o.backend = "cpu", "gloo"
     return o
 

@@ -42,7 +42,7 @@ def export(argv, job):
         raise BadInput(f"--replica takes {', '.join(replicas)}, not {a.replica}")
     replicas[a.replica] = replicas.pop(a.replica)           # the last one stays in the model
     step, parts = newest(job, Path(a.run), stages)
-    corpus, _ = load_data(o, 0, 1)
+    corpus, _ = load_data(o, 0, [0])
     model = Llama(whole_config(o), device=job.device)
     flat, rho = by_stage(model, layers), rho_of(o, parts[0])
     pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))

@@ -26,7 +26,7 @@ def main(argv=None):
     parser.add_argument("--shares", type=numbers(share), default=[1.0, 0.75, 0.5], help="of the stages")
     parser.add_argument("--dead", type=numbers(int), default=[], help="ranks that no path visits")
     a = job.together(parser.parse_args, argv)
-    o = Options(**job.agree(parse, ["--resume", a.run]))
+    o = Options(**job.agree_on("options", lambda: vars(parse(["--resume", a.run], job.world))))
     job.connect(o)
     run = build(job, o, make_outer=lambda *_: None)
     alive = [[r for r in ranks if r not in a.dead] for ranks in run.stages]

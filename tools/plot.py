@@ -33,9 +33,12 @@ def rows_of(folder):
     """The evaluations of a run."""
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return [row for row in map(json.loads, lines) if "event" not in row]
+        rows = [row for row in map(json.loads, lines) if "heldout_loss" in row]
     except (OSError, ValueError) as error:
         raise BadInput(f"{folder}: no readable metrics.jsonl there, give folders of runs ({error})")
+    if not rows:
+        raise BadInput(f"{folder}: no evaluation in its metrics.jsonl yet")
+    return rows
 
 
 def draw(runs):
@@ -49,8 +52,10 @@ def draw(runs):
         for name, rows in runs.items():
             axis.plot([row[key] for row in rows], [row["heldout_loss"] for row in rows], ".-", label=name)
         axis.set(xlabel=label, ylabel="held-out nats per token")
+        if key == "sync_bytes":
+            axis.set_xscale("symlog", linthresh=1e6)        # a run without synchronisation has sent none
     axis.legend()
-    if len({row["corpus"] for rows in runs.values() for row in rows}) > 1:
+    if len({row.get("corpus") for rows in runs.values() for row in rows}) > 1:
         figure.suptitle("The runs have different corpora: their losses do not compare.")
     return figure
 

@@ -33,8 +33,8 @@ def prepare(argv):
     parser.add_argument("out", type=empty_folder, help="a folder that does not exist yet, or is empty")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer.json (default: bytes)")
     a = parser.parse_args(argv)
-    root, files, kind = find_files(a.source)
-    if kind != "C4":
+    root, files, _ = find_files(a.source)
+    if not all(p.name.endswith(".json.gz") for p in files):
         raise BadInput(f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data")
     tokenizer = load_tokenizer(a.tokenizer)
     if tokenizer.size > 1 << 16:
