@@ -167,7 +167,8 @@ def from_folder(Options, parser, given):
             return run, vars(Options(**vars(parser.parse_args(argv))))
         return weights, dict(zip(DIMENSIONS, vars(read_config(weights)).values() if weights else ()))
     except (OSError, ValueError, TypeError, AttributeError, BadInput) as error:
-        raise BadInput(f"{run or weights}: no readable config.json there ({error})")
+        place = f"{run}: no readable config.json there" if run else f"--init-from {weights}"
+        raise BadInput(f"{place}: {error}")
 
 
 # ---- what the options mean
