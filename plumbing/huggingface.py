@@ -64,14 +64,13 @@ def save_pretrained(model, folder, positions, end=None):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
-                  attention_bias=False, mlp_bias=False, torch_dtype="float32",
-                  max_position_embeddings=positions, bos_token_id=None, eos_token_id=end, pad_token_id=None,
-                  **vars(model.config))
+                  torch_dtype="float32", max_position_embeddings=positions, bos_token_id=None,
+                  eos_token_id=end, pad_token_id=None, **vars(model.config))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    mode = (folder / "config.json").stat().st_mode
-    (folder / "model.safetensors").chmod(mode)      # the package makes it readable by its owner alone
+    # the package makes it readable by its owner alone
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 
 def save_tokenizer(folder, tokenizer=None, end=None):
@@ -106,9 +105,8 @@ def byte_tokenizer():
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     letters = pre_tokenizers.ByteLevel.alphabet()
-    others = [byte for byte in range(256) if chr(byte) not in letters]      # their letters are 256, 257, ...
-    vocab = {letter: ord(letter) for letter in letters if ord(letter) < 256}
-    vocab.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    others = iter([byte for byte in range(256) if chr(byte) not in letters])    # as chr(256), chr(257), ...
+    vocab = {letter: ord(letter) if ord(letter) < 256 else next(others) for letter in sorted(letters)}
     vocab["\0"] = vocab.pop(chr(256))
     found = Tokenizer(models.BPE(vocab, merges=[]))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

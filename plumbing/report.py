@@ -151,37 +151,24 @@ def banner(run):
 # How rank 0 says a number of metrics.jsonl that is not zero: at each evaluation, and at the end.
 STEP = dict(
     heldout_loss="held-out {:.4f}", train_loss="train {:.4f}", tokens_per_second="{:.0f} tokens/s",
-    weight_spread="weight spread {:.2e} just after an outer step",
-    iteration_seconds="iteration {:.4g} s", simulated_seconds="simulated {:.4g} s",
-)
+    weight_spread="weight spread {:.2e}", iteration_seconds="iteration {:.4g} s",
+    simulated_seconds="simulated {:.4g} s")
 LAST = dict(
     heldout_loss="held-out loss   {:.4f} nats per token",
     heldout_nats_per_byte="                {:.4f} nats per byte",
     perplexity="                {:.3f} perplexity per token",
-    weight_spread="weight spread   {:.3e} over a stage's replicas, just after an outer step",
+    weight_spread="weight spread   {:.3e} over a stage's replicas, after an outer step if due",
     sync_bytes="bytes sent      {:,} to synchronise, all ranks",
     pipeline_bytes="                {:,} in the pipeline, all ranks",
     seconds="training        {:.0f} s, without evaluations",
     held="                {:.1%} of it held by synchronisation, mean over ranks",
     skipped_steps="skipped         {} optimizer steps with a gradient that was not finite",
     lost_microbatches="lost            {} microbatches with ranks that died",
-    steps_alone="alone           {} outer steps that a replica did without any partner",
-)
+    steps_alone="alone           {} outer steps that a replica did without any partner")
 
 
 def say(line, words):
-    told = [key for key in words if line[key] or key == "weight_spread"]
-    return [words[key].format(line[key]) for key in told]
-
-
-def listed(numbers):
-    return ", ".join(f"{name} {value}" for name, value in numbers.items())
-
-
-def columns(rows):
-    """{key: its values}, of {rank: its row}."""
-    rows = [*rows.values()]
-    return {key: [row[key] for row in rows] for key in rows[0]}
+    return [text.format(line[key]) for key, text in words.items() if line[key] or key == "weight_spread"]
 
 
 class Log:
@@ -225,17 +212,26 @@ class Log:
         return row
 
     def report(self, row, moment):
-        """One line of metrics.jsonl, and one on the screen, from every rank's row."""
+        """One line of metrics.jsonl, and one on the screen, from every rank's row. Events come before it."""
         replicas = next(ranks for ranks in self.run.routes.living() if self.job.rank in ranks)
         key = f"spread/{self.run.stage}/{moment}"
         row["squares"], row["weights"] = weight_spread(self.run.theta, replicas[:64], self.job, key)
         rows = self.job.collect(f"row/{moment}", row)
-        if self.job.rank == 0:
-            self.latest.update(rows)
-            self.write(self.line_of(columns(rows), columns(self.latest)), self.job.news())
+        if self.job.rank > 0:
+            return
+        self.latest.update(rows)
+        line, events = self.line_of(rows, self.latest), self.job.news()
+        with open(self.file, "a") as file:
+            file.writelines(json.dumps(found) + "\n" for found in [*events, line])
+        told = [event.get("line") or ", ".join(f"{k} {v}" for k, v in event.items()) for event in events]
+        numbers = [*say(line, STEP), f"{line['ranks']} of {self.job.world} ranks"]
+        told.append(f"step {line['step']}: {', '.join(numbers)}")
+        self.bar.write("\n".join(told), file=sys.stdout)
 
-    def line_of(self, now, ever):
-        """The line of metrics.jsonl. now: columns of the ranks that answered; ever: of all."""
+    def line_of(self, rows, latest):
+        """The line of metrics.jsonl. rows: {rank: its row} of the ranks that answered; latest: of all."""
+        now, ever = ({key: [row[key] for row in found.values()] for key in found[0]}
+                     for found in (rows, latest))
         run, seconds, per_byte = self.run, self.run.meter.seconds, self.run.corpus.bytes_per_token
         heldout = [loss for loss in now["heldout"] if loss is not None] or [math.nan]
         mean, total = statistics.fmean(heldout), {key: sum(ever[key]) for key in COUNTS}
@@ -251,15 +247,6 @@ class Log:
             sync_seconds_longest=max(ever["longest"]), simulated_seconds=now["simulated"][0],
             iteration_seconds=max(now["iteration"]) / run.routes.pace,
             tokens_per_second=total["tokens"] / seconds, **total)
-
-    def write(self, line, news):
-        """news: events since the last line, each a dict."""
-        with open(self.file, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in [*news, line])
-        told = [event.get("line") or listed(event) for event in news]
-        who = f"{line['ranks']} of {self.job.world} ranks"
-        said = f"step {line['step']}: {', '.join([*say(line, STEP), who])}"
-        self.bar.write("\n".join([*told, said]), file=sys.stdout)
 
     def finish(self):
         """The last lines, from the last line of metrics.jsonl."""

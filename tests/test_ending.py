@@ -77,7 +77,7 @@ def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     argv = [*map(str, ["--steps", 4, "--data", corpus, "--name", "x", *SMALL])]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(Log, "write", full)
+        patch.setattr(Log, "line_of", full)
         train.main(argv)
     assert stop.value.code == 2
     line = "error: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"

@@ -85,9 +85,14 @@ def test_bad_input_under_several_processes_is_printed_by_rank_0_alone(tmp_path):
         assert len(results[0][1].splitlines()) == 1 and not results[1][1] + results[2][1]
 
 
-def test_gamma_outside_the_bound_is_a_warning_with_the_bound(corpus, tmp_path):
-    out = run(2, "--alpha", 0.5, "--gamma", 3.1, "--steps", 1, "--data", corpus, "--name", "x", *SMALL,
-              cwd=tmp_path)
+@pytest.mark.parametrize("delay", [5, 6])
+def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, corpus, tmp_path):
+    out = run(2, "--alpha", 0.5, "--gamma", 3.1, "--delay", delay, "--steps", 1, "--data", corpus,
+              "--name", "x", *SMALL, cwd=tmp_path)
+    late = ("warning: --delay 6 is more than half of --inner-steps 10: differences between replicas then die "
+            "out slowly, see docs/stability.md\n")
+    assert (late in out) == ("--delay" in out) == (delay == 6)
+    assert "128 tokens per origin, 256 in all" in out
     assert out.count("warning: gamma 3.1 is outside 0 < gamma < 3.000") == 1    # for two; many replicas: 1.5
     assert "outer step every 10 steps, alpha 0.5, beta 1.0, gamma 3.1, weights travel in fp32" in out
 
