@@ -73,8 +73,7 @@ class NoLoCo:
         self.alpha, self.beta, self.gamma = alpha, beta, beta if gamma is None else gamma
         self.params = list(params)
         self.theta, _ = flatten(self.params)
-        self.phi = self.theta.clone()
-        self.delta = torch.zeros_like(self.theta)
+        self.phi, self.delta = self.theta.clone(), torch.zeros_like(self.theta)
         self.places = self.whereabouts()
         self.pieces = 1 << 24 if self.theta.is_cuda else 1 << 17   # floats at once; on CPUs they fit in cache
         self.steps = self.bytes_sent = self.alike = 0
@@ -156,10 +155,11 @@ class NoLoCo:
         return self.buffers[key]
 
     def notice(self, thetas):
-        """The first rank warns if partners twice running bring equal thetas that have moved (a sample)."""
-        first, *others = (theta[:1000].to(self.phi.device) for theta in thetas)
-        alike = others and all(torch.equal(first, other) for other in others)
-        self.alike = self.alike + 1 if alike and not torch.equal(first, self.phi[:1000]) else 0
+        """The first rank warns if partners twice running bring equal thetas that have moved."""
+        def same(a, b):                         # ends at the first piece that differs
+            return all(torch.equal(p.cpu(), q.cpu()) for p, q in zip(a.split(1 << 20), b.split(1 << 20)))
+        moved = len(thetas) > 1 and not same(thetas[0], self.phi)
+        self.alike = self.alike + 1 if moved and all(same(thetas[0], theta) for theta in thetas[1:]) else 0
         if self.alike == 2 and self.rank == self.ranks[0]:
             warnings.warn("partners hold equal weights already: is something else averaging gradients? DDP?")
 

@@ -67,7 +67,7 @@ class Replanning:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.factors = [1.0] * len(self.network.compute)    # of all ranks, at the last look
+        self.factors = [1.0] * self.job.world       # of all ranks, at the last look
 
     def renew(self, step):
         """At an evaluation, on every rank: another plan where one is shorter by more than --replan."""

@@ -56,7 +56,8 @@ def load_corpus(o):
     tokenizer, known = load_tokenizer(o.tokenizer), o.tokenizer or kind == "text"
     # bytes mean nothing to a Llama that was trained on more tokens
     if known and (tokenizer.size > o.vocab or o.init_from and not o.tokenizer and tokenizer.size < o.vocab):
-        raise BadInput(f"text needs --vocab {tokenizer.size}, not {o.vocab}, or --init-from's --tokenizer")
+        raise BadInput(f"this tokenizer needs --vocab {tokenizer.size}, not {o.vocab} (bytes: 256); with "
+                       "--init-from give the model's own --tokenizer")
     digest = hashlib.sha256(Path(o.tokenizer).read_bytes() if o.tokenizer else b"")
     if kind == "bin":           # too large to read for this
         digest.update(str([(p.relative_to(root).as_posix(), p.stat().st_size) for p in files]).encode())

@@ -122,7 +122,7 @@ def banner(run):
            f"{o.optimizer}, peak rate {o.lr:g}, beta2 {o.beta2:g}")
     if o.inner_steps:
         yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, gamma {o.gamma}, "
-               f"weights travel in {o.wire}")
+               f"weights travel in {o.wire}{f' for {o.delay} steps' if o.delay else ''}")
     yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, "
            f"corpus {corpus.digest}")
     sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
@@ -159,7 +159,7 @@ LAST = dict(
     perplexity="                {:.3f} perplexity per token",
     weight_spread="weight spread   {:.3e} over a stage's replicas, after an outer step if due",
     sync_bytes="bytes sent      {:,} to synchronise, all ranks",
-    pipeline_bytes="                {:,} in the pipeline, all ranks",
+    pipeline_bytes="bytes sent      {:,} in the pipeline, all ranks",
     seconds="training        {:.0f} s, without evaluations",
     held="                {:.1%} of it held by synchronisation, mean over ranks",
     skipped_steps="skipped         {} optimizer steps with a gradient that was not finite",

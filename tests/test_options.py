@@ -41,7 +41,7 @@ BAD = {
     "--data empty.txt": "1 held-out tokens", "--data short.txt --seq-len 512": "give more, or a smaller",
     "--data mixed": "mixes", "--data tokens.bin": "has token 60000: give --vocab 60001 or more, not 256",
     "--data c4.json.gz": "as .bin files once: python -m tools.prepare",
-    "--vocab 100 --data short.txt": "text needs --vocab 256, not 100",
+    "--vocab 100 --data short.txt": "needs --vocab 256, not 100",
     "--tokenizer nowhere.json --data short.txt": "nowhere.json",
     "--init-from nowhere": "nowhere", "--init-from torn": "Unterminated",
     "--init-from foreign": "model_type None is not supported, only llama",

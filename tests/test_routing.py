@@ -297,3 +297,10 @@ def test_a_plan_is_made_anew_only_where_it_pays(factor, share, anew, monkeypatch
     assert [call.args[0] for call in another.call_args_list] == [slow] * (factor > 1)
     assert (takes(slow, planned(1)) > (1 + share) * takes(slow, planned(factor))) == anew
     assert routes.plan == planned(factor if anew else 1) and len(job.news()) == anew
+
+
+def test_replanning_starts_from_measured_links_too(corpus, tmp_path):
+    """Only rank 0 knows these."""
+    run(3, "--stages", "1,1,1", "--skip", 0.33, "--replan", 0.2, "--steps", 4, "--eval-every", 2,
+        "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+    assert [row["step"] for row in metrics(tmp_path / "runs/x") if "event" not in row] == [2, 4]

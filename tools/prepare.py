@@ -1,7 +1,7 @@
 """Write C4's shards once as nanoGPT's token files, OUT/train.bin and OUT/val.bin, for train.py.
 
     python -m tools.prepare c4/ OUT --tokenizer tokenizer.json
-    python train.py --data OUT --tokenizer tokenizer.json
+    python train.py --data OUT --tokenizer tokenizer.json --vocab 32000
 
 SOURCE is a folder of shards (.json.gz, a JSON document a line), or one shard. Tokens are uint16; the
 tokenizer's end token follows every document. val.bin gets the shards with val or validation in their name,
