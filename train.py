@@ -44,7 +44,7 @@ from plumbing.huggingface import load_weights
 from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
-from plumbing.options import METHODS, MODELS, layout, option, parse_options, whole_config
+from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
 from plumbing.overlap import overlapping
 from plumbing.processes import Average, Job, restarts
 from plumbing.report import Meter, banner
@@ -66,7 +66,7 @@ class Options:
     gamma: float = option(None, "pull between slow weights (N2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)", least=2)
     wire: str = option("fp32", "of a weight to a partner; int8: one byte (noloco)", choices=["fp32", "int8"])
-    delay: int = option(0, "inner steps that messages travel, at most half of --inner-steps; 0: the paper's")
+    delay: steps_or_half = option(0, "inner steps that messages travel; half: m // 2; 0: the paper's")
     # the pipeline
     stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)")
     layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)")

@@ -46,6 +46,11 @@ def numbers(kind):
     return numbers_with_commas
 
 
+def steps_or_half(text):
+    """An argument type: a number of steps, or half of --inner-steps."""
+    return text if text == "half" else int(text)
+
+
 def empty_folder(text):
     """An argument type: a folder to write."""
     folder = Path(text)
@@ -102,6 +107,7 @@ def parse_options(Options, argv, world, description):
             setattr(o, name, value)
     o.kv_heads = o.kv_heads or o.heads
     o.gamma = o.beta if o.gamma is None else o.gamma
+    o.delay = (o.inner_steps or 0) // 2 if o.delay == "half" else o.delay
     check(o, given)
     return o
 
@@ -123,7 +129,7 @@ def check(o, given):
         (o.replan and not planned, "--replan is for planned paths: give --skip or --routing skippipe"),
         (o.survive and (o.replan or o.delay), "--survive goes with neither --replan nor --delay"),
         (o.wire == "int8" and o.gamma != o.beta, f"--wire int8 needs gamma = beta, not {o.gamma}, {o.beta}"),
-        (o.delay > (o.inner_steps or 0), f"--delay {o.delay} must be at most --inner-steps {o.inner_steps}"),
+        (not 0 <= o.delay <= (o.inner_steps or 0), f"--delay {o.delay}: takes 0 to --inner-steps, or half"),
         (o.join, "--join is for a process that comes back to a running job, never for rank 0"),
         (nameless and may_restart(), "--max-restarts needs --name NAME: else a restart finds no folder"),
         (o.name and Path(o.name).name != o.name, f"--name {o.name}: takes a name without a path"))

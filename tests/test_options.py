@@ -35,7 +35,7 @@ BAD = {
     "--method fedavg": "invalid choice", "--method local --delay 5": "local has no --delay",
     "--method ddp --wire int8 --survive 5": "--method ddp has no --wire and no --survive",
     "--method diloco --survive 5": "has no --survive",
-    "--delay 51 --inner-steps 50": "--delay 51 must be at most --inner-steps 50",
+    "--delay 51 --inner-steps 50": "--delay 51: takes 0 to --inner-steps, or half",
     "--delay 5 --survive 5": "--survive goes with neither --replan nor --delay",
     "--data nowhere.txt": "nowhere.txt: no such file", "--data empty": "empty: no such file, or none to read",
     "--data empty.txt": "1 held-out tokens", "--data short.txt --seq-len 512": "give more, or a smaller",

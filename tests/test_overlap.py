@@ -76,7 +76,7 @@ def test_delayed_outer_steps_equal_a_float64_simulation_and_send_the_same_bytes(
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(corpus, tmp_path, wire):
-    argv = ["--wire", wire, "--inner-steps", 4, "--delay", 2, "--steps", 10, "--save-every", 1]
+    argv = ["--wire", wire, "--inner-steps", 4, "--delay", "half", "--steps", 10, "--save-every", 1]
     run(4, *argv, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
     whole = [checkpoint(tmp_path / "runs/x", 10, rank) for rank in range(4)]
     assert checkpoint(tmp_path / "runs/x", 9, 0)["outer"]["sent"] is not None
