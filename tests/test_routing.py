@@ -286,6 +286,7 @@ def test_a_plan_is_made_anew_only_where_it_pays(factor, share, anew, monkeypatch
     """Rank 0's routes; what they hear from all ranks is `factors`."""
     factors = [factor if r == SLOW else 1.0 for r in range(5)]
     job = Job()
+    job.world = 5
     job.share = lambda name, text: [str(f) for f in factors] if name.startswith("factor") else [text]
     o = options("--stages", "1,2,2", "--routing", "skippipe", "--microbatches", 4, "--replan", share)
     routes = train.ReplanningRoutes(job, o, SimpleNamespace(slower=lambda: 1.0), FIVE.stages, planned(1))
