@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 import train
 from model import Config
@@ -130,6 +131,35 @@ def run(world, *argv, cwd, main=train.main):
     return results[0][1]
 
 
+def error_of(main, *argv):
+    """The one line that main prints for this bad input; it ends with status 2."""
+    code, text = captured(0, 1, main, argv)
+    assert code == 2 and text.startswith("error: ") and text.count("\n") == 1, (argv, code, text)
+    return text
+
+
+def _in_turn(rank, world, cases, ports):
+    """captured() of each case, with a store of its own."""
+    found = []
+    for (main, *argv), port in zip(cases, ports):
+        os.environ["MASTER_PORT"] = str(port)
+        found.append(captured(rank, world, main, argv))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return found
+
+
+def errors_of(world, *cases, cwd, after=0):
+    """The one line of rank 0, after so many others, for each case (main, *argv). All end with status 2."""
+    lines, by_rank = [], processes(world, _in_turn, cases, [free_port() for _ in cases], cwd=cwd)
+    for case, ((code, text), *others) in zip(cases, zip(*by_rank)):
+        *_, line = told = text.splitlines()
+        assert code == 2 and line.startswith("error: ") and len(told) == after + 1, (case, code, text)
+        assert others == [(2, "")] * (world - 1), (case, others)
+        lines.append(line)
+    return lines
+
+
 def write_corpus(folder):
     """A folder of ten small text files."""
     r = random.Random(0)
@@ -146,6 +176,16 @@ def metrics(folder):
 
 def checkpoint(folder, step, rank):
     return torch.load(folder / "checkpoints" / f"{step:08d}" / f"rank{rank}.pt", weights_only=True)
+
+
+def assert_same(folder, other, step, world=4):
+    """Two runs are the same at this step, to the bit: weights, optimizer, outer state, place in the data."""
+    for rank in range(world):
+        states = [checkpoint(run, step, rank) for run in (folder, other)]
+        outer = lambda state: [(state["outer"] or {}).get(name) for name in ("phi", "delta")]
+        leaves = [tree_leaves([s["theta"], s["adam"], s["cursor"], *outer(s)]) for s in states]
+        for a, b in zip(*leaves, strict=True):
+            assert torch.equal(a, b) if torch.is_tensor(a) else a == b, rank
 
 
 def options(*argv):
