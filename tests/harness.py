@@ -11,6 +11,7 @@ import random
 import socket
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,12 +35,15 @@ SMALL_CONFIG = Config(256, 32, 64, 4, 2, 2)     # that of a run with these optio
 fork = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch._dynamo", "test_minimal", *(f"tests.{p.stem}" for p in HERE.glob("tests/test_*.py"))]
 fork.set_forkserver_preload(PRELOAD)
+HELD = deque(maxlen=64)
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """It is held, so that the system gives it to no other process; a store may still listen on it."""
+    HELD.append(socket.socket())
+    HELD[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    HELD[-1].bind(("127.0.0.1", 0))
+    return HELD[-1].getsockname()[1]
 
 
 def rank_process(pipe, rank, world, port, agent, cwd, function, args):
