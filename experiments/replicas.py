@@ -324,15 +324,15 @@ def papers_trials():
 
 def fleets(part):
     """(optimizer, replicas, sequences a replica and step, steps, trials, seeds at most) of each."""
-    for optimizer in RATES:
-        if part == "delay":
+    if part == "delay":
+        for optimizer in RATES:
             yield optimizer, 8, 8, 1200, delay_trials(), None
-        if part == "many":
-            for replicas in (2, 8, 16, 32, 64):
-                yield optimizer, replicas, 8, 600, many_trials(replicas), 1 if replicas == 64 else None
-            for batch in (4, 32):
-                yield optimizer, 16, batch, 600, many_trials(16), None
-    if part == "papers":
+    elif part == "many":
+        for optimizer, replicas in itertools.product(RATES, (2, 8, 16, 32, 64)):
+            yield optimizer, replicas, 8, 600, many_trials(replicas), 1 if replicas == 64 else None
+        for batch in (4, 32):
+            yield "adam", 16, batch, 600, many_trials(16), None
+    else:
         yield "adam", 8, 128, 1000, papers_trials(), None
 
 
