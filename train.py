@@ -511,9 +511,7 @@ class ReplanningRoutes(Replanning, Routes):
 
 
 def main(argv=None):
-    job = Job()
-    if job.leaves_help(argv):
-        return
+    job = Job(argv)
     o = Options(**job.agree(parse, argv))
     argv = sys.argv if argv is None else argv
     if o.survive or "--join" in argv:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from noloco import DiLoCo, NoLoCo, random_groups
 from plumbing.overlap import PhiAhead
-from plumbing.processes import gloo_interface
+from plumbing.processes import BadInput, gloo_interface
 from plumbing.window import gamma_bound
 from test_minimal import quadratic_run
 from tests.harness import HERE, gloo, processes
@@ -205,11 +205,15 @@ def launch(monkeypatch, local, world, master, names=None):
     monkeypatch.setattr(os, "environ", {name: value for name, value in given.items() if value is not None})
 
 
-@pytest.mark.parametrize("names", ["eth7", "eth7,ib3", ""])
 @pytest.mark.parametrize("local", ["2", "4"])
-def test_gloo_interface_keeps_what_is_set(names, local, monkeypatch):
-    launch(monkeypatch, local, "4", "127.0.0.1", names)
-    assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == names
+def test_gloo_interface_keeps_what_is_set_if_it_is_there(local, monkeypatch):
+    known = [name for _, name in socket.if_nameindex()]
+    for names in (known[-1], ",".join(known), ""):
+        launch(monkeypatch, local, "4", "127.0.0.1", names)
+        assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == names
+    launch(monkeypatch, local, "4", "127.0.0.1", f"{known[0]},ib3")
+    with pytest.raises(BadInput, match=f"={known[0]},ib3: a host has no ib3, only {known[0]}"):
+        gloo_interface()
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "198.51.100.7", "no-such-host.invalid", None])
@@ -234,7 +238,7 @@ def test_gloo_interface_of_several_hosts_reaches_the_master(local, world, monkey
             assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == way
         else:
             assert master not in own
-            with pytest.raises(OSError):
+            with pytest.raises(BadInput, match=f"MASTER_ADDR={master}: "):
                 gloo_interface()
 
 

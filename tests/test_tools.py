@@ -142,7 +142,7 @@ NO_LINKS = "tools.emulate needs --links FILE and several processes, all on one m
         (partial.main, 2, ["started", "--shares", "nan"], "--shares: takes shares above 0, at most 1"),
         (partial.main, 2, ["started", "--shares", "0"], "--shares: takes shares above 0, at most 1"),
         (partial.main, 2, ["started", "--shares", "1,1.1"], "--shares: takes shares above 0, at most 1"),
-        (partial.main, 2, ["started", "--shares", "half"], "invalid numbers_with_commas value: 'half'"),
+        (partial.main, 2, ["started", "--shares", "half"], "--shares: takes numbers with commas, not half"),
         (partial.main, 2, ["started"], "started has no checkpoint that all 2 ranks hold"),
         (partial.main, 1, ["started"], "--stages needs 2 processes but got 1"),
         (emulate.main, 1, [], NO_LINKS),

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-import plumbing.options
 from planning.replan import Timed
 from planning.training import read_links
+from plumbing.options import option, parse_options
 from plumbing.processes import BadInput, Job
 from skippipe import WORK, kind
 from train import Options, Pipeline, ReplanningRoutes, build, tag, train
@@ -23,16 +23,13 @@ NOTE = 2048     # added to a message's tag: a path has fewer hops
 
 @dataclass
 class Emulation(Options):
-    time_scale: float = plumbing.options.option(1.0, "seconds of ours per second of the links", least=1e-6)
+    time_scale: float = option(1.0, "seconds of ours per second of the links", least=1e-6)
 
 
 def main(argv=None):
-    job = Job()
-    if job.leaves_help(argv):
-        return
-    given = job.agree_on("options", lambda: vars(parse(argv, job.world)))
-    scale = given.pop("time_scale")
-    o = Options(**given)
+    job = Job(argv)
+    given = job.agree(parse, argv)
+    scale, o = given.pop("time_scale"), Options(**given)
     job.connect(o)
     replans = dict(Pipeline=TimedEmulation, Routes=ReplanningRoutes)
     run = build(job, o, **replans if o.replan else dict(Pipeline=EmulatedPipeline))
@@ -43,7 +40,7 @@ def main(argv=None):
 
 
 def parse(argv, world):
-    o = plumbing.options.parse_options(Emulation, argv, world, __doc__)
+    o = parse_options(Emulation, argv, world, __doc__)
     if not o.links or world == 1 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
         # they share a clock
         raise BadInput("tools.emulate needs --links FILE and several processes, all on one machine")

@@ -52,10 +52,7 @@ def export(argv, job):
             flat[s].copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
             multiply(rho[s], [model.model.layers[str(i)] for i in layers[s]])
         print(f"replica {name:<9}{evaluate(pipeline, [[0]], corpus, o):.6f}")
-    try:
-        save_pretrained(model, a.out, o.seq_len, corpus.end)
-    except ImportError:
-        raise BadInput("tools.export needs the safetensors package: pip install '.[hf]'")
+    save_pretrained(model, a.out, o.seq_len, corpus.end)
     save_tokenizer(a.out, o.tokenizer, corpus.end)
     print(f"{a.replica}, written to {a.out}")
 

@@ -43,10 +43,7 @@ def rows_of(folder):
 
 def draw(runs):
     """runs: {label: rows of metrics.jsonl}."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadInput("tools.plot needs the matplotlib package: pip install '.[plot]'")
+    from matplotlib.figure import Figure
     figure = Figure(figsize=(10, 7), layout="constrained")
     for axis, (key, label) in zip(figure.subplots(2, 2, sharey=True).flat, PANELS.items()):
         for name, rows in runs.items():
