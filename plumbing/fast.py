@@ -3,10 +3,10 @@ logits (docs/speed.md has the figures).
 
 With a vocabulary of 128000 that copy is the largest tensor of all, and torch's cross-entropy makes three.
 """
-from types import MethodType
-
 import torch
 from torch.optim.adam import adam as adam_update
+
+from model import Llama
 
 
 class Adam:
@@ -34,16 +34,12 @@ class Adam:
             value.copy_(state[name])
 
 
-def speed_up(model):
-    """Give a Llama the loss below, equal to its own up to float32 rounding. Returns the model."""
-    model.loss = MethodType(loss, model)
-    return model
+class FastLlama(Llama):
+    """A Llama with the loss below, equal to its own up to float32 rounding."""
 
-
-def loss(model, x, targets):
-    """Llama.loss of x (B, T, C) and targets (B, T)."""
-    logits = model.logits(x).flatten(0, 1).float()                              # (B T, V)
-    return CrossEntropy.apply(logits, targets.flatten())
+    def loss(self, x, targets):
+        logits = self.logits(x).flatten(0, 1).float()                           # (B T, V)
+        return CrossEntropy.apply(logits, targets.flatten())
 
 
 class CrossEntropy(torch.autograd.Function):

@@ -254,6 +254,4 @@ class Log:
         if self.job.rank == 0:
             line = json.loads(self.file.read_text().splitlines()[-1])
             self.job.say(say(line, LAST))
-            if line["ranks"] < self.job.world and "TORCHELASTIC_RUN_ID" in os.environ:
-                self.job.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
             self.job.say([f"kept in {self.run.folder}"])

@@ -23,6 +23,7 @@ dead. survive/meeting.py lists the states. docs/failures.md lists the faults and
 """
 import contextlib
 import json
+import os
 import sys
 from datetime import timedelta
 
@@ -97,6 +98,11 @@ class SurvivingJob(Job):
         keys = [f"event/{n}" for n in range(first, self.events_read + 1)]
         written = [key for key in keys if self.store.check([key])]  # a rank that died in `tell` leaves a gap
         return [json.loads(self.store.get(key)) for key in written]
+
+    def close(self):
+        if self.unanswered and "TORCHELASTIC_RUN_ID" in os.environ:
+            self.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
+        super().close()
 
     def meet(self, key, ranks):
         come_back(self.store, self.rank)

@@ -163,9 +163,11 @@ def _sharded(rank, world):
 @gloo
 def _whole(rank, world):
     """The same replicas, each on one rank."""
+    with pytest.raises(ValueError, match="its rank in ranks"):
+        NoLoCo(small().parameters(), ranks=[1 - rank])
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    outer = NoLoCo(model.parameters(), inner_steps=3)
+    outer = NoLoCo(model.parameters(), inner_steps=3, alpha=0, beta=1)
     for batch in batches(rank):
         optimizer.zero_grad()
         loss_of(model, batch.flatten(0, 1)).backward()
