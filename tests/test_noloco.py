@@ -207,15 +207,11 @@ def launch(monkeypatch, local, world, master, names=None):
     monkeypatch.setattr(os, "environ", {name: value for name, value in given.items() if value is not None})
 
 
+@pytest.mark.parametrize("names", ["lo", "lo,lo", ""])
 @pytest.mark.parametrize("local", ["2", "4"])
-def test_gloo_interface_keeps_what_is_set_if_it_is_there(local, monkeypatch):
-    known = [name for _, name in socket.if_nameindex()]
-    for names in (known[-1], ",".join(known), ""):
-        launch(monkeypatch, local, "4", "127.0.0.1", names)
-        assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == names
-    launch(monkeypatch, local, "4", "127.0.0.1", f"{known[0]},ib3")
-    with pytest.raises(BadInput, match=f"={known[0]},ib3: a host has no ib3, only {known[0]}"):
-        gloo_interface()
+def test_gloo_interface_keeps_what_is_set(names, local, monkeypatch):
+    launch(monkeypatch, local, "4", "127.0.0.1", names)
+    assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == names
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "198.51.100.7", "no-such-host.invalid", None])
