@@ -41,7 +41,7 @@ from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folde
 from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import Adam, FastLlama
 from plumbing.huggingface import load_weights
-from plumbing.lanes import lanes, warm_up
+from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
@@ -185,7 +185,6 @@ class Pipeline:
         self.cast = torch.autocast(job.device.type, dtype) if bf16 else contextlib.nullcontext()
         self.message_device = job.device if job.nccl else torch.device("cpu")   # Gloo sends host memory
         stage_of = {r: s for s, ranks in enumerate(stages) for r in ranks}
-        warm_up(self)
         self.connect([(a, b) for a, b in combinations(stage_of, 2) if stage_of[a] != stage_of[b]])
 
     def run(self, paths, batches, train=True, order=None):
@@ -262,7 +261,7 @@ class Pipeline:
 
     def connect(self, pairs):
         """pairs: the ranks between which a path may lead."""
-        self.lane = lanes(self.job, pairs)
+        self.lane = lanes(self, pairs)
 
     def send(self, tensor, to, u, hop):
         """(work, tensor, peer)"""

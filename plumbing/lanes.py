@@ -4,13 +4,11 @@ import torch.distributed as dist
 
 
 def warm_up(pipeline):
-    """Run each kind of task twice without messages, with NCCL only. It leaves gradients, which a step zeroes.
+    """Run each kind of task twice without messages. It leaves gradients, which a step zeroes.
 
     CUDA loads a kernel when it is first called, and may wait until all running kernels end. A receive of
     NCCL is a running kernel. Without this, four ranks waited for each other for ever in their first step.
     """
-    if not pipeline.job.nccl:
-        return
     model, shape = pipeline.model, pipeline.message_shape
     tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.long, device=pipeline.device)
     for training in (True, True, False):                # the second adds to gradients of the first
@@ -25,15 +23,17 @@ def warm_up(pipeline):
     torch.cuda.synchronize()
 
 
-def lanes(job, pairs):
+def lanes(pipeline, pairs):
     """A function (source, to) -> group. Over Gloo always None, the default group.
 
     NCCL ignores tags, and runs what two ranks exchange within a group in the order posted. So each direction
     of a pair has a group of its own. All pairs connect here, in one order for all ranks: in training each
     rank would wait for the other's first message.
     """
+    job = pipeline.job
     if not job.nccl:
         return lambda source, to: None
+    warm_up(pipeline)
     up, down = dist.new_group(), dist.new_group()
     one = torch.zeros(1, device=job.device)
     for a, b in pairs:
