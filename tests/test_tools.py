@@ -149,7 +149,6 @@ NO_LINKS = "tools.emulate needs --links FILE and several processes, all on one m
         (emulate.main, 2, [*LINKS, "--time-scale", "0"], "--time-scale must be at least 1e-06, got 0"),
         (emulate.main, 2, [*LINKS, "--time-scale", "nan"], "--time-scale must be at least 1e-06, got nan"),
         (emulate.main, 2, LINKS, "nowhere.json"),
-        (emulate.main, 2, [*LINKS, "--stages", "3"], "--stages needs 3 processes but got 2"),
         (emulate.main, 2, [*LINKS, "--unknown"], "unrecognized arguments: --unknown"),
     ],
     ids=lambda value: getattr(value, "__module__", None),
