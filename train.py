@@ -39,7 +39,7 @@ from planning.rho import scaled, shares, with_stages_missing
 from planning.training import PLANNERS, idle, measure, plan_paths, read_links
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
 from plumbing.data import heldout_sequences, load_data
-from plumbing.fast import Adam, speed_up
+from plumbing.fast import Adam, FastLlama
 from plumbing.huggingface import load_weights
 from plumbing.lanes import lanes
 from plumbing.muon import Muon
@@ -433,7 +433,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     if o.links and not o.resume:
         job.together(read_links, o.links, stages)                       # refused before any work
     corpus, reader = job.together(load_data, o, job.rank, stages[0])
-    model = speed_up(Llama(config, layers[stage], ends, o.seed, job.device))
+    model = FastLlama(config, layers[stage], ends, o.seed, job.device)
     if o.init_from and not o.resume:
         job.together(load_weights, model, o.init_from)
     theta, grad = flatten(model.parameters())
@@ -511,9 +511,7 @@ class ReplanningRoutes(Replanning, Routes):
 
 
 def main(argv=None):
-    job = Job()
-    if job.leaves_help(argv):
-        return
+    job = Job(argv)
     o = Options(**job.agree(parse, argv))
     argv = sys.argv if argv is None else argv
     if o.survive or "--join" in argv:

@@ -9,7 +9,7 @@ import torch
 
 import train
 from model import Config, Llama, count_parameters, rotary
-from plumbing.fast import CrossEntropy, speed_up
+from plumbing.fast import CrossEntropy, FastLlama
 from plumbing.huggingface import load_weights, read_config, save_pretrained
 from plumbing.processes import BadInput
 from tests.harness import metrics, options, run
@@ -21,9 +21,7 @@ from tools import export
 def test_gradients_equal_independent_float64_llama(fast):
     config = Config(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                     num_attention_heads=4, num_key_value_heads=2)
-    model, generator = Llama(config, seed=3), torch.Generator().manual_seed(0)
-    if fast:
-        speed_up(model)
+    model, generator = (FastLlama if fast else Llama)(config, seed=3), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.2)
@@ -74,7 +72,7 @@ def test_activation_bytes_equal_what_autograd_keeps(kv_heads):
 def test_the_fast_loss_is_the_plain_one_and_keeps_one_copy_of_the_logits():
     tokens = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
     losses, gradients = [], []
-    for model in (Llama(Config()), speed_up(Llama(Config()))):
+    for model in (Llama(Config()), FastLlama(Config())):
         losses.append(model.loss(model.embed(tokens[:, :-1]), tokens[:, 1:]))
         losses[-1].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))

@@ -29,7 +29,7 @@ FILES = {
     "tied/config.json": b'{"tied": 1}',
 }
 BAD = {
-    "--stages 4,4": "needs 8 processes but got 1", "--stages x": "invalid numbers_with_commas value: 'x'",
+    "--stages 4,4": "needs 8 processes but got 1", "--stages x": "--stages: takes numbers with commas, not x",
     "--stages 1,0": "every stage needs a replica", "--layers-per-stage 1,1": "stages must share",
     "--hidden 30 --heads 4": "must be a multiple", "--method ddp --alpha 0.5": "ddp has no --alpha",
     "--method fedavg": "invalid choice", "--method local --delay 5": "local has no --delay",
@@ -51,8 +51,8 @@ BAD = {
     "--resume torn": "torn: no readable config.json there: Unterminated",
     "--resume foreign": "foreign: no readable config.json there: unrecognized arguments: --unknown=1",
     "--resume lr": "--lr: invalid float value: 'fast'", "--resume ways": "--method: invalid choice: 'fedavg'",
-    "--resume stages": "--stages: invalid numbers", "--resume batch": "--batch: invalid int value: '4.0'",
-    "--resume tied": "--tied: ignored explicit argument '1'",
+    "--resume stages": "--stages: takes numbers with commas, not [2, '2']",
+    "--resume batch": "invalid int value: '4.0'", "--resume tied": "--tied: ignored explicit argument '1'",
     "--steps 0": "at least 1", "--group-size 1": "at least 2", "--steps many": "invalid int",
     "--unknown": "unrecognized", "--hel": "unrecognized", "--beta2 1": "--beta2 must be below 1",
     "--skip 0.5": "at least 3 stages", "--skip 0.9 --stages 1": "at least 3 stages",
