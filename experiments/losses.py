@@ -7,33 +7,15 @@ onebyte         NoLoCo every m steps and DiLoCo every 2m, in fp32 and in one byt
 momentum        the papers' own outer step, and that step without a term of Eq. N2
 closing         what narrows NoLoCo's gap to DDP, on 64 kB of held-out text
 
-The baselines get fewer bytes too, each in the form that fits it. DDP averages gradients in bf16. DiLoCo
-rounds Delta on each replica, with what its last rounding left over (error feedback), and then the sum:
-
-    k = round((Delta + e) / s) ,   s = max |Delta + e| / 127 ,   e <- Delta + e - s k                   (Q)
-
-for each tensor. DiLoCo's loss is that of such messages; its bytes are counted and not sent, as Gloo cannot
-sum such numbers.
-
-    python -m experiments.losses --short ...        train.py's options, with these two baselines
+Rows in one byte or bf16 are those of `--wire` (plumbing/wires.py for the baselines).
 """
 import itertools
 import math
 import statistics
-import sys
 
-import torch
-import torch.distributed as dist
-
-import train
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import (Part, Run, band, built, finals, headline, mean_of_replicas, over, over_runs,
+from experiments.runs import (Part, Run, band, finals, headline, mean_of_replicas, over, over_runs,
                               published, results, spread_of)
-from noloco import DiLoCo
-from plumbing.onebyte import lengths
-from plumbing.processes import Average, Job
-
-SHORT = "-m experiments.losses --short"
 
 LEARN = "--layers 2 --warmup 50 --lr 6e-3 --batch 8 --microbatches 1"
 EIGHT = f"{LEARN} --steps 1200"
@@ -75,9 +57,10 @@ TABLE = {
     "onebyte": {f"{shape} {kind}": f"{base} {how}" for shape, base in SHAPES.items() for kind, how in [
         *[(f"NoLoCo, every {m}, one byte", f"{NOLOCO} {m} --wire int8") for m in (10, 5, 3, 2, 1)],
         *[(f"NoLoCo, every {m}", f"{NOLOCO} {m}") for m in (10, 5, 2, 1)],
-        *[(f"DiLoCo, every {m}, one byte", f"{DILOCO} {m} --routing fixed") for m in (20, 10, 4, 2)],
+        *[(f"DiLoCo, every {m}, one byte", f"{DILOCO} {m} --wire int8 --routing fixed")
+          for m in (20, 10, 4, 2)],
         *[(f"DiLoCo, every {m}", f"{DILOCO} {m} --routing fixed") for m in (20, 10, 4, 2)],
-        ("DDP, bf16", "--method ddp --routing fixed"),
+        ("DDP, bf16", "--method ddp --wire bf16 --routing fixed"),
     ] if f"{shape} {kind}" not in THERE},
     "momentum": {
         "NoLoCo, every 10 steps, rate 6e-3": f"{BRIEF} {NOLOCO} 10 {PAPERS}",
@@ -103,62 +86,8 @@ def runs_of(part):
     def runs(steps):
         for label, options in TABLE[part].items():
             options += f" --steps {steps}" if steps else ""
-            short = "bf16" in label or "DiLoCo" in label and label.endswith(BYTE)
-            yield Run(label, options, program=SHORT if short else Run.program,
-                      after=mean_of_replicas if part in ("convergence", "momentum") else None)
+            yield Run(label, options, after=mean_of_replicas if part in ("convergence", "momentum") else None)
     return runs
-
-
-# ---------------------------------------------------------------- the baselines in fewer bytes
-
-
-class ShortDiLoCo(DiLoCo):
-    """(Q), twice: Delta on each replica, and the sum."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.lengths = lengths(self)
-        self.left = {"Delta": torch.zeros_like(self.theta), "sum": torch.zeros_like(self.theta)}
-
-    def exchange(self):
-        n = len(self.ranks)
-        self.theta.sub_(self.phi)
-        self.round("Delta")
-        dist.all_reduce(self.theta, group=self.everyone)
-        self.round("sum")
-        self.theta.add_(self.phi, alpha=n)
-        self.bytes_sent += 2 * (n - 1) * self.theta.numel() // n
-        return [self.theta], [], n
-
-    def round(self, name):
-        left = self.left[name]
-        left.add_(self.theta)
-        for x, k in zip(left.split(self.lengths), self.theta.split(self.lengths)):
-            s = x.abs().max().clamp_(min=1e-30) / 127
-            torch.div(x, s, out=k).round_().mul_(s)
-        left.sub_(self.theta)
-
-
-class ShortAverage(Average):
-    """Gradients in bf16."""
-
-    def __call__(self, grad, tokens):
-        sent = grad.bfloat16()
-        tokens = super().__call__(sent, tokens)
-        grad.copy_(sent)
-        return tokens
-
-
-def short(argv):
-    """train.main with these two."""
-    def make_outer(job, o, params, replicas, inner):
-        return ShortDiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta) \
-            if o.method == "diloco" else None
-
-    run = built(Job(), argv, make_outer=make_outer)
-    if run.average:
-        run.average = ShortAverage(run.stages[run.stage])
-    train.train(run)
 
 
 # ---------------------------------------------------------------- the tables
@@ -286,10 +215,6 @@ def draw_onebyte(plt, found):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--short"]:
-        short(sys.argv[2:])
-    else:
-        shown = {"convergence": (show_convergence, draw_convergence),
-                 "onebyte": (show_onebyte, draw_onebyte), "momentum": (show_momentum,),
-                 "closing": (show_closing,)}
-        headline(__doc__, {part: Part(runs_of(part), *how) for part, how in shown.items()})
+    shown = {"convergence": (show_convergence, draw_convergence), "onebyte": (show_onebyte, draw_onebyte),
+             "momentum": (show_momentum,), "closing": (show_closing,)}
+    headline(__doc__, {part: Part(runs_of(part), *how) for part, how in shown.items()})

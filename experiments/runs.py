@@ -3,10 +3,12 @@
     python -m experiments.losses [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR]
     python -m experiments.losses --plot --out .         the tables and pictures again, from results/
 
-A finished run is not run again; remove its folder in runs/ when train.py has changed. Results go to
-OUT/results/headline_PART.json, pictures to OUT/figures (default OUT: runs; the README shows those of `.`).
+A finished run is not run again; remove its folder in runs/ when train.py has changed. Several instances of
+one command share its runs: each takes the next one that is free. Results go to OUT/results/
+headline_PART.json, pictures to OUT/figures (default OUT: runs; the README shows those of `.`).
 """
 import argparse
+import fcntl
 import itertools
 import json
 import math
@@ -33,6 +35,7 @@ from model import Llama
 from plumbing.data import load_data
 from plumbing.options import TINY, Parser
 from plumbing.processes import BadInput, Job
+from plumbing.report import replace
 from survive import parts as surviving
 from tools import export
 
@@ -42,7 +45,12 @@ ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000"
 # The columns of metrics.jsonl that results keep.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds", "seconds",
-        "iteration_seconds", "steps_alone", "ranks")
+        "iteration_seconds", "steps_alone", "ranks", "sync_seconds")
+# Half-widths of a 95% interval in standard errors: Student's t with 1, 2, ... degrees of freedom.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# torchrun would import torch once more on each host, which takes a fifth of a processor 12 seconds.
+ALONE = ("RANK=$PET_NODE_RANK WORLD_SIZE=$PET_NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
+         'MASTER_ADDR=$PET_MASTER_ADDR MASTER_PORT=$PET_MASTER_PORT exec "$@"')
 
 
 @dataclass
@@ -64,6 +72,7 @@ class Part:
     draw: Callable = None       # (plt, found) -> figure
     seconds: Callable = None    # -> simulated seconds, kept beside the runs
     picture: str = None         # its name (default: the part's)
+    seeds: tuple = (0, 1, 2)    # without --seeds
 
 
 class Result:
@@ -84,9 +93,10 @@ def options_of(command, ranks):
     given = {word: value for word, value in zip(words, [*words[1:], ""]) if word.startswith("--")}
     method, skip = given.get("--method", "noloco"), float(given.get("--skip", 0))
     often = TINY.get(method, {}).get("inner_steps", 1)
+    wire = ("bf16" if method == "ddp" else "int8") if "--short" in given else "fp32"    # of older results
     return SimpleNamespace(
         method=method, skip=skip, routing=given.get("--routing", "skippipe" if skip else "random"),
-        every=int(given.get("--inner-steps", often)), wire=given.get("--wire", "fp32"),
+        every=int(given.get("--inner-steps", often)), wire=given.get("--wire", wire),
         stages=[int(n) for n in given.get("--stages", str(ranks)).split(",")],
         seed=int(given.get("--seed", 0)), warm_start=int(given.get("--warm-start", 0)),
         group_size=int(given.get("--group-size", 2)))
@@ -122,7 +132,7 @@ def headline(description, parts):
         for name in o.parts or parts:
             part = parts[name]
             if not o.plot:
-                found = run_all(name, list(part.runs(o.steps)), o)
+                found = run_all(name, list(part.runs(o.steps)), o.seeds or part.seeds, o.steps)
                 if part.seconds:
                     found["seconds"] = part.seconds()
                 save(o.out, f"headline_{name}", found)
@@ -137,7 +147,7 @@ def headline(description, parts):
 def arguments(description, parts):
     p = Parser(description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("parts", nargs="*", help=f"{', '.join(parts)} (default: all)")
-    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run each of every kind")
+    p.add_argument("--seeds", nargs="+", type=int, help="one run each of every kind (mostly 0 1 2)")
     p.add_argument("--steps", type=int, help="training steps, in place of each run's own")
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
     p.add_argument("--plot", action="store_true", help="no runs: tables and pictures of OUT/results")
@@ -149,17 +159,20 @@ def arguments(description, parts):
     return o
 
 
-def run_all(name, runs, o):
+def run_all(name, runs, seeds, steps=None):
     """{"cpu_hours", "runs": {label: [a row per seed]}} of all runs."""
-    found = dict(cpu_hours=0.0, runs={run.label: [] for run in runs})
-    with tqdm(total=len(o.seeds) * len(runs), unit="run") as progress:
-        for seed, run in itertools.product(o.seeds, runs):
+    own = f"-of-{steps}-steps" if steps else ""                 # a try keeps to folders of its own
+    todo = [(run, identity(run, f"{name}-{run.label}-{seed}{own}", seed))
+            for seed, run in itertools.product(seeds, runs)]
+    with tqdm(todo, unit="run") as progress:
+        for run, row in progress:
             progress.set_postfix_str(run.label)
-            own = f"-of-{o.steps}-steps" if o.steps else ""     # a try keeps to folders of its own
-            row = train_once(run, identity(run, f"{name}-{run.label}-{seed}{own}", seed))
-            found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
-            found["runs"][run.label].append(row)
-            progress.update()
+            train_once(run, row, waits=False)
+    found = dict(cpu_hours=0.0, runs={run.label: [] for run in runs})
+    for run, row in todo:
+        row = train_once(run, row)                              # there, or under way in another instance
+        found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
+        found["runs"][run.label].append(row)
     return found
 
 
@@ -173,9 +186,8 @@ def torchrun(processes, *words, hosts=(), **kwargs):
     """
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     if hosts:
-        launcher = str(Path(sys.executable).with_name("torchrun"))
         line = [sys.executable, "-m", "tools.hosts", str(processes), *hosts, "--",
-                launcher, "--nproc-per-node", "1"]
+                "sh", "-c", ALONE, "sh", sys.executable]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
     with subprocess.Popen([*line, *words], env=env, text=True, **kwargs) as process:
@@ -195,29 +207,38 @@ def identity(run, name, seed):
     return {**row, "hosts": run.hosts} if run.hosts else row
 
 
-def train_once(run, row):
-    """The run's row of results: its identity, curves, CPU hours, and what `after` finds in its folder."""
+def train_once(run, row, waits=True):
+    """The run's row of results: its identity, curves, CPU hours, and what `after` finds in its folder.
+
+    waits: for another instance that has begun this run; else the row is then None.
+    """
     words = row["command"].split()
     folder = Path("runs", words[words.index("--name") + 1])
-    done = folder / "headline.json"
-    if done.exists() and (found := json.loads(done.read_text())).items() >= row.items():
-        return found
-    shutil.rmtree(folder, ignore_errors=True)
-    start = sum(os.times()[:4])      # CPU seconds, also of processes waited for
-    with tempfile.TemporaryFile("w+") as log:
+    folder.parent.mkdir(exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
         try:
-            torchrun(run.processes, *words, hosts=run.hosts.split(), stdout=log, stderr=log)
-        except subprocess.CalledProcessError:
-            log.seek(0)
-            raise BadInput(f"{row['command']} failed: {log.read()[-2000:]}")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "heldout_loss" in line]
-    curves = {key: [line[key] and float(f"{line[key]:.6g}") for line in lines] for key in KEPT}
-    row = dict(row, curves=curves, **(run.after(folder) if run.after else {}), ranks=run.processes,
-               cpu_hours=(sum(os.times()[:4]) - start) / 3600)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    done.write_text(json.dumps(row))
-    return row
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return None
+        done = folder / "headline.json"
+        if done.exists() and (found := json.loads(done.read_text())).items() >= row.items():
+            return found
+        shutil.rmtree(folder, ignore_errors=True)
+        start = sum(os.times()[:4])      # CPU seconds, also of processes waited for
+        with tempfile.TemporaryFile("w+") as log:
+            try:
+                torchrun(run.processes, *words, hosts=run.hosts.split(), stdout=log, stderr=log)
+            except subprocess.CalledProcessError:
+                log.seek(0)
+                raise BadInput(f"{row['command']} failed: {log.read()[-2000:]}")
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [line for line in lines if "heldout_loss" in line]
+        curves = {key: [line[key] and float(f"{line[key]:.6g}") for line in lines] for key in KEPT}
+        row = dict(row, curves=curves, **(run.after(folder) if run.after else {}), ranks=run.processes,
+                   cpu_hours=(sum(os.times()[:4]) - start) / 3600)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        replace(done, json.dumps(row))
+        return row
 
 
 def built(job, argv, **parts):
@@ -265,6 +286,16 @@ def spread_of(values, form=".3f"):
     """Mean, and [least, largest] of several."""
     text = f"{statistics.mean(values):{form}}"
     return text if len(values) == 1 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def interval_of(differences, form):
+    """Mean [95% interval] of paired differences, and "better" or "worse" where that leaves out zero."""
+    n, mean = len(differences), statistics.mean(differences)
+    if n == 1:
+        return f"{mean:{form}}"
+    half = T95[n - 2] * statistics.stdev(differences) / math.sqrt(n)
+    verdict = "worse" if mean > half else "better" if mean < -half else "undecided"
+    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}], {verdict}"
 
 
 def spread_of_reached(values, form):

@@ -95,6 +95,7 @@ def test_a_clock_gives_the_steps_that_fit():
     job = mock.Mock()
     job.agree_on.side_effect = lambda key, function: function()
     o = types.SimpleNamespace(inner_steps=3, steps=10**6, eval_every=10**6, warmup=network.FIRST)
+    o.survive = 0.0
     of_rank = types.SimpleNamespace(o=o, job=job, step=network.FIRST)
     meter = network.Clock(run=of_rank, whole=100.0)
     meter.clock = time.perf_counter() - 2.5 * 21
@@ -107,7 +108,7 @@ def test_a_clock_gives_the_steps_that_fit():
 
 
 def test_a_clocked_run_evaluates_just_after_outer_steps(trained, tmp_path):
-    trained(2, 4.0, "--inner-steps", 3, main=network.clocked)
+    trained(2, "--clock", 4.0, "--inner-steps", 3, main=network.clocked)
     steps = [row["step"] for row in metrics(tmp_path / "runs/x")]
     assert steps[0] > network.FIRST and not any(step % 3 for step in steps)
     assert len(steps) >= 2 and len({b - a for a, b in zip(steps, steps[1:-1])}) <= 1
@@ -118,10 +119,14 @@ def test_a_clocked_run_evaluates_just_after_outer_steps(trained, tmp_path):
 PARTS = {       # name: (its runs, its table)
     **{part: (losses.runs_of(part), getattr(losses, f"show_{part}")) for part in losses.TABLE},
     **{part: (getattr(network, f"{part}_runs"), getattr(network, f"show_{part}"))
-       for part in ("hosts", "cuts", "geography")},
+       for part in ("tries", "grid", "latency", "pipeline")},
     "skip": (skip.runs, skip.table), "scale": (skip.scaled_runs, skip.scaled_table),
     "failure": (failure.runs, failure.table), "together": (together.runs, together.table),
 }
+
+
+def measured(name):
+    return (HERE / "results" / f"headline_{name}.json").exists()
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -129,13 +134,16 @@ PARTS = {       # name: (its runs, its table)
 def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps, monkeypatch):
     for module in (skip, together):
         monkeypatch.setattr(module, "makespan", lambda *_: 50.0)        # planning takes seconds
+    if not measured("tries"):
+        same = {kind.label: [types.SimpleNamespace(final=2.0)] for kind in network.tries_runs(None)}
+        monkeypatch.setattr(network, "published", lambda _: same)
     kinds = list(PARTS[name][0](steps))
     assert len({kind.label for kind in kinds}) == len(kinds) > 1
-    kept = runs.load(HERE, name)["runs"]
+    kept = {} if steps or not measured(name) else runs.load(HERE, name)["runs"]
     for kind in kinds:
         argv = f"--name x {runs.SMALL} {kind.options} --seed 1".split()
         layout(train.parse(argv, kind.processes), kind.processes)
-        for row in [] if steps or name in ("hosts", "geography") else kept[kind.label][:1]:
+        for row in kept[kind.label][:1] if kept else []:
             then = runs.options_of(row["command"], row["ranks"])        # as what results/ was made with
             now = runs.options_of(" ".join(argv), kind.processes)
             assert vars(now) | dict(seed=0) == vars(then) | dict(seed=0), kind.label
@@ -145,7 +153,8 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_pat
     """Every row of a docs table whose head a program prints is a row that it prints from results/."""
     monkeypatch.setattr(sync, "picture", lambda *_: None)
     for name, (_, table) in [*PARTS.items(), ("stability", (None, stability.table))]:
-        table(runs.load(HERE, name))
+        if measured(name):
+            table(runs.load(HERE, name))
     sync.show(["--out", str(HERE)])
     printed = {line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
     # the paper's window for n = 2: 416 points, of which 103 grow; 557 decay, 244 of them outside
@@ -159,7 +168,7 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_pat
                 rows = [*itertools.takewhile(lambda row: row.startswith("|"), lines[i + 2:])]
                 assert rows and [row for row in rows if row not in printed] == [], (file.name, line)
                 checked[file.name] += 1
-    assert checked["results.md"] >= 9 and checked["speed.md"] >= 3, checked
+    assert checked["results.md"] >= 7 and checked["speed.md"] >= 3, checked
 
 
 def test_skip_simulates_the_network_that_its_table_was_made_on():
@@ -179,12 +188,11 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
 
     monkeypatch.setattr(runs, "torchrun", torchrun)
-    o = types.SimpleNamespace(seeds=[0, 5], steps=4)
     kinds = [runs.Run("a b", "--steps 4"), runs.Run("c", "--steps 4", after=lambda folder: dict(mean=2.0))]
-    found = runs.run_all("x", kinds, o)
-    assert runs.run_all("x", kinds, o)["runs"] == found["runs"]
+    found = runs.run_all("x", kinds, [0, 5], 4)
+    assert runs.run_all("x", kinds, [0, 5], 4)["runs"] == found["runs"]
     names = [f"headline-x-{run}-of-4-steps" for run in ("a-b-0", "a-b-5", "c-0", "c-5")]
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == names
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
     assert [runs.Result(row).o.seed for row in found["runs"]["a b"]] == [0, 5]
     assert found["runs"]["a b"][0]["curves"]["step"] == [4]
