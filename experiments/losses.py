@@ -4,7 +4,6 @@
 
 convergence     Figs. 2 to 4 and Table 2 of arXiv 2506.10911, tiny. `local` has no outer step.
 onebyte         NoLoCo every m steps and DiLoCo every 2m, in fp32 and in one byte a weight
-momentum        the papers' own outer step, and that step without a term of Eq. N2
 closing         what narrows NoLoCo's gap to DDP, on 64 kB of held-out text
 
 Rows in one byte or bf16 are those of `--wire` (plumbing/wires.py for the baselines).
@@ -20,17 +19,12 @@ from experiments.runs import (Part, Run, band, finals, headline, mean_of_replica
 LEARN = "--layers 2 --warmup 50 --lr 6e-3 --batch 8 --microbatches 1"
 EIGHT = f"{LEARN} --steps 1200"
 FOUR = f"{LEARN} --steps 600 --microbatches 2 --stages 4,4"
-BRIEF = f"{LEARN} --steps 800"
 CLOSER = f"{EIGHT} --routing fixed --eval-every 200 --eval-sequences 512"
 NOLOCO, DILOCO = "--method noloco --inner-steps", "--method diloco --inner-steps"
-PAPERS, THEIRS = "--alpha 0.5 --beta 0.7", "--alpha 0.3 --beta 0.7"
 MUON = "--optimizer muon --lr 1.2e-2"           # the best of three rates
 SHAPES = {"8x1": EIGHT, "4x2": FOUR}
 BYTE = "one byte"
 
-# Of results/headline_tuning.json: what tuned best, which momentum shows too.
-PLAIN = ("DDP, rate 6e-3", "DiLoCo, rate 6e-3, alpha 0, beta 1.0", "NoLoCo, rate 4e-3, alpha 0, beta 1.0",
-         "NoLoCo, rate 6e-3, alpha 0, beta 1.0")
 # Runs of convergence that onebyte shows too: {its label: the label there}.
 THERE = {
     "8x1 DDP": "8x1 DDP", "4x2 DDP": "4x2 DDP, fixed routing",
@@ -62,13 +56,6 @@ TABLE = {
         *[(f"DiLoCo, every {m}", f"{DILOCO} {m} --routing fixed") for m in (20, 10, 4, 2)],
         ("DDP, bf16", "--method ddp --wire bf16 --routing fixed"),
     ] if f"{shape} {kind}" not in THERE},
-    "momentum": {
-        "NoLoCo, every 10 steps, rate 6e-3": f"{BRIEF} {NOLOCO} 10 {PAPERS}",
-        "NoLoCo, every 50 steps, rate 3e-3": f"{BRIEF} {NOLOCO} 50 {PAPERS} --lr 3e-3",
-        "DiLoCo, every 20 steps, rate 6e-3": f"{BRIEF} {DILOCO} 20 {THEIRS}",
-        "NoLoCo, every 10 steps, without the third term (gamma 0), rate 6e-3":
-            f"{BRIEF} {NOLOCO} 10 {PAPERS} --gamma 0",
-    },
     "closing": {
         "DDP, as it is": f"{CLOSER} --method ddp",
         "DiLoCo, as it is": f"{CLOSER} {DILOCO} 20",
@@ -86,7 +73,7 @@ def runs_of(part):
     def runs(steps):
         for label, options in TABLE[part].items():
             options += f" --steps {steps}" if steps else ""
-            yield Run(label, options, after=mean_of_replicas if part in ("convergence", "momentum") else None)
+            yield Run(label, options, after=mean_of_replicas if part == "convergence" else None)
     return runs
 
 
@@ -130,20 +117,6 @@ def show_onebyte(found):
     for label, seeds in runs.items():
         more = over_runs(seeds, runs[f"{label[:3]} DDP"])
         show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(more, "+.1%"), f"{seeds[0].sent:.1f}")
-
-
-def show_momentum(found):
-    tuned = published("tuning")
-    runs = {label: tuned[label] for label in PLAIN} | results(found)
-    show_head("outer step | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all "
-              "replicas | weight spread at the end | MB sent per rank to synchronise")
-    base = finals(runs["DDP, rate 6e-3"])
-    for label, seeds in runs.items():
-        means = [run.mean for run in seeds] if hasattr(seeds[0], "mean") else []
-        spread = statistics.mean(run.curves["weight_spread"][-1] for run in seeds)
-        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"),
-                 spread_of(over(means, base), "+.1%") if means else "", f"{spread:.1e}",
-                 f"{seeds[0].sent:.0f}")
 
 
 def show_closing(found):
@@ -216,5 +189,5 @@ def draw_onebyte(plt, found):
 
 if __name__ == "__main__":
     shown = {"convergence": (show_convergence, draw_convergence), "onebyte": (show_onebyte, draw_onebyte),
-             "momentum": (show_momentum,), "closing": (show_closing,)}
+             "closing": (show_closing,)}
     headline(__doc__, {part: Part(runs_of(part), *how) for part, how in shown.items()})

@@ -2,13 +2,15 @@
 
     python -m experiments.network [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-tries       six settings of each method on each network, one seed, compared by a validation text     3 h 20
-grid        five seeds of the best setting of each, on a test text; two networks with --survive too  3 h 40
-latency     an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms (needs 4 cores)     35 min
-pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                              1 h
+tries       six settings of each method on each network, one seed, compared by a validation text    2 h 40
+grid        five seeds of the best setting of each, on a test text; two networks with --survive too 3 h 30
+latency     an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms (needs 4 cores)    35 min
+pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 30
 
-Hours are for one instance, which needs two cores. Several instances of a command share its runs. `grid` reads
-the tries from this repository's results/, so give both `--out .`.
+Hours are estimates for one instance, which needs two idle cores. Several instances share a part by labels:
+
+    python -m experiments.network tries --only "50 Mbit/s"          (and at the same time the other networks)
+    python -m experiments.network tries --out .                     collects them: `grid` reads results/ here
 
 The hosts are network namespaces of this machine (tools/hosts.py; root and iproute2). Each has CPU of a
 processor; the relay, which is the network, has its own. A step is one sequence of 128 tokens a replica. The
@@ -38,7 +40,7 @@ from plumbing.options import Parser
 from plumbing.processes import Job
 from plumbing.wires import KINDS
 
-SECONDS, EVALUATIONS, FIRST, CPU = 70, 8, 20, 0.2
+SECONDS, EVALUATIONS, FIRST, CPU = 60, 8, 20, 0.2
 PROGRAM = "-m experiments.network --clock"
 TINY = "--hidden 128 --mlp 512 --heads 4"       # train.py's own
 MEGABITS = 8 * 1.115                            # of its weights in one byte each
@@ -58,14 +60,14 @@ SURVIVE = {f"every {m}, int8, survive 6": f"--inner-steps {m} --wire int8 --surv
 TURNS = " ".join(f"--rate {host}@{t}={200 if t % 40 == 0 else 20}" for t in range(20, 400, 20)
                  for host in (2, 5))
 SLOWER = f"one host with {CPU / 3:.2f} of a processor"
-CUT, QUICK = "one host cut off twice for 15 s", "1000 Mbit/s, 0 ms"
+PLAIN, CUT, QUICK = "200 Mbit/s, 5 ms", "one host cut off twice for 15 s", "1000 Mbit/s, 0 ms"
 NETWORKS = {        # name: (options of tools/hosts.py, ms one way, Mbit/s of the hosts' links by turns)
     "50 Mbit/s, 25 ms": ("--mbit 50 --latency 25", 25, [[50] * 8]),
-    "200 Mbit/s, 5 ms": ("--latency 5", 5, [[200] * 8]),
+    PLAIN: ("--latency 5", 5, [[200] * 8]),
     "one host 20 Mbit/s": ("--latency 5 --slow 5=20", 5, [[200] * 7 + [20]]),
     "two hosts 20 Mbit/s by turns": (f"--latency 5 {TURNS}", 5, [[200] * 8, [200] * 6 + [20] * 2]),
     SLOWER: (f"--latency 5 --cpu 5={CPU / 3:.3f}", 5, [[200] * 8]),
-    CUT: ("--latency 5 --cut 5@40+15 --cut 5@80+15", 5, [[200] * 8]),
+    CUT: ("--latency 5 --cut 5@40+15 --cut 5@72+15", 5, [[200] * 8]),
     QUICK: ("--mbit 1000", 0, [[1000] * 8])}
 
 
@@ -76,14 +78,16 @@ def between_hosts(name, method, way, options, half="test"):
 
 def tries_runs(steps):
     for name, (method, ways) in itertools.product(NETWORKS, METHODS.items()):
-        yield from (between_hosts(name, method, *way, "validation") for way in ways.items())
+        for way, options in ways.items() if name != CUT else ():        # the settings of PLAIN
+            yield between_hosts(name, method, way, options, "validation")
 
 
 def grid_runs(steps):
     """A try (steps): each method's first way, 3 s by the clock on the last network, between two hosts."""
     tried = {} if steps else published("tries")
     for name, (method, ways) in itertools.product(NETWORKS, METHODS.items()):
-        best = min(ways, key=lambda way: tried[f"{name}: {method}, {way}"][0].final if tried else 0)
+        there = f"{PLAIN if name == CUT else name}: {method}"
+        best = min(ways, key=lambda way: tried[f"{there}, {way}"][0].final if tried else 0)
         run = between_hosts(name, method, best, ways[best])
         if not steps:
             yield run
@@ -330,9 +334,9 @@ def between_cities(names):
 def pipeline_runs(steps):
     for name, (options, memory, _) in PLANS.items():
         names, stages = (FAST, "2,1,1,1") if "alone" in name else (CITIES, "2,2,2,2")
-        yield Run(name, f"{TINY} --stages {stages} --microbatches 3 --batch 4 --eval-sequences 256 "
+        yield Run(name, f"{TINY} --stages {stages} --microbatches 3 --batch 2 --eval-sequences 256 "
                   f"--warmup {FIRST} --method noloco --inner-steps 10 {options}", len(names),
-                  program=f"{PROGRAM} {3 if steps else SECONDS} --memory {memory}",
+                  program=f"{PROGRAM} {2 * SECONDS} --memory {memory}",
                   hosts=between_cities(names))
 
 

@@ -3,12 +3,12 @@
     python -m experiments.losses [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR]
     python -m experiments.losses --plot --out .         the tables and pictures again, from results/
 
-A finished run is not run again; remove its folder in runs/ when train.py has changed. Several instances of
-one command share its runs: each takes the next one that is free. Results go to OUT/results/
-headline_PART.json, pictures to OUT/figures (default OUT: runs; the README shows those of `.`).
+A finished run is not run again; remove its folder in runs/ when train.py has changed. Several instances may
+run at a time, each with an `--only LABEL` (and `--seeds`) of its own; the plain command then collects all.
+Results go to OUT/results/headline_PART.json, pictures to OUT/figures (default OUT: runs; the README shows
+those of `.`).
 """
 import argparse
-import fcntl
 import itertools
 import json
 import math
@@ -132,9 +132,12 @@ def headline(description, parts):
         for name in o.parts or parts:
             part = parts[name]
             if not o.plot:
-                found = run_all(name, list(part.runs(o.steps)), o.seeds or part.seeds, o.steps)
+                runs = [run for run in part.runs(o.steps) if o.only in run.label]
+                found = run_all(name, runs, o.seeds or part.seeds, o.steps)
                 if part.seconds:
                     found["seconds"] = part.seconds()
+                if o.only:
+                    continue
                 save(o.out, f"headline_{name}", found)
             found = load(o.out, name)
             part.table(found)
@@ -148,6 +151,7 @@ def arguments(description, parts):
     p = Parser(description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("parts", nargs="*", help=f"{', '.join(parts)} (default: all)")
     p.add_argument("--seeds", nargs="+", type=int, help="one run each of every kind (mostly 0 1 2)")
+    p.add_argument("--only", default="", help="run only what has this in its label, and show nothing")
     p.add_argument("--steps", type=int, help="training steps, in place of each run's own")
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
     p.add_argument("--plot", action="store_true", help="no runs: tables and pictures of OUT/results")
@@ -161,18 +165,15 @@ def arguments(description, parts):
 
 def run_all(name, runs, seeds, steps=None):
     """{"cpu_hours", "runs": {label: [a row per seed]}} of all runs."""
-    own = f"-of-{steps}-steps" if steps else ""                 # a try keeps to folders of its own
-    todo = [(run, identity(run, f"{name}-{run.label}-{seed}{own}", seed))
-            for seed, run in itertools.product(seeds, runs)]
-    with tqdm(todo, unit="run") as progress:
-        for run, row in progress:
-            progress.set_postfix_str(run.label)
-            train_once(run, row, waits=False)
     found = dict(cpu_hours=0.0, runs={run.label: [] for run in runs})
-    for run, row in todo:
-        row = train_once(run, row)                              # there, or under way in another instance
-        found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
-        found["runs"][run.label].append(row)
+    with tqdm(total=len(seeds) * len(runs), unit="run") as progress:
+        for seed, run in itertools.product(seeds, runs):
+            progress.set_postfix_str(run.label)
+            own = f"-of-{steps}-steps" if steps else ""         # a try keeps to folders of its own
+            row = train_once(run, identity(run, f"{name}-{run.label}-{seed}{own}", seed))
+            found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
+            found["runs"][run.label].append(row)
+            progress.update()
     return found
 
 
@@ -207,38 +208,29 @@ def identity(run, name, seed):
     return {**row, "hosts": run.hosts} if run.hosts else row
 
 
-def train_once(run, row, waits=True):
-    """The run's row of results: its identity, curves, CPU hours, and what `after` finds in its folder.
-
-    waits: for another instance that has begun this run; else the row is then None.
-    """
+def train_once(run, row):
+    """The run's row of results: its identity, curves, CPU hours, and what `after` finds in its folder."""
     words = row["command"].split()
     folder = Path("runs", words[words.index("--name") + 1])
-    folder.parent.mkdir(exist_ok=True)
-    with open(f"{folder}.lock", "w") as lock:
+    done = folder / "headline.json"
+    if done.exists() and (found := json.loads(done.read_text())).items() >= row.items():
+        return found
+    shutil.rmtree(folder, ignore_errors=True)
+    start = sum(os.times()[:4])      # CPU seconds, also of processes waited for
+    with tempfile.TemporaryFile("w+") as log:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
-            return None
-        done = folder / "headline.json"
-        if done.exists() and (found := json.loads(done.read_text())).items() >= row.items():
-            return found
-        shutil.rmtree(folder, ignore_errors=True)
-        start = sum(os.times()[:4])      # CPU seconds, also of processes waited for
-        with tempfile.TemporaryFile("w+") as log:
-            try:
-                torchrun(run.processes, *words, hosts=run.hosts.split(), stdout=log, stderr=log)
-            except subprocess.CalledProcessError:
-                log.seek(0)
-                raise BadInput(f"{row['command']} failed: {log.read()[-2000:]}")
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        lines = [line for line in lines if "heldout_loss" in line]
-        curves = {key: [line[key] and float(f"{line[key]:.6g}") for line in lines] for key in KEPT}
-        row = dict(row, curves=curves, **(run.after(folder) if run.after else {}), ranks=run.processes,
-                   cpu_hours=(sum(os.times()[:4]) - start) / 3600)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        replace(done, json.dumps(row))
-        return row
+            torchrun(run.processes, *words, hosts=run.hosts.split(), stdout=log, stderr=log)
+        except subprocess.CalledProcessError:
+            log.seek(0)
+            raise BadInput(f"{row['command']} failed: {log.read()[-2000:]}")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "heldout_loss" in line]
+    curves = {key: [line[key] and float(f"{line[key]:.6g}") for line in lines] for key in KEPT}
+    row = dict(row, curves=curves, **(run.after(folder) if run.after else {}), ranks=run.processes,
+               cpu_hours=(sum(os.times()[:4]) - start) / 3600)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    replace(done, json.dumps(row))
+    return row
 
 
 def built(job, argv, **parts):
