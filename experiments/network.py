@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 import train
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import (Part, Run, band, built, ends, finals, headline, interval_of, loss_at, published,
+from experiments.runs import (Part, Run, band, built, ends, finals, headline, interval_of, published,
                               reaches, results, same_seeds, spread_of, spread_of_reached, timed)
 from planning.instance import city_links
 from plumbing import report
@@ -52,8 +52,8 @@ WAYS = {                                        # name: options
     **{f"every {m}, int8": f"--inner-steps {m} --wire int8" for m in (2, 5, 20)},
     **{f"every {m}, int8, delay half": f"--inner-steps {m} --wire int8 --delay half" for m in (5, 10)},
     "every 20, fp32": "--inner-steps 20"}
-METHODS = {
-    "DDP": {f"{wire}, warm-up {warmup}, rate {rate}": f"--wire {wire} --warmup {warmup} --lr {rate}"
+METHODS = {         # DDP has a rate of 3e-3 after 20 steps of warm-up, or 6e-3 after 5
+    "DDP": {f"{wire}, rate {rate}": f"--wire {wire} --warmup {warmup} --lr {rate}"
             for wire in ("fp32", "bf16", "int8") for warmup, rate in ((20, "3e-3"), (5, "6e-3"))},
     "DiLoCo": WAYS, "NoLoCo": WAYS}
 SURVIVE = {f"every {m}, int8, survive 6": f"--inner-steps {m} --wire int8 --survive 6" for m in (2, 5)}
@@ -103,13 +103,14 @@ def grid_runs(steps):
 
 @dataclass
 class Clock(report.Meter):
-    """Gives the run as many steps as fit into `whole` seconds at rank 0's pace so far.
+    """Gives the run as many steps as fit into `whole` seconds at rank 0's pace since half of the warm-up.
 
     It stands still while replicas evaluate, from when the last one has come until all go on. With --survive
     no replica waits: each leaves out its own evaluations, and the first pace holds.
     """
     run: object = None              # a train.Run
     whole: float = 0.0
+    begun: tuple = ()               # (seconds, steps) at half of the warm-up: the first steps are slower
     paced: bool = False
 
     def pause(self):
@@ -128,22 +129,26 @@ class Clock(report.Meter):
 
     def add(self, *numbers):
         super().add(*numbers)
-        if self.run.step >= self.run.o.warmup and not self.paced:      # outer steps of the warm-up are done
+        now, steps = time.perf_counter() - self.clock, self.run.step + 1
+        if not self.begun and self.run.step >= self.run.o.warmup // 2:
+            self.begun = now, steps
+        elif not self.paced and self.run.step >= self.run.o.warmup:     # outer steps of the warm-up are done
             self.paced, self.run.o.eval_every = True, 0
-            self.fit("first pace", time.perf_counter() - self.clock, self.run.step + 1)
+            self.fit("first pace", now, steps)
 
     def fit(self, key, seconds, steps):
         """Set the steps in all and, once, the steps between evaluations, which follow outer steps."""
         o, m, gap = self.run.o, self.run.o.inner_steps or 1, self.whole / EVALUATIONS
 
-        def rounds():                                       # of m steps, in a second; by rank 0's clock
+        def rounds():                       # of m steps: in all (0: the last part stays as planned), in a gap
+            pace = (steps - self.begun[1]) / (seconds - self.begun[0])
+            in_all = max(steps // m + 1, round((steps + (self.whole - seconds) * pace) / m))
             nearly_over = o.eval_every and self.whole - seconds < 1.5 * gap
-            return 0.0 if nearly_over else steps / seconds / m          # the last part stays as planned
+            return 0 if nearly_over else in_all, max(1, round(gap * pace / m))
 
-        pace = self.run.job.agree_on(key, rounds)
-        if pace:
-            o.steps = max(steps // m + 1, round(self.whole * pace)) * m
-        o.eval_every = o.eval_every or max(1, round(gap * pace)) * m
+        in_all, in_a_gap = self.run.job.agree_on(key, rounds)
+        o.steps = in_all * m or o.steps
+        o.eval_every = o.eval_every or in_a_gap * m
 
 
 class Holding(train.Routes):
@@ -209,9 +214,11 @@ def share_of(others, seeds):
 
 
 def more_than(others, seeds):
-    """Nats per byte over the other's of its seed, when the shorter run of both ends."""
-    pairs = [(min(ends(pair)), *pair) for pair in zip(seeds, same_seeds(seeds, others))]
-    return interval_of([loss_at(end, run) - loss_at(end, other) for end, run, other in pairs], "+.3f")
+    """Last nats per byte over the other's of its seed."""
+    if others is seeds:
+        return ""
+    pairs = zip(finals(seeds), finals(same_seeds(seeds, others)))
+    return interval_of([mine - theirs for mine, theirs in pairs], "+.3f")
 
 
 def show_tries(found):
@@ -221,13 +228,15 @@ def show_tries(found):
 
 
 def show_grid(found):
-    show_head("network | method | seeds | steps | seconds of a synchronisation | predicted | held-out nats "
-              "per byte | over DiLoCo's | DiLoCo's last loss, in so much of its time | DDP's")
-    base = {(name, method): seeds for name, method, _, seeds in rows_of(found)}
-    for name, method, way, seeds in rows_of(found):
+    show_head("network | method | seeds | steps | seconds | seconds of a synchronisation | predicted "
+              "| held-out nats per byte | over DiLoCo's | DiLoCo's last loss, in so much of its time | DDP's")
+    rows = rows_of(found)
+    base = {(name, method): seeds for name, method, _, seeds in rows if method != "NoLoCo"}
+    for name, method, way, seeds in rows:
         guesses = [f"{seconds:.2f}" for seconds in predicted(method, seeds[0].o.wire, name)]
         ddp, diloco = base[name, "DDP"], base[name, "DiLoCo"]
         show_row(name, f"{method}, {way}", len(seeds), spread_of([run.steps[-1] for run in seeds], ".0f"),
+                 spread_of(ends(seeds), ".0f"),
                  spread_of([run.curves["sync_seconds"][-1] for run in seeds], ".2f"), " or ".join(guesses),
                  spread_of(finals(seeds)), more_than(diloco, seeds), share_of(diloco, seeds),
                  share_of(ddp, seeds))
@@ -243,9 +252,12 @@ def draw_lines(axis, title, lines):
 
 def draw_grid(plt, found):
     networks = dict.fromkeys(row[0] for row in rows_of(found))
-    figure, axes = plt.subplots(-(-len(networks) // 2), 2, figsize=(WIDTH, 14), layout="constrained")
+    rows = -(-len(networks) // 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(WIDTH, 3.6 * rows), layout="constrained")
+    axes.flat[-1].axis("off")                               # an odd number of networks
     for axis, network in zip(axes.flat, networks):
-        draw_lines(axis, network, [(seeds, f"{method}\n{way}", method, "--" if "survive" in way else "-")
+        draw_lines(axis, network, [(seeds, f"{method}, {way}".replace(", ", "\n", 2), method,
+                                    "--" if "survive" in way else "-")
                                    for name, method, way, seeds in rows_of(found) if name == network])
     return figure
 
@@ -302,7 +314,7 @@ def draw_latency(plt, found):
                  ls="--" if "byte" in name else "-", label=name)
         axis.set(title=f"{n} hosts", xlabel="ms one way", ylim=(0, None))
     axes[0].set(ylabel="seconds of an outer step (bands: range of trials)")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
