@@ -2,10 +2,10 @@
 
     python -m experiments.network [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-tries       six settings of each method on each network, one seed, compared by a validation text    2 h 40
-grid        five seeds of the best setting of each, on a test text; two networks with --survive too 3 h 30
+tries       six settings of each method on each network, one seed, compared on 16 kB of validation  2 h 40
+grid        five seeds of the best setting of each, on 64 kB of test text; --survive on two         3 h 20
 latency     an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms (needs 4 cores)    35 min
-pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 30
+pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 20
 
 Hours are estimates for one instance, which needs two idle cores. Several instances share a part by labels:
 
@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 import train
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import (Part, Run, band, built, ends, finals, headline, interval_of, published,
+from experiments.runs import (Part, Run, band, built, ends, finals, headline, interval_of, loss_at, published,
                               reaches, results, same_seeds, spread_of, spread_of_reached, timed)
 from planning.instance import city_links
 from plumbing import report
@@ -40,7 +40,7 @@ from plumbing.options import Parser
 from plumbing.processes import Job
 from plumbing.wires import KINDS
 
-SECONDS, EVALUATIONS, FIRST, CPU = 60, 8, 20, 0.2
+SECONDS, IN_PIPELINES, EVALUATIONS, FIRST, CPU = 60, 100, 6, 20, 0.2
 PROGRAM = "-m experiments.network --clock"
 TINY = "--hidden 128 --mlp 512 --heads 4"       # train.py's own
 MEGABITS = 8 * 1.115                            # of its weights in one byte each
@@ -56,7 +56,7 @@ METHODS = {         # DDP has a rate of 3e-3 after 20 steps of warm-up, or 6e-3 
     "DDP": {f"{wire}, rate {rate}": f"--wire {wire} --warmup {warmup} --lr {rate}"
             for wire in ("fp32", "bf16", "int8") for warmup, rate in ((20, "3e-3"), (5, "6e-3"))},
     "DiLoCo": WAYS, "NoLoCo": WAYS}
-SURVIVE = {f"every {m}, int8, survive 6": f"--inner-steps {m} --wire int8 --survive 6" for m in (2, 5)}
+SURVIVE = "every 5, int8, survive 6", f"{WAYS['every 5, int8']} --survive 6"
 TURNS = " ".join(f"--rate {host}@{t}={200 if t % 40 == 0 else 20}" for t in range(20, 400, 20)
                  for host in (2, 5))
 SLOWER = f"one host with {CPU / 3:.2f} of a processor"
@@ -79,7 +79,7 @@ def between_hosts(name, method, way, options, half="test"):
 def tries_runs(steps):
     for name, (method, ways) in itertools.product(NETWORKS, METHODS.items()):
         for way, options in ways.items() if name != CUT else ():        # the settings of PLAIN
-            yield between_hosts(name, method, way, options, "validation")
+            yield between_hosts(name, method, way, f"{options} --eval-sequences 16", "validation")
 
 
 def grid_runs(steps):
@@ -94,8 +94,8 @@ def grid_runs(steps):
         elif name == QUICK:
             yield replace(run, options=f"{run.options} --warmup 4 --eval-sequences 8", processes=2,
                           program=f"{PROGRAM} 3", hosts=NETWORKS[name][0])
-    for name, way in itertools.product(() if steps else (SLOWER, CUT), SURVIVE.items()):
-        yield between_hosts(name, "NoLoCo", *way)
+    for name in () if steps else (SLOWER, CUT):
+        yield between_hosts(name, "NoLoCo", *SURVIVE)
 
 
 # ---------------------------------------------------------------- one clock for all
@@ -214,11 +214,11 @@ def share_of(others, seeds):
 
 
 def more_than(others, seeds):
-    """Last nats per byte over the other's of its seed."""
+    """Nats per byte over the last of the other of its seed, when that ends (a run that is over: its last)."""
     if others is seeds:
         return ""
-    pairs = zip(finals(seeds), finals(same_seeds(seeds, others)))
-    return interval_of([mine - theirs for mine, theirs in pairs], "+.3f")
+    pairs = zip(seeds, same_seeds(seeds, others))
+    return interval_of([loss_at(*ends([other]), run) - other.final for run, other in pairs], "+.3f")
 
 
 def show_tries(found):
@@ -348,7 +348,7 @@ def pipeline_runs(steps):
         names, stages = (FAST, "2,1,1,1") if "alone" in name else (CITIES, "2,2,2,2")
         yield Run(name, f"{TINY} --stages {stages} --microbatches 3 --batch 2 --eval-sequences 256 "
                   f"--warmup {FIRST} --method noloco --inner-steps 10 {options}", len(names),
-                  program=f"{PROGRAM} {2 * SECONDS} --memory {memory}",
+                  program=f"{PROGRAM} {IN_PIPELINES} --memory {memory}",
                   hosts=between_cities(names))
 
 

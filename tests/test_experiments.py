@@ -112,7 +112,7 @@ def test_a_clock_gives_the_steps_that_fit():
     for of_rank.step, seconds in ((10, 30.0), (20, 55.0)):
         meter.clock = time.perf_counter() - seconds
         meter.add(0.0, 0, None, 2.5)
-    assert (o.steps, o.eval_every) == (39, 6)       # 21 and 18 in 45 s; an eighth is 5 steps, so 6
+    assert (o.steps, o.eval_every) == (39, 6)       # 21 and 18 in 45 s; a sixth is 6.7 steps, so 6
     for at, seconds in ((21, 60.0), (30, 90.0)):    # 34 steps fit; then it is too late to change
         meter.fit(f"pace/{at}", seconds, at)
         assert (o.steps, o.eval_every) == (33, 6)
