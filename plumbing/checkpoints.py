@@ -126,7 +126,8 @@ def load(file):
 
 def state_of(run):
     return dict(step=run.step, cursor=run.cursor, theta=run.theta, adam=run.inner.state_dict(),
-                outer=run.outer and run.outer.state_dict(), rng=torch.get_rng_state(), plan=run.routes.plan,
+                outer=run.outer and run.outer.state_dict(), owed=run.average and run.average.owed,
+                rng=torch.get_rng_state(), plan=run.routes.plan,
                 rho=run.rho, corpus=run.corpus and run.corpus.digest,
                 meter=run.meter.state(run))
 
@@ -144,6 +145,8 @@ def go_on(run):
     torch.set_rng_state(state["rng"].cpu())
     if run.outer:
         run.outer.load_state_dict(state["outer"])
+    if run.average:
+        run.average.owed = state.get("owed") or ()
     if run.reader:
         run.reader.cursor = state["cursor"]
     return state["plan"]

@@ -22,8 +22,8 @@ MODELS = {name: dict(zip(COLUMNS, row)) for name, *row in (
 METHODS = {
     "noloco": dict(inner_steps=50, alpha=0.5, beta=0.7, gamma=None, group_size=2, wire="fp32", delay=0,
                    survive=0.0),
-    "diloco": dict(inner_steps=100, alpha=0.3, beta=0.7, delay=0),
-    "ddp": {},
+    "diloco": dict(inner_steps=100, alpha=0.3, beta=0.7, wire="fp32", delay=0),
+    "ddp": dict(wire="fp32"),
     "local": dict(survive=0.0),
 }
 # The papers' values are for 25 000 steps; these are the best we found for a short run of a tiny model.
@@ -123,6 +123,8 @@ def check(o, given):
         (not o.beta2 < 1, f"--beta2 must be below 1, got {o.beta2}"),
         (o.replan and not planned, "--replan is for planned paths: give --skip or --routing skippipe"),
         (o.survive and (o.replan or o.delay), "--survive goes with neither --replan nor --delay"),
+        (o.wire == "bf16" and o.method == "noloco",
+         "--wire bf16 rounds updates of NoLoCo's theta away: give --wire int8"),
         (o.wire == "int8" and o.gamma != o.beta, f"--wire int8 needs gamma = beta, not {o.gamma}, {o.beta}"),
         (not 0 <= o.delay <= (o.inner_steps or 0), f"--delay {o.delay}: takes 0 to --inner-steps, or half"),
         (o.join, "--join is for a process that comes back to a running job, never for rank 0"),

@@ -8,11 +8,15 @@ theta at the m-th step too, goes on training, and merges D steps later what came
 
 D = 0 is the paper's outer step. docs/stability.md says why D should be at most m / 2.
 """
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 
 from noloco import DiLoCo, NoLoCo
 from plumbing.onebyte import OneByteNoLoCo
+from plumbing.wires import ShortDiLoCo, wired
 
 
 class Travelling:
@@ -154,9 +158,32 @@ class DelayedDiLoCo(Delayed, DiLoCo):
         return [self.flying[0]], [], len(self.ranks)
 
 
+class DelayedShortDiLoCo(Delayed, ShortDiLoCo):
+    """--delay with --method diloco --wire bf16 or int8
+
+    A thread sends codes twice while the model trains. `owed` stays as it was before until they have arrived.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.thread = ThreadPoolExecutor(1)
+
+    def depart(self):
+        total = self.sent - self.phi
+        later = self.thread.submit(self.wire.add_up, total, self.owed)
+        self.bytes_sent += self.wire.bytes(len(total))
+        return (total, later), [SimpleNamespace(wait=later.result)]
+
+    def arrived(self):
+        (total, later), n = self.flying[0], len(self.ranks)
+        self.owed = later.result()
+        return [total.add_(self.phi, alpha=n)], [], n
+
+
 def overlapping(o):
     """What train.make_outer takes instead of its own classes."""
     if not o.delay:
         return dict(kinds={"noloco": {"fp32": PhiAhead}})
     noloco = {"fp32": DelayedNoLoCo, "int8": DelayedOneByte}
-    return dict(kinds={"noloco": noloco, "diloco": {"fp32": DelayedDiLoCo}}, delay=o.delay)
+    diloco = {"fp32": DelayedDiLoCo, **wired(DelayedShortDiLoCo)}
+    return dict(kinds={"noloco": noloco, "diloco": diloco}, delay=o.delay)

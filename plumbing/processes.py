@@ -216,15 +216,19 @@ class Average:
     def __init__(self, replicas):
         self.group, self.replicas = dist.new_group(replicas, use_local_synchronization=True), len(replicas)
         self.bytes_sent = 0
+        self.owed = ()              # what a checkpoint keeps of it (plumbing/wires.py)
 
     def __call__(self, grad, tokens):
         """Sum grad in place; returns the sum of tokens."""
         count = torch.tensor(float(tokens), device=grad.device)
-        works = [dist.all_reduce(t, group=self.group, async_op=True) for t in (count, grad)]
-        for work in works:
-            work.wait()
-        self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
+        work = dist.all_reduce(count, group=self.group, async_op=True)
+        self.add_up(grad)
+        work.wait()
         return float(count)
+
+    def add_up(self, grad):
+        dist.all_reduce(grad, group=self.group)
+        self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
 
 
 def one_line(error):

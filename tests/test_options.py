@@ -33,7 +33,7 @@ BAD = {
     "--stages 1,0": "every stage needs a replica", "--layers-per-stage 1,1": "stages must share",
     "--hidden 30 --heads 4": "must be a multiple", "--method ddp --alpha 0.5": "ddp has no --alpha",
     "--method fedavg": "invalid choice", "--method local --delay 5": "local has no --delay",
-    "--method ddp --wire int8 --survive 5": "--method ddp has no --wire and no --survive",
+    "--method local --wire int8 --delay 1": "--method local has no --wire and no --delay",
     "--method diloco --survive 5": "has no --survive",
     "--delay 51 --inner-steps 50": "--delay 51: takes 0 to --inner-steps, or half",
     "--delay 5 --survive 5": "--survive goes with neither --replan nor --delay",
