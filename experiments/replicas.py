@@ -407,12 +407,13 @@ def draw_many(plt, found):
         points = {n: [100 * x for x in over_ddp(runs[optimizer, n, 8], KINDS[name])]
                   for n in REPLICAS if KINDS[name] in runs.get((optimizer, n, 8), ())}
         middle = [statistics.mean(seeds) for seeds in points.values()]
-        axis.plot(list(points), middle, "-" if optimizer == "adam" else "--", marker="o", color=COLOURS[colour])
+        dashes = "-" if optimizer == "adam" else "--"
+        axis.plot(list(points), middle, dashes, marker="o", color=COLOURS[colour])
         axis.fill_between(list(points), *([edge(seeds) for seeds in points.values()] for edge in (min, max)),
                           color=COLOURS[colour], alpha=0.15, lw=0)
         labels.append((middle[-1], f"{name}, {optimizer.title()}", COLOURS[colour]))
     axis.set_xscale("log", base=2)
-    axis.set(xlabel="replicas (bands: range of three seeds; 64 and Muon's 16: see the table)",
+    axis.set(xlabel="replicas (bands: range of three seeds; 64 replicas: one seed)",
              xticks=REPLICAS, xticklabels=REPLICAS, ylabel="% perplexity over DDP's with as many replicas",
              title="The gap to DDP grows with the replicas; with Muon (dashed) by half as much")
     label_ends(axis, labels)
