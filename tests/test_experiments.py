@@ -48,11 +48,13 @@ def test_spectral_radius_crosses_one_exactly_at_the_bound():
             assert radius(alpha, k, 0.999 * bound, pull) < 1 < radius(alpha, k, 1.001 * bound, pull)
         assert radius(alpha, 1 - 1 / n, gamma_bound(alpha, n)) == pytest.approx(1, abs=1e-6)
         assert stability.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
-    for replicas, n in ((2, 2), (3, 2), (4, 2), (5, 2), (16, 4), (16, 16)):
-        exact = stability.exact_bound(0.5, stability.contraction(replicas, n))
-        assert gamma_bound(0.5, n, replicas) == pytest.approx(exact)
-    # heavy ball: 2 (1 + alpha)
+        for replicas in (2, 3, 4, 5, 16, 17):
+            if n <= replicas:
+                exact = stability.exact_bound(alpha, stability.contraction(replicas, n))
+                assert gamma_bound(alpha, n, replicas) == pytest.approx(exact)
+    # heavy ball: 2 (1 + alpha); one replica has nothing to hold together
     assert stability.exact_bound(0.5, stability.contraction(16, 16)) == pytest.approx(3)
+    assert gamma_bound(0.5, 2, 1) == gamma_bound(0.5, 2, 2) == pytest.approx(3)
 
 
 def test_all_reduce_seconds_by_hand():

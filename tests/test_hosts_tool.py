@@ -19,6 +19,7 @@ from tools.hosts import Hosts, enter, read
 
 ROOT = Path(__file__).parents[1]
 TOOL = [sys.executable, "-m", "tools.hosts"]
+pytestmark = pytest.mark.alone
 UDP, TCP = socket.SOCK_DGRAM, socket.SOCK_STREAM
 COUNT = """import time
 n, begin = 0, float(input())
