@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import bench_sync
@@ -15,6 +16,7 @@ from bench_sync import Timed, quartiles
 from experiments.pictures import COLOURS, WIDTH, label_ends, picture, show_head, show_row
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import Parser
+from plumbing.overlap import DelayedNoLoCo, DelayedOneByte
 from plumbing.processes import BadInput, Job
 
 SHADES = ("#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#0072B2", "#000000")      # one per number of replicas
@@ -22,10 +24,27 @@ PARAMS = {"small": 125e6, "large": 6.8e9}           # of the NoLoCo paper's mode
 
 
 def methods(o, params):
-    rows = bench_sync.methods(o, params)
-    short = OneByteNoLoCo(params, inner_steps=1, seed=o.seed)
-    timed = Timed(short.step, sent=lambda: short.bytes_sent, floor="exchange of theta")
-    return rows | {"NoLoCo, one byte a weight": timed}
+    """Beside bench_sync's: one byte a weight; and delayed outer steps that nothing hides.
+
+    A delayed row merges the message before, sends its own and waits for its arrival.
+    """
+    rows, common = bench_sync.methods(o, params), dict(inner_steps=1, seed=o.seed)
+    short = OneByteNoLoCo(params, **common)
+    name = "NoLoCo, one byte a weight"
+    rows[name] = Timed(short.step, sent=lambda: short.bytes_sent, floor="exchange of theta")
+    for below, kind in {"NoLoCo": DelayedNoLoCo, name: DelayedOneByte}.items():
+        outer = kind(params, delay=1, **common)
+        outer.phi, outer.delta = short.phi, short.delta         # what is in them does not change the time
+
+        def run(outer, alpha, beta):
+            outer.alpha, outer.beta, outer.gamma = alpha, beta, beta
+            outer.step()
+            outer.settle()
+
+        for settings, more in ((outer.alpha, outer.beta), ""), ((0, 1), ", plain averages"):
+            rows[f"{below}, delayed{more}"] = Timed(partial(run, outer, *settings), floor=below,
+                                                    sent=partial(getattr, outer, "bytes_sent"))
+    return rows
 
 
 # ---------------------------------------------------------------- on paper
