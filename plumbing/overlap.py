@@ -38,7 +38,7 @@ class Travelling:
             vectors, works = self.flying
             for work in works:
                 work.wait()
-            self.flying = vectors, []           # Gloo would wait for ever for a work that is done
+            self.flying = vectors, []           # Gloo hangs in a second wait
 
     def load_state_dict(self, state):
         """The partners load too, so what is under way will arrive, and leave again."""
@@ -104,12 +104,12 @@ class Delayed(Travelling):
         for theta, sent, phi, delta, *others in zip(*(v.split(self.pieces) for v in vectors)):
             theta.sub_(sent)                                            # what was learnt meanwhile
             others = [v.to(theta.device) for v in others]
-            mean_theta = reduce(torch.add, others[:len(thetas)]) / len(thetas)
+            total = reduce(torch.add, others[:len(thetas)])
             if averages:
-                phi.copy_(mean_theta)
+                torch.div(total, len(thetas), out=phi)
             else:
                 mean_phi = reduce(torch.add, others[len(thetas):]) / len(thetas) if phis else None
-                outer_update(phi, delta, mean_theta, mean_phi, self.alpha, self.beta, self.gamma)
+                outer_update(phi, delta, total / len(thetas), mean_phi, self.alpha, self.beta, self.gamma)
             theta.add_(phi)
         self.flying = None
 
@@ -142,7 +142,7 @@ class DelayedDiLoCo(Delayed, DiLoCo):
     def depart(self):
         mean, n = self.buffer("mean", self.sent).copy_(self.sent), len(self.ranks)
         self.bytes_sent += 2 * (n - 1) * mean.nbytes // n
-        works = [dist.all_reduce(mean.div_(n), group=self.everyone, async_op=True)] if n > 1 else []
+        works = [dist.all_reduce(mean.div_(n), group=self.lane, async_op=True)] if n > 1 else []
         return [[mean]], works
 
 

@@ -57,6 +57,9 @@ def test_on_paper_by_hand():
     assert rows["DiLoCo"]["bytes"] == pytest.approx(2 * 1023 / 1024 * 27.2e9)
     assert rows["DiLoCo"]["seconds"] == pytest.approx(20 * 0.05 + 4347.75, rel=1e-5)
     assert rows["DDP"]["share"] == pytest.approx(4348.75 / 4349.75) and rows["NoLoCo"]["memory"] == 28 * 6.8e9
+    late = sync.on_paper(1.3e9, 1024, 100, 0.05, 1.0)["delayed"]            # 104.05 s
+    assert late == dict(delay=105, left=pytest.approx(0.05 + 1.3e9 / 12.5e6 - 25), memory=30 * 1.3e9)
+    assert sync.on_paper(125e6, 1024, 100, 0.05, 1.0)["delayed"]["left"] == 0
 
 
 def _bench(rank, world, argv, patch=None):
