@@ -68,7 +68,10 @@ class PhiAhead(Travelling, NoLoCo):
 
 
 class Delayed(Travelling):
-    """Before NoLoCo or a subclass among the bases of a class: its messages travel during D inner steps."""
+    """Before NoLoCo or a subclass among the bases of a class: its messages travel during D inner steps.
+
+    delay: D, from 1 to inner_steps. Memory beside that of the base class: sent, as large as theta.
+    """
 
     def __init__(self, *args, delay, **kwargs):
         super().__init__(*args, **kwargs)
@@ -99,7 +102,7 @@ class Delayed(Travelling):
         thetas, *phis = self.flying[0]
         phis = phis[0] if phis else []
         self.notice(thetas)
-        averages = (self.alpha, self.beta, self.gamma) == (0, 1, 1)     # N3 is phi <- mean(theta)
+        averages = (self.alpha, self.beta, self.gamma) == (0, 1, 1)     # phi <- mean(theta), no delta
         vectors = self.theta, self.sent, self.phi, self.delta, *thetas, *phis
         for theta, sent, phi, delta, *others in zip(*(v.split(self.pieces) for v in vectors)):
             theta.sub_(sent)                                            # what was learnt meanwhile
