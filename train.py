@@ -261,7 +261,7 @@ class Pipeline:
 
     def connect(self, pairs):
         """pairs: the ranks between which a path may lead."""
-        self.lane = lanes(self.job, pairs)
+        self.lane = lanes(self, pairs)
 
     def send(self, tensor, to, u, hop):
         """(work, tensor, peer)"""
