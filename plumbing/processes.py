@@ -16,6 +16,7 @@ import torch.distributed as dist
 from plumbing.signals import Signals, next_command
 
 DAY = 86400.0       # seconds: no timeout in practice
+LOST = "Connection ", "Broken pipe", "ncclRemoteError"      # in the errors of Gloo and NCCL for a lost peer
 
 
 class BadInput(Exception):
@@ -178,18 +179,20 @@ class Job:
         try:
             with Signals(self, run) as self.signals:
                 yield
-        except (BadInput, OSError) as error:        # most often a full disk
+        except (BadInput, OSError, RuntimeError) as error:
             run.log.bar.close()
-            if not self.another_gave_up():
-                print(end="\n" if self.rank else "", file=sys.stderr)       # leave rank 0's progress bar
+            if self.another_gave_up():
+                sys.exit(2)
+            print(end="\n" if self.rank else "", file=sys.stderr)           # leave rank 0's progress bar
+            if not isinstance(error, RuntimeError):                         # most often a full disk
                 complain(f"{one_line(error)}; once that is put right {next_command(run)}")
-            sys.exit(2)
-        except RuntimeError:                        # most often a connection that a peer broke
-            if not self.another_gave_up():
-                print(f"stopped: rank {self.rank} at step {run.step}; if another process is gone, "
-                      f"{next_command(run)}", file=sys.stderr, flush=True)
-                if not self.signals.number:
-                    raise
+                sys.exit(2)
+            lost = any(words in str(error) for words in LOST)
+            why = ": another process is gone; " if lost else "; if another process is gone, "
+            print(f"stopped: rank {self.rank} at step {run.step}{why}{next_command(run)}", file=sys.stderr,
+                  flush=True)
+            if not (lost or self.signals.number):
+                raise
             sys.exit(2)
 
     def another_gave_up(self):
