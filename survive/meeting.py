@@ -49,6 +49,10 @@ class Gone(Exception):
     """Training cannot go on. Each survivor writes a checkpoint and prints the message, one line."""
 
 
+class Left(Exception):
+    """The others train without this rank, which may join again. The message is one line."""
+
+
 def meet(store, key, rank, ranks, timeout):
     """(members, group): those of `ranks` that came to meeting `key`, in their order, and their Gloo group.
 

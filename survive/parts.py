@@ -29,9 +29,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import train
+from plumbing.checkpoints import load, restore
 from plumbing.processes import Job
 from survive.far import SurvivingOneByte
-from survive.meeting import Gone, absent, come_back, meet, notice_silence
+from survive.meeting import Gone, Left, absent, come_back, meet, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
@@ -59,6 +60,12 @@ class SurvivingJob(Job):
             print("error: " + line, file=sys.stderr, flush=True)
             sys.exit(2)
         super().refuse(line)
+
+    def take_out(self, dead):
+        """Leave exactly these ranks out of the present iteration."""
+        self.unanswered -= self.excluded - dead
+        self.excluded &= dead           # in place: the outer step holds this set
+        self.excluded |= dead
 
     def gone(self, store=None):
         return self.excluded | absent(store or self.store, range(self.world))
@@ -109,6 +116,16 @@ class SurvivingJob(Job):
             run.pipeline.stop()
 
 
+def run(job, o, argv):
+    """As train.train of `build`. A rank that others declared dead while it was silent joins again."""
+    while True:
+        try:
+            return train.train(build(job, o, argv))
+        except Left as left:
+            print(f"{left}: it joins again", file=sys.stderr, flush=True)
+        argv = [*argv, "--join"]
+
+
 def build(job, o, argv):
     """As train.build, with surviving parts. With --join this rank then takes a living replica's weights."""
     o.join = job.rank > 0 and "--join" in argv
@@ -118,9 +135,10 @@ def build(job, o, argv):
     job.connect(o, group=False)
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
-    if o.join and (o.method != "noloco" or len(o.stages) > 1):
-        job.refuse("--join is for --method noloco on one stage; go on from a checkpoint instead: --resume")
+    if o.join and o.method != "noloco" and len(o.stages) == 1:
+        job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
+    job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
     if o.join:
         join(run)
     return run
@@ -139,13 +157,35 @@ def make_outer(job, o, params, replicas, inner):
 
 
 def join(run):
-    rank = run.job.rank
-    line = f"rank {rank} asks to join: it gets its weights after a living replica's next outer step"
-    print(line, flush=True)
+    job, rank = run.job, run.job.rank
+    print(f"rank {rank} asks to join, with the weights of a living replica", flush=True)
     try:
-        run.outer.join()
+        if run.pipeline.peers:
+            join_pipeline(run)
+        else:
+            run.outer.join()
+            run.step = run.outer.steps
+    except Left:
+        run.pipeline.stop()
+        raise
     except RuntimeError as error:
-        run.job.refuse(f"--join: no living replica answered ({str(error)[:100]})")
-    run.step = run.outer.steps
+        job.refuse(f"--join: no living rank answered ({str(error)[:100]})")
     print(f"rank {rank} joined at step {run.step}", flush=True)
-    run.reader.cursor = run.step * run.o.microbatches * run.o.batch
+    if run.reader:
+        run.reader.cursor = run.step * run.o.microbatches * run.o.batch
+
+
+def join_pipeline(run):
+    job, rank = run.job, run.job.rank
+    step, giver = run.pipeline.join()
+    if giver is None:
+        giver, own = rank, run.checkpoints.parts(rank)
+        if own:
+            restore(run, load(own[max(own)]))
+        print(f"no replica of its stage lives: rank {rank} has its own weights of step {run.step}", flush=True)
+    run.step = step
+    job.excluded.add(rank)              # until it begins, so that it makes new paths as all ranks do
+    come_back(job.store, rank)
+    if run.outer:
+        run.outer.steps, run.outer.late = run.step, True
+    job.tell(dict(event="joined", step=run.step, outer=run.step // run.o.inner_steps, rank=rank, given_by=giver))

@@ -11,7 +11,11 @@ class SurvivingRoutes(Routes):
     """As Routes, over the ranks that are not in `job.excluded`."""
 
     def __init__(self, job, o, pipeline, stages, plan=None):
+        if job.joining:
+            plan = json.loads(job.store.get("first plan"))
         super().__init__(job, o, pipeline, stages, plan)
+        if job.rank == 0:
+            job.store.set("first plan", json.dumps(self.plan))
         self.all_stages = stages
         self.present_plan = self.plan           # self.plan stays the first one, for checkpoints
 
