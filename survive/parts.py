@@ -157,6 +157,7 @@ def make_outer(job, o, params, replicas, inner):
 
 
 def join(run):
+    """Take part in a job that is training. Raises Left if the replica that gave the weights died."""
     job, rank = run.job, run.job.rank
     print(f"rank {rank} asks to join, with the weights of a living replica", flush=True)
     try:
@@ -176,16 +177,19 @@ def join(run):
 
 
 def join_pipeline(run):
-    job, rank = run.job, run.job.rank
-    step, giver = run.pipeline.join()
-    if giver is None:
-        giver, own = rank, run.checkpoints.parts(rank)
-        if own:
-            restore(run, load(own[max(own)]))
-        print(f"no replica of its stage lives: rank {rank} has its own weights of step {run.step}", flush=True)
-    run.step = step
+    job, rank, step = run.job, run.job.rank, run.pipeline.ask()
+    if step >= run.o.steps:
+        job.refuse("--join: training is over")
+    giver = run.pipeline.take_weights()
+    if giver == rank:
+        own = run.checkpoints.parts(rank)
+        if not own:
+            job.refuse(f"--join: no replica has rank {rank}'s weights, nor has {run.folder} a checkpoint")
+        restore(run, load(own[max(own)]))
+        print(f"no replica of its stage lives: rank {rank} has its weights of step {run.step}", flush=True)
+    run.step, outer = step, step // (run.o.inner_steps or 1)
     job.excluded.add(rank)              # until it begins, so that it makes new paths as all ranks do
     come_back(job.store, rank)
     if run.outer:
-        run.outer.steps, run.outer.late = run.step, True
-    job.tell(dict(event="joined", step=run.step, outer=run.step // run.o.inner_steps, rank=rank, given_by=giver))
+        run.outer.steps, run.outer.late = step, True
+    job.tell(dict(event="joined", step=step, outer=outer, rank=rank, given_by=giver))

@@ -22,6 +22,7 @@ import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -77,12 +78,13 @@ class SurvivingPipeline(Pipeline):
         """Start the thread that connects to a peer's present life, and then waits for its messages."""
         a, b = sorted((self.rank, peer))
         key = f"pair/{a}/{b}/{self.record[a]}/{self.record[b]}"
+        connect = partial(gloo_group, self.job.store.clone(), key, int(self.rank == b), 2, DAY)
         if peer in self.queues:
             self.queues[peer].put(None)
         self.broken.discard(peer)
         self.groups[peer], self.queues[peer] = Future(), queue.SimpleQueue()
-        inputs = self.job.store.clone(), key, int(self.rank == b), self.groups[peer], self.queues[peer]
-        threading.Thread(target=serve_pair, args=inputs, daemon=True).start()
+        self.queues[peer].put((connect, self.groups[peer]))
+        threading.Thread(target=serve_pair, args=[self.queues[peer]], daemon=True).start()
 
     # ---- an iteration
 
@@ -173,7 +175,7 @@ class SurvivingPipeline(Pipeline):
             if peer in self.broken:             # the peer's thread may be stuck; no more can arrive
                 return work.wait(timedelta(milliseconds=1))
             arrival = Future()
-            self.queues[peer].put((work, arrival))
+            self.queues[peer].put((work.wait, arrival))
             return self.until(peer, arrival)
         except RuntimeError as error:
             self.broken.add(peer)
@@ -186,7 +188,7 @@ class SurvivingPipeline(Pipeline):
         """Every rank leaves this peer out, from the first iteration on that no rank has begun."""
         if self.lives[peer] != self.record[peer]:
             return
-        if self.job.store.check([self.dropped(self.rank)]):     # a peer has declared this rank dead
+        if self.job.store.check([self.key("dropped", self.rank)]):     # a peer has declared this rank dead
             self.leave()
         self.lives[peer] += 1
         error = one_line(error)[:100]
@@ -207,9 +209,6 @@ class SurvivingPipeline(Pipeline):
         self.lives = list(map(max, self.lives, record))
         return record
 
-    def dropped(self, rank):
-        return f"dropped/{rank}/{self.record[rank]}"
-
     def leave(self):
         """This rank was declared dead. Raises Left; ends the process if another one has taken its place."""
         line = f"rank {self.rank} was silent for so long that other ranks declared it dead"
@@ -223,24 +222,28 @@ class SurvivingPipeline(Pipeline):
 
     # ---- coming back
 
-    def join(self):
-        """Take part from the first iteration that no rank has begun, with a living replica's weights.
-
-        Returns (iteration, the replica), which is None if no replica of this stage lives. Raises Left when
-        that replica died while it gave its weights.
-        """
+    def ask(self):
+        """Take part from the first iteration that no rank has begun. Returns this iteration."""
         self.step = int(self.job.store.get("step"))         # waits until a rank has begun
         self.agree(self.step)
         self.lives[self.rank] = (self.lives[self.rank] | 1) + 1
         self.step, self.record = self.publish()
         self.watcher.start()
+        return self.step
+
+    def take_weights(self):
+        """Receive job.vectors from a living replica, and connect to the other stages. Returns the replica.
+
+        It is this rank itself if no replica of its stage has weights. Raises Left if the replica died.
+        """
         giver = self.giver(self.rank)
-        if giver is not None and not self.hand_over(giver, gives=False):
+        if giver != self.rank and not self.hand_over(giver, gives=False):
             raise Left(f"rank {self.rank} lost rank {giver}, which gave it its weights")
+        self.job.store.set(self.key("ready", self.rank), "=")
         for peer in self.peers:
             if self.record[peer] % 2 == 0:
                 self.link(peer)
-        return self.step, giver
+        return giver
 
     def admit(self, rank):
         """Connect to a rank that joins in this iteration, or give it weights."""
@@ -250,96 +253,76 @@ class SurvivingPipeline(Pipeline):
             self.hand_over(rank, gives=True)
 
     def giver(self, rank):
-        """The living replica that gives a replica of its stage weights; None if no replica lives."""
-        stage = set(range(self.job.world)) - {*self.peers, rank}
-        return min((r for r in stage if self.record[r] % 2 == 0), default=None)
+        """The replica that gives its weights to `rank`, which joins: the first rank to ask chooses.
+
+        It is `rank` itself if no other replica of the stage is alive and has weights.
+        """
+        store, stage = self.job.store, set(range(self.job.world)) - {*self.peers, rank}
+        alive = {r: life for r, life in enumerate(self.record) if r in stage and life % 2 == 0}
+        able = [r for r, life in alive.items() if not life or store.check([self.key("ready", r)])]
+        return int(store.compare_set(self.key("giver", rank), "", str(min(able, default=rank))))
 
     def hand_over(self, peer, gives):
         """Send job.vectors to a replica that joins, or receive them. Returns whether all arrived."""
         self.link(peer)
-        place = int(peer > self.rank)
+        place, way = int(peer > self.rank), "send" if gives else "recv"
         for number, vector in enumerate(self.job.vectors):
-            host = vector.to("cpu").view(-1)
-            work = self.attempt(peer, lambda group: (group.send if gives else group.recv)([host], place, number))
+            host = vector.cpu()
+            work = self.attempt(peer, lambda pair: getattr(pair, way)([host], place, number))
             if not self.wait(work, peer):
                 return False
-            if not gives:
-                vector.copy_(host.view(vector.shape))
+            vector.copy_(host)
         return True
 
     # ---- the watch
 
     def watch(self):
-        """A thread. It sends this rank's beats, and drops a silent peer for which this rank waits.
+        """A thread. It sends this rank's beats, and ends a wait for which no message can come.
 
-        This rank beats while it waits for a peer or its task is not overdue. A peer is silent without a
-        beat for a third of the timeout. (A third, because other replicas of the stage then still wait in
-        their outer step for the ranks that were held up.)
+        This rank beats while it waits for a peer or its task is not overdue.
         """
-        store = self.job.store.clone()                      # a store client that waits serves no other thread
+        store = self.job.store.clone()                      # a client that waits serves no other thread
         notice_silence(store, self.job.timeout)
         beat, seen = 0, {}
         while not self.stopped.wait(self.job.timeout / 12):
-            now, peer = time.monotonic(), self.waiting
+            now, peer, arrival = time.monotonic(), self.waiting, self.arrival
             try:
                 if peer is not None or now - self.busy_until < self.job.timeout / 3:
                     beat += 1
-                    store.set(self.beat(self.rank), str(beat))
+                    store.set(self.key("beat", self.rank), str(beat))
                     if self.step >= 0:
                         store.set("step", str(self.step))
-                silent = peer is not None and self.is_silent(store, peer, seen, now)
-                dropped = store.check([self.dropped(self.rank)])
-            except RuntimeError:                            # the store is lost, so the wait must end
-                silent, dropped = peer is not None, False
-            if silent and self.waiting == peer:
-                self.drop(store, peer)
-            if peer is not None:
-                self.probe(peer, dropped)
+                if peer is not None:
+                    self.probe(store, peer, arrival, seen, now)
+            except RuntimeError as error:                   # also of a lost store
+                if peer is not None:
+                    with contextlib.suppress(InvalidStateError):    # the message was faster
+                        arrival.set_exception(error)
 
-    def beat(self, rank):
-        return f"beat/{rank}/{self.record[rank]}"
+    def probe(self, store, peer, arrival, seen, now):
+        """Raises RuntimeError if the wait for a peer should end. seen: {beat's key: (beat, when first read)}.
 
-    def is_silent(self, store, peer, seen, now):
-        """seen: {a peer's key: (its last beat, when that was first read)}"""
-        key = self.beat(peer)
+        Another rank may have dropped this one. The peer is silent without a beat for a third of the timeout.
+        (A third, because other replicas of the stage then still wait in their outer step for the ranks that
+        were held up.) A connection may have broken in the middle of a message: then no receive can be posted.
+        """
+        if store.check([self.key("dropped", self.rank)]):
+            raise RuntimeError("other ranks do not wait for this rank any more")
+        key = self.key("beat", peer)
         last = store.get(key) if store.check([key]) else b""
         if seen.get(key, (None, 0.0))[0] != last:
             seen[key] = last, now
-        return now - seen[key][1] > self.job.timeout / 3
+        if now - seen[key][1] > self.job.timeout / 3 and not arrival.done():
+            store.set(self.key("dropped", peer), "=")       # when it wakes it must not declare this rank dead
+            raise RuntimeError(f"no sign of life for {self.job.timeout / 3:g} s")
+        # There is one connection for each interface. Gloo takes the one of the tag modulo their number. It
+        # forgets a receive whose work is dropped.
+        for number in range(len(gloo_devices()) * self.groups[peer].done()):
+            self.groups[peer].result().recv([torch.empty(1)], int(peer > self.rank), number)
 
-    def drop(self, store, peer):
-        """Close all connections to a peer for ever: the pair cannot connect again. Retry before this.
-
-        A wait that times out at once closes a connection.
-        """
-        with contextlib.suppress(RuntimeError):             # written first: a peer that wakes must find the
-            store.set(self.dropped(peer), str(self.rank))   # key, and not declare this rank dead
-        fail(self.groups[peer], RuntimeError("it was silent before it had connected"))
-        for number in range(len(gloo_devices())):
-            with contextlib.suppress(RuntimeError):
-                self.spare_receive(peer, number).wait(timedelta(milliseconds=1))
-
-    def probe(self, peer, dropped):
-        """End a wait that TCP would not end soon: its connection broke in the middle of a message, so that no
-        receive can be posted, or a peer has dropped this rank.
-        """
-        arrival = self.arrival
-        try:
-            if dropped:
-                raise RuntimeError("other ranks do not wait for this rank")
-            for number in range(len(gloo_devices()) * self.groups[peer].done()):
-                self.spare_receive(peer, number)
-        except RuntimeError as error:
-            if self.waiting == peer:
-                fail(arrival, error)
-
-    def spare_receive(self, peer, number):
-        """Post a receive that no send matches, over one of the connections to a peer.
-
-        There is one connection for each interface. Gloo takes the one of the tag modulo their number. It
-        forgets a receive whose work is dropped.
-        """
-        return self.groups[peer].result().recv([torch.empty(1)], int(peer > self.rank), number)
+    def key(self, what, rank):
+        """A key of the store that concerns the present life of a rank."""
+        return f"{what}/{rank}/{self.record[rank]}"
 
     def allow(self, seconds):
         """This rank's next tasks may take `seconds` longer than a third of the timeout."""
@@ -354,26 +337,12 @@ class SurvivingPipeline(Pipeline):
             self.watcher.join()
 
 
-def serve_pair(store, key, place, group, works):
-    """A thread: connect to one peer, then wait for its messages in order, each a (work, Future).
-
-    store: a client of its own. group: the Future of the pair's group. A wait may never end.
-    """
-    settle(group, lambda: gloo_group(store, key, place, 2, DAY))
+def serve_pair(works):
+    """A thread: make each of a peer's works, which are (function, Future of its result). It may never end."""
     for work, arrival in iter(works.get, None):
-        settle(arrival, lambda: work.wait())
-        del work, arrival                       # they hold the message
-
-
-def settle(future, function):
-    """Set a Future to what function() returns, or to its error, unless the watch was faster."""
-    with contextlib.suppress(InvalidStateError):
-        try:
-            future.set_result(function())
-        except RuntimeError as error:
-            future.set_exception(error)
-
-
-def fail(future, error):
-    with contextlib.suppress(InvalidStateError):        # its thread was faster
-        future.set_exception(error)
+        with contextlib.suppress(InvalidStateError):        # the watch was faster
+            try:
+                arrival.set_result(work())
+            except RuntimeError as error:
+                arrival.set_exception(error)
+        del work, arrival                                   # they hold the message

@@ -194,21 +194,22 @@ def test_one_stage_finishes_when_a_link_is_cut_for_good(hosts, corpus, tmp_path)
     assert metrics(tmp_path / "runs/x")[-1]["ranks"] == 3
 
 
-@pytest.mark.parametrize("seconds", [1.5, None], ids=["restored", "for good"])
-def test_a_pipeline_finishes_when_a_link_is_cut(seconds, hosts, corpus, tmp_path):
+@pytest.mark.parametrize("seconds, steps, survive, n", [(1.5, 60, 9, 4), (4, 600, 3, 4), (None, 60, 2, 3)],
+                         ids=["restored", "taken back", "for good"])
+def test_a_pipeline_finishes_when_a_link_is_cut(seconds, steps, survive, n, hosts, corpus, tmp_path):
     def during():
         wait_until(lambda: rows_of(tmp_path))
         hosts.cut([3])
         if seconds:
-            time.sleep(seconds)         # the fault itself, shorter than a third of --survive
+            time.sleep(seconds)         # the fault itself, at first shorter than a third of --survive
             hosts.cut([3], 0)
 
-    survive, fallen, ranks = (9, [], 4) if seconds else (2, [3], 3)
-    argv = ["--stages", "2,2", "--layers", 2, "--steps", 60, "--survive", survive, "--data", corpus]
-    results = train_on(hosts, *argv, cwd=tmp_path, during=during, fallen=fallen)
-    assert [result[0] for result in results if result][:ranks] == [0] * ranks
-    row = metrics(tmp_path / "runs/x")[-1]
-    assert row["step"] == 60 and row["ranks"] == ranks
+    argv = ["--stages", "2,2", "--layers", 2, "--steps", steps, "--survive", survive, "--data", corpus]
+    results = train_on(hosts, *argv, cwd=tmp_path, during=during, fallen=[] if seconds else [3])
+    assert [result[0] for result in results if result][:n] == [0] * n
+    rows = metrics(tmp_path / "runs/x")
+    assert rows[-1]["step"] == steps and rows[-1]["ranks"] == n
+    assert [row["rank"] for row in rows if row.get("event") == "joined"] == [3] * (seconds == 4)
 
 
 @pytest.mark.parametrize("stages", ["4", "2,2"])
