@@ -8,13 +8,16 @@ Where a dead peer is handled:
         outer steps that list it already                    outer.py     expected, leap (one stage only)
         it comes back after a hang                          outer.py     step -> leap, hurry
         it comes back as a new process (--join)             outer.py     join; serve on the replica that gives
-    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> drop; wait, attempt
-        it is declared dead, for ever                       pipeline.py  declare_dead
-        the iteration that first leaves it out              pipeline.py  declare_dead, excluded_in, begin
+    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> probe; wait, attempt
+        it is declared dead                                 pipeline.py  declare_dead
+        the iteration that first leaves it out              pipeline.py  publish, agree, begin
         microbatches on it are lost and counted             pipeline.py  take, task
-        paths and the plan                                  routes.py    go_round, replan
+        paths and the plan, without it and with it again    routes.py    go_round, replan
         outer steps of its stage                            outer.py     living (job.excluded)
-        it wakes up                                         pipeline.py  leave
+        it wakes up: it joins as a new process does         pipeline.py  leave -> parts.py run
+        it comes back as a new process (--join)             parts.py     join_pipeline; pipeline.py ask
+        it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, giver, hand_over
+        the other ranks connect to it                       pipeline.py  begin -> admit
     both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
         node 0 is lost, and the store with it               parts.py     SurvivingJob.rescue
 
