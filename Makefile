@@ -18,7 +18,7 @@ test: .venv/ready
 
 # every failure in every kind of job; then 200 outer steps with a random one every ten
 faults: .venv/ready
-	$(BIN)/python -m pytest -q -m "faults or not faults" -k "survivors or wakes or joins or restarts or without_replicas"
+	$(BIN)/python -m pytest -q -m "faults or not faults" -k "survivors or takes or joins or restarts or without_replicas"
 
 soak: .venv/ready
 	$(BIN)/python -m pytest -q -s -m soak

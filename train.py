@@ -112,7 +112,7 @@ class Options:
     device: str = option("auto", "where to compute", choices=["auto", "cpu", "cuda"])
     backend: str = option("auto", "nccl needs a GPU for every process", choices=["auto", "gloo", "nccl"])
     survive: float = option(0.0, "go on without the dead: seconds to wait for a partner (noloco, local)")
-    join: bool = option(False, "with --survive, one stage: a restarted process takes a replica's weights")
+    join: bool = option(False, "with --survive: a restarted process takes a living replica's weights")
 
 
 def parse(argv, world=1):
@@ -515,7 +515,7 @@ def main(argv=None):
     argv = sys.argv if argv is None else argv
     if o.survive or "--join" in argv:
         from survive import parts
-        return train(parts.build(job, o, argv))
+        return parts.run(job, o, argv)
     job.connect(o)
     own = {}
     if o.replan:

@@ -138,6 +138,11 @@ def go_on(run):
     if not state:
         return None
     run.job.together(fits, run, state)
+    return restore(run, state)
+
+
+def restore(run, state):
+    """Put what `state_of` returned into the run. Returns its plan."""
     run.step, run.rho = state["step"], rho_of(run.o, state)
     run.theta.copy_(state["theta"])
     run.inner.load_state_dict(state["adam"])

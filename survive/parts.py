@@ -8,13 +8,16 @@ Where a dead peer is handled:
         outer steps that list it already                    outer.py     expected, leap (one stage only)
         it comes back after a hang                          outer.py     step -> leap, hurry
         it comes back as a new process (--join)             outer.py     join; serve on the replica that gives
-    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> drop; wait, attempt
-        it is declared dead, for ever                       pipeline.py  declare_dead
-        the iteration that first leaves it out              pipeline.py  declare_dead, excluded_in, begin
+    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> probe; wait, attempt
+        it is declared dead                                 pipeline.py  declare_dead
+        the iteration that first leaves it out              pipeline.py  publish, agree, begin
         microbatches on it are lost and counted             pipeline.py  take, task
-        paths and the plan                                  routes.py    go_round, replan
+        paths and the plan, without it and with it again    routes.py    go_round, replan
         outer steps of its stage                            outer.py     living (job.excluded)
-        it wakes up                                         pipeline.py  leave
+        it wakes up: it joins as a new process does         pipeline.py  leave -> parts.py run
+        it comes back as a new process (--join)             parts.py     join_pipeline; pipeline.py ask
+        it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, giver, hand_over
+        the other ranks connect to it                       pipeline.py  begin -> admit
     both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
         node 0 is lost, and the store with it               parts.py     SurvivingJob.rescue
 
@@ -30,9 +33,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import train
+from plumbing.checkpoints import load, restore
 from plumbing.processes import Job
 from survive.far import SurvivingOneByte
-from survive.meeting import Gone, absent, come_back, meet, notice_silence
+from survive.meeting import Gone, Left, absent, come_back, meet, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
@@ -69,6 +73,12 @@ class SurvivingJob(Job):
             print("error: " + line, file=sys.stderr, flush=True)
             sys.exit(2)
         super().refuse(line)
+
+    def take_out(self, dead):
+        """Leave exactly these ranks out of the present iteration."""
+        self.unanswered -= self.excluded - dead
+        self.excluded &= dead           # in place: the outer step holds this set
+        self.excluded |= dead
 
     def gone(self, store=None):
         return self.excluded | absent(store or self.store, range(self.world))
@@ -125,6 +135,16 @@ class SurvivingJob(Job):
             run.pipeline.stop()
 
 
+def run(job, o, argv):
+    """As train.train of `build`. A rank that others declared dead while it was silent joins again."""
+    while True:
+        try:
+            return train.train(build(job, o, argv))
+        except Left as left:
+            print(f"{left}: it joins again", file=sys.stderr, flush=True)
+        argv = [*argv, "--join"]
+
+
 def build(job, o, argv):
     """As train.build, with surviving parts. With --join this rank then takes a living replica's weights."""
     o.join = job.rank > 0 and "--join" in argv
@@ -134,9 +154,10 @@ def build(job, o, argv):
     job.connect(o, group=False)
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
-    if o.join and (o.method != "noloco" or len(o.stages) > 1):
-        job.refuse("--join is for --method noloco on one stage; go on from a checkpoint instead: --resume")
+    if o.join and o.method != "noloco" and len(o.stages) == 1:
+        job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
+    job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
     if o.join:
         join(run)
     return run
@@ -155,13 +176,39 @@ def make_outer(job, o, params, replicas, inner):
 
 
 def join(run):
-    rank = run.job.rank
-    line = f"rank {rank} asks to join: it gets its weights after a living replica's next outer step"
-    print(line, flush=True)
+    """Take part in a job that is training. Raises Left if the replica that gave the weights died."""
+    job, rank = run.job, run.job.rank
+    print(f"rank {rank} asks to join, with the weights of a living replica", flush=True)
     try:
-        run.outer.join()
+        if run.pipeline.peers:
+            join_pipeline(run)
+        else:
+            run.outer.join()
+            run.step = run.outer.steps
+    except Left:
+        run.pipeline.stop()
+        raise
     except RuntimeError as error:
-        run.job.refuse(f"--join: no living replica answered ({str(error)[:100]})")
-    run.step = run.outer.steps
+        job.refuse(f"--join: no living rank answered ({str(error)[:100]})")
     print(f"rank {rank} joined at step {run.step}", flush=True)
-    run.reader.cursor = run.step * run.o.microbatches * run.o.batch
+    if run.reader:
+        run.reader.cursor = run.step * run.o.microbatches * run.o.batch
+
+
+def join_pipeline(run):
+    job, rank, step = run.job, run.job.rank, run.pipeline.ask()
+    if step >= run.o.steps:
+        job.refuse("--join: training is over")
+    giver = run.pipeline.take_weights()
+    if giver == rank:
+        own = run.checkpoints.parts(rank)
+        if not own:
+            job.refuse(f"--join: no replica has rank {rank}'s weights, nor has {run.folder} a checkpoint")
+        restore(run, load(own[max(own)]))
+        print(f"no replica of its stage lives: rank {rank} has its weights of step {run.step}", flush=True)
+    run.step, outer = step, step // (run.o.inner_steps or 1)
+    job.excluded.add(rank)              # until it begins, so that it makes new paths as all ranks do
+    come_back(job.store, rank)
+    if run.outer:
+        run.outer.steps, run.outer.late = step, True
+    job.tell(dict(event="joined", step=step, outer=outer, rank=rank, given_by=giver))
