@@ -125,7 +125,7 @@ class Outer:
         return self.phi + self.rounded(total, 1) / self.theta.shape[1]
 
     def rounded(self, x, which):
-        """(Q) of experiments/losses.py."""
+        """(Q) of plumbing/wires.py."""
         x = x + self.left[which]
         scales = self.spread(self.largest(x) / 127)
         sent = (x / scales).round() * scales
@@ -374,7 +374,7 @@ def show_delay(found):
     runs = by_trial(found)
     show_head("m, D | NoLoCo, Adam, fp32 | one byte | NoLoCo, Muon, fp32 | one byte | DiLoCo, Adam, fp32 "
               "| DiLoCo, Muon, fp32")
-    for m in (1, 2, 4, 10, 20):
+    for m in (1, 2, 4, 10):
         for delay in sorted({0, 1, m // 2}):
             noloco = [cell(runs[optimizer, 8, 8], Trial("noloco", m, delay, wire))
                       for optimizer in RATES for wire in ("fp32", "int8")]

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import train
-from experiments import failure, losses, network, runs, skip, stability, sync, together
+from experiments import failure, losses, network, replicas, runs, skip, stability, sync, together
 from noloco import outer_update
 from plumbing.options import layout
 from plumbing.window import gamma_bound
-from tests.harness import HERE, checkpoint, metrics
+from tests.harness import HERE, SMALL, checkpoint, metrics, run
 
 
 @pytest.mark.parametrize("replicas, n", [(4, 2), (5, 2), (6, 3), (4, 4)])
@@ -48,9 +48,9 @@ def test_spectral_radius_crosses_one_exactly_at_the_bound():
             assert radius(alpha, k, 0.999 * bound, pull) < 1 < radius(alpha, k, 1.001 * bound, pull)
         assert radius(alpha, 1 - 1 / n, gamma_bound(alpha, n)) == pytest.approx(1, abs=1e-6)
         assert stability.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
-        for replicas in (2, 3, 4, 5, 16, 17):
-            if n <= replicas:
-                exact = stability.exact_bound(alpha, stability.contraction(replicas, n))
+        for count in (2, 3, 4, 5, 16, 17):
+            if n <= count:
+                exact = stability.exact_bound(alpha, stability.contraction(count, n))
                 assert gamma_bound(alpha, n, replicas) == pytest.approx(exact)
     # heavy ball: 2 (1 + alpha); one replica has nothing to hold together
     assert stability.exact_bound(0.5, stability.contraction(16, 16)) == pytest.approx(3)
@@ -131,7 +131,7 @@ def test_a_clocked_run_evaluates_just_after_outer_steps(trained, tmp_path):
 
 
 PARTS = {       # name: (its runs, its table)
-    **{part: (losses.runs_of(part), getattr(losses, f"show_{part}")) for part in losses.TABLE},
+    "convergence": (losses.runs, losses.table),
     **{part: (getattr(network, f"{part}_runs"), getattr(network, f"show_{part}"))
        for part in ("tries", "grid", "latency", "pipeline")},
     "skip": (skip.runs, skip.table), "scale": (skip.scaled_runs, skip.scaled_table),
@@ -166,7 +166,8 @@ def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps
 def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_path):
     """Every row of a docs table whose head a program prints is a row that it prints from results/."""
     monkeypatch.setattr(sync, "picture", lambda *_: None)
-    for name, (_, table) in [*PARTS.items(), ("stability", (None, stability.table))]:
+    alone = {"stability": stability.table, "delay": replicas.show_delay, "many": replicas.show_many}
+    for name, (_, table) in [*PARTS.items(), *((name, (None, table)) for name, table in alone.items())]:
         if measured(name):
             table(runs.load(HERE, name))
     sync.show(["--out", str(HERE)])
@@ -217,3 +218,21 @@ def test_losing_drops_what_visits_the_victim(trained, tmp_path):
     trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failure.lose, 1.0))
     row = metrics(tmp_path / "runs/x")[-1]
     assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
+
+
+def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
+    """One byte, delayed, Adam and Muon, and the papers' own outer step: train.py's held-out loss."""
+    small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", 6]
+    papers = dict(alpha=0.5, beta=0.7, gamma=0.4)
+    for i, (optimizer, trial) in enumerate((
+            ("muon", replicas.Trial("noloco", 2, 1, "int8")), ("adam", replicas.Trial("noloco", 3, **papers)),
+            ("adam", replicas.Trial("diloco", 2, wire="int8")), ("adam", replicas.Trial("ddp")))):
+        argv = [*small, "--optimizer", optimizer]
+        fleet = replicas.Fleet(train.parse([str(word) for word in argv]), [trial], 4, [0], "cpu")
+        (found,) = fleet.train()
+        more = ["--method", trial.method, "--wire", trial.wire, "--inner-steps", trial.every]
+        more += ["--delay", trial.delay] if trial.delay else []
+        more += [f"--{name}={value}" for name, value in papers.items() if trial.gamma]
+        run(4, *argv, *(more if trial.method != "ddp" else more[:2]), "--name", f"x{i}", cwd=tmp_path)
+        told = metrics(tmp_path / f"runs/x{i}")[-1]["heldout_loss"]
+        assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
