@@ -4,51 +4,27 @@
 
 convergence     Figs. 2 to 4 and Table 2 of arXiv 2506.10911, tiny. `local` has no outer step.
 onebyte         NoLoCo every m steps and DiLoCo every 2m, in fp32 and in one byte a weight
-momentum        the papers' own outer step, and that step without a term of Eq. N2
 closing         what narrows NoLoCo's gap to DDP, on 64 kB of held-out text
 
-The baselines get fewer bytes too, each in the form that fits it. DDP averages gradients in bf16. DiLoCo
-rounds Delta on each replica, with what its last rounding left over (error feedback), and then the sum:
-
-    k = round((Delta + e) / s) ,   s = max |Delta + e| / 127 ,   e <- Delta + e - s k                   (Q)
-
-for each tensor. DiLoCo's loss is that of such messages; its bytes are counted and not sent, as Gloo cannot
-sum such numbers.
-
-    python -m experiments.losses --short ...        train.py's options, with these two baselines
+Rows in one byte or bf16 are those of `--wire` (plumbing/wires.py for the baselines).
 """
 import itertools
 import math
 import statistics
-import sys
 
-import torch
-import torch.distributed as dist
-
-import train
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import (Part, Run, band, built, finals, headline, mean_of_replicas, over, over_runs,
+from experiments.runs import (Part, Run, band, finals, headline, mean_of_replicas, over, over_runs,
                               published, results, spread_of)
-from noloco import DiLoCo
-from plumbing.onebyte import lengths
-from plumbing.processes import Average, Job
-
-SHORT = "-m experiments.losses --short"
 
 LEARN = "--layers 2 --warmup 50 --lr 6e-3 --batch 8 --microbatches 1"
 EIGHT = f"{LEARN} --steps 1200"
 FOUR = f"{LEARN} --steps 600 --microbatches 2 --stages 4,4"
-BRIEF = f"{LEARN} --steps 800"
 CLOSER = f"{EIGHT} --routing fixed --eval-every 200 --eval-sequences 512"
 NOLOCO, DILOCO = "--method noloco --inner-steps", "--method diloco --inner-steps"
-PAPERS, THEIRS = "--alpha 0.5 --beta 0.7", "--alpha 0.3 --beta 0.7"
 MUON = "--optimizer muon --lr 1.2e-2"           # the best of three rates
 SHAPES = {"8x1": EIGHT, "4x2": FOUR}
 BYTE = "one byte"
 
-# Of results/headline_tuning.json: what tuned best, which momentum shows too.
-PLAIN = ("DDP, rate 6e-3", "DiLoCo, rate 6e-3, alpha 0, beta 1.0", "NoLoCo, rate 4e-3, alpha 0, beta 1.0",
-         "NoLoCo, rate 6e-3, alpha 0, beta 1.0")
 # Runs of convergence that onebyte shows too: {its label: the label there}.
 THERE = {
     "8x1 DDP": "8x1 DDP", "4x2 DDP": "4x2 DDP, fixed routing",
@@ -75,17 +51,11 @@ TABLE = {
     "onebyte": {f"{shape} {kind}": f"{base} {how}" for shape, base in SHAPES.items() for kind, how in [
         *[(f"NoLoCo, every {m}, one byte", f"{NOLOCO} {m} --wire int8") for m in (10, 5, 3, 2, 1)],
         *[(f"NoLoCo, every {m}", f"{NOLOCO} {m}") for m in (10, 5, 2, 1)],
-        *[(f"DiLoCo, every {m}, one byte", f"{DILOCO} {m} --routing fixed") for m in (20, 10, 4, 2)],
+        *[(f"DiLoCo, every {m}, one byte", f"{DILOCO} {m} --wire int8 --routing fixed")
+          for m in (20, 10, 4, 2)],
         *[(f"DiLoCo, every {m}", f"{DILOCO} {m} --routing fixed") for m in (20, 10, 4, 2)],
-        ("DDP, bf16", "--method ddp --routing fixed"),
+        ("DDP, bf16", "--method ddp --wire bf16 --routing fixed"),
     ] if f"{shape} {kind}" not in THERE},
-    "momentum": {
-        "NoLoCo, every 10 steps, rate 6e-3": f"{BRIEF} {NOLOCO} 10 {PAPERS}",
-        "NoLoCo, every 50 steps, rate 3e-3": f"{BRIEF} {NOLOCO} 50 {PAPERS} --lr 3e-3",
-        "DiLoCo, every 20 steps, rate 6e-3": f"{BRIEF} {DILOCO} 20 {THEIRS}",
-        "NoLoCo, every 10 steps, without the third term (gamma 0), rate 6e-3":
-            f"{BRIEF} {NOLOCO} 10 {PAPERS} --gamma 0",
-    },
     "closing": {
         "DDP, as it is": f"{CLOSER} --method ddp",
         "DiLoCo, as it is": f"{CLOSER} {DILOCO} 20",
@@ -103,62 +73,8 @@ def runs_of(part):
     def runs(steps):
         for label, options in TABLE[part].items():
             options += f" --steps {steps}" if steps else ""
-            short = "bf16" in label or "DiLoCo" in label and label.endswith(BYTE)
-            yield Run(label, options, program=SHORT if short else Run.program,
-                      after=mean_of_replicas if part in ("convergence", "momentum") else None)
+            yield Run(label, options, after=mean_of_replicas if part == "convergence" else None)
     return runs
-
-
-# ---------------------------------------------------------------- the baselines in fewer bytes
-
-
-class ShortDiLoCo(DiLoCo):
-    """(Q), twice: Delta on each replica, and the sum."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.lengths = lengths(self)
-        self.left = {"Delta": torch.zeros_like(self.theta), "sum": torch.zeros_like(self.theta)}
-
-    def exchange(self):
-        n = len(self.ranks)
-        self.theta.sub_(self.phi)
-        self.round("Delta")
-        dist.all_reduce(self.theta, group=self.everyone)
-        self.round("sum")
-        self.theta.add_(self.phi, alpha=n)
-        self.bytes_sent += 2 * (n - 1) * self.theta.numel() // n
-        return [self.theta], [], n
-
-    def round(self, name):
-        left = self.left[name]
-        left.add_(self.theta)
-        for x, k in zip(left.split(self.lengths), self.theta.split(self.lengths)):
-            s = x.abs().max().clamp_(min=1e-30) / 127
-            torch.div(x, s, out=k).round_().mul_(s)
-        left.sub_(self.theta)
-
-
-class ShortAverage(Average):
-    """Gradients in bf16."""
-
-    def __call__(self, grad, tokens):
-        sent = grad.bfloat16()
-        tokens = super().__call__(sent, tokens)
-        grad.copy_(sent)
-        return tokens
-
-
-def short(argv):
-    """train.main with these two."""
-    def make_outer(job, o, params, replicas, inner):
-        return ShortDiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta) \
-            if o.method == "diloco" else None
-
-    run = built(Job(), argv, make_outer=make_outer)
-    if run.average:
-        run.average = ShortAverage(run.stages[run.stage])
-    train.train(run)
 
 
 # ---------------------------------------------------------------- the tables
@@ -201,20 +117,6 @@ def show_onebyte(found):
     for label, seeds in runs.items():
         more = over_runs(seeds, runs[f"{label[:3]} DDP"])
         show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(more, "+.1%"), f"{seeds[0].sent:.1f}")
-
-
-def show_momentum(found):
-    tuned = published("tuning")
-    runs = {label: tuned[label] for label in PLAIN} | results(found)
-    show_head("outer step | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all "
-              "replicas | weight spread at the end | MB sent per rank to synchronise")
-    base = finals(runs["DDP, rate 6e-3"])
-    for label, seeds in runs.items():
-        means = [run.mean for run in seeds] if hasattr(seeds[0], "mean") else []
-        spread = statistics.mean(run.curves["weight_spread"][-1] for run in seeds)
-        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"),
-                 spread_of(over(means, base), "+.1%") if means else "", f"{spread:.1e}",
-                 f"{seeds[0].sent:.0f}")
 
 
 def show_closing(found):
@@ -286,10 +188,6 @@ def draw_onebyte(plt, found):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--short"]:
-        short(sys.argv[2:])
-    else:
-        shown = {"convergence": (show_convergence, draw_convergence),
-                 "onebyte": (show_onebyte, draw_onebyte), "momentum": (show_momentum,),
-                 "closing": (show_closing,)}
-        headline(__doc__, {part: Part(runs_of(part), *how) for part, how in shown.items()})
+    shown = {"convergence": (show_convergence, draw_convergence), "onebyte": (show_onebyte, draw_onebyte),
+             "closing": (show_closing,)}
+    headline(__doc__, {part: Part(runs_of(part), *how) for part, how in shown.items()})

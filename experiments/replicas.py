@@ -1,10 +1,9 @@
 """Losses of many replicas in one process: every method on the same batches, on one GPU or on a CPU.
 
-    python -m experiments.replicas [delay many papers] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+    python -m experiments.replicas [delay many] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 delay       --delay D beside the outer step that waits: m = 1 to 10, fp32 and one byte, Adam and Muon
 many        2 to 64 replicas, groups of 2 and 4, random pairs and hypercube pairs; how the gap to DDP grows
-papers      16 000 tokens a replica and step, the papers' outer values and intervals
 
 The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes all
 gradients. Groups, the outer update, Adam, the data's order and the learning rate are those of train.py, so
@@ -13,7 +12,6 @@ a trial's loss is that of `torchrun ... train.py` with the same options, up to r
 """
 import argparse
 import itertools
-import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -27,12 +25,13 @@ from tqdm import tqdm
 
 import train
 from experiments.pictures import COLOURS, WIDTH, kept, label_ends, picture, save, show_head, show_row
+from experiments.runs import over, spread_of
 from model import Llama
 from noloco import outer_update, random_groups
 from plumbing.data import Reader, heldout_sequences, load_corpus
 from plumbing.fast import Adam
 from plumbing.options import Parser
-from plumbing.processes import BadInput, Job
+from plumbing.processes import Job
 
 LEARN = "--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 --eval-sequences 512"
 AT_ONCE = 1 << 17                           # tokens
@@ -52,12 +51,6 @@ class Trial:
     alpha: float = 0.0
     beta: float = 1.0
     gamma: float = None         # None: beta
-
-    def bytes_per_step(self, replicas):
-        """A replica's bytes for each weight and step; an all-reduce counts as a ring."""
-        partners = self.group - 1 if self.method == "noloco" else 2 * (replicas - 1) / replicas
-        phi = 2 if self.method == "noloco" and self.gamma not in (None, self.beta) else 1
-        return 0 if self.method == "local" else partners * phi * {"fp32": 4, "int8": 1}[self.wire] / self.every
 
 
 class Outer:
@@ -83,10 +76,10 @@ class Outer:
                 self.land()
 
     def land(self):
-        sent, mean_theta, mean_phi = self.flying
+        (sent, *means), t = self.flying, self.trial
         learnt = self.theta - sent
-        outer_update(self.phi, self.delta, mean_theta, mean_phi, self.trial.alpha, self.trial.beta, self.gamma)
-        torch.add(self.phi, learnt, alpha=self.trial.learnt, out=self.theta)
+        outer_update(self.phi, self.delta, *means, t.alpha, t.beta, self.gamma)
+        torch.add(self.phi, learnt, alpha=t.learnt, out=self.theta)
         self.flying = None
 
     def means(self):
@@ -161,8 +154,10 @@ class Muon:
 
     def __init__(self, matrices, grads):
         from torch.optim._muon import _zeropower_via_newtonschulz as orthogonal
-        self.parts = [(w, g, torch.zeros_like(g)) for w, g in zip(matrices, grads)]     # (models, rows, columns)
-        self.orthogonal = vmap(partial(orthogonal, ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5, eps=1e-7))
+        settings = dict(ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5, eps=1e-7)
+        self.orthogonal = vmap(partial(orthogonal, **settings))
+        # each (models, rows, columns)
+        self.parts = [(w, g, torch.zeros_like(g)) for w, g in zip(matrices, grads)]
 
     def step(self, lr):
         """Leaves gradients of zero, by which Adam moves nothing."""
@@ -181,7 +176,8 @@ class Fleet:
         corpus = load_corpus(o)
         self.digest = corpus.digest
         self.heldout = heldout_sequences(corpus, o.eval_sequences, o.seq_len).to(device)
-        self.readers = [[reader(corpus, o, seed, place, replicas) for place in range(replicas)] for seed in seeds]
+        self.readers = [[reader(corpus, o, seed, place, replicas) for place in range(replicas)]
+                        for seed in seeds]
         models = [Llama(train.whole_config(o), seed=seed) for seed in seeds]
         self.model = models[0].to(device)
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
@@ -208,9 +204,11 @@ class Fleet:
         tokens = tokens.to(self.device).expand(len(self.trials), *tokens.shape).flatten(0, 2)
         weights, grads = self.named(self.theta), self.named(self.grad)
         room = min(len(tokens), max(1, AT_ONCE // tokens[0].numel()))
-        for a in [*range(0, len(tokens) - room, room), len(tokens) - room]:         # of one shape: one compilation
-            for name, g in self.slope({k: w[a:a + room] for k, w in weights.items()}, tokens[a:a + room]).items():
-                grads[name][a:a + room] = g
+        for a in [*range(0, len(tokens) - room, room), len(tokens) - room]:     # of one shape: compiled once
+            some = slice(a, a + room)
+            slopes = self.slope({name: w[some] for name, w in weights.items()}, tokens[some])
+            for name, slope in slopes.items():
+                grads[name][some] = slope
         for trial, g in zip(self.trials, self.grad):
             if trial.method == "ddp":
                 g.copy_(g.mean(1, keepdim=True).expand_as(g))
@@ -245,8 +243,8 @@ class Fleet:
         merged = self.evaluate(middle[:, :, 0]).cpu()
         return [dict(trial=asdict(trial), seed=seed, replicas=self.N, optimizer=self.o.optimizer,
                      tokens=self.o.batch * self.o.seq_len, lr=self.o.lr, steps=[n for n, _ in curves],
-                     losses=[round(float(c[i, s]), 5) for _, c in curves], merged=round(float(merged[i, s]), 5),
-                     spread=float(f"{spread[i, s]:.4g}"))
+                     losses=[round(float(c[i, s]), 5) for _, c in curves],
+                     merged=round(float(merged[i, s]), 5), spread=float(f"{spread[i, s]:.4g}"))
                 for i, trial in enumerate(self.trials) for s, seed in enumerate(self.seeds)]
 
 
@@ -292,6 +290,8 @@ def reader(corpus, o, seed, place, replicas):
 
 # ---------------------------------------------------------------- the parts
 
+REPLICAS = 2, 8, 16, 32, 64
+
 
 def delay_trials():
     yield Trial("ddp")
@@ -313,33 +313,22 @@ def many_trials(replicas):
             yield Trial("noloco", m, pairs="hypercube")
 
 
-def papers_trials():
-    yield Trial("ddp")
-    yield Trial("noloco", 50, alpha=0.5, beta=0.7)
-    yield Trial("diloco", 100, alpha=0.3, beta=0.7)
-    for m in (10, 50):
-        yield Trial("noloco", m)
-        yield Trial("diloco", 2 * m)
-
-
 def fleets(part):
     """(optimizer, replicas, sequences a replica and step, steps, trials, seeds at most) of each."""
     if part == "delay":
         for optimizer in RATES:
             yield optimizer, 8, 8, 1200, delay_trials(), None
-    elif part == "many":
-        for optimizer, replicas in itertools.product(RATES, (2, 8, 16, 32, 64)):
+    else:
+        for optimizer, replicas in itertools.product(RATES, REPLICAS):
             yield optimizer, replicas, 8, 600, many_trials(replicas), 1 if replicas == 64 else None
         for batch in (4, 32):
             yield "adam", 16, batch, 600, many_trials(16), None
-    else:
-        yield "adam", 8, 128, 1000, papers_trials(), None
 
 
 def run(part, o):
     """Trains the fleets that OUT/results does not have yet, and saves after each."""
-    file = Path(o.out, "results", f"headline_{NAME[part]}.json")
-    found = kept(o.out, f"headline_{NAME[part]}") if file.exists() else dict(fleets={})
+    file = Path(o.out, "results", f"headline_{part}.json")
+    found = kept(o.out, f"headline_{part}") if file.exists() else dict(fleets={})
     for optimizer, replicas, batch, steps, trials, most in fleets(part):
         steps, seeds = o.steps or steps, o.seeds[:most]
         key = f"{optimizer}, {replicas} replicas, {batch} sequences, {steps} steps, seeds {seeds}"
@@ -351,26 +340,102 @@ def run(part, o):
         start = time.perf_counter()
         found["fleets"][key] = fleet.train()
         machine = torch.cuda.get_device_name() if o.device == "cuda" else "CPU"
-        found.setdefault("machines", {})[key] = [machine, torch.__version__, round(time.perf_counter() - start)]
+        took = round(time.perf_counter() - start)
+        found.setdefault("machines", {})[key] = [machine, torch.__version__, took]
         found["digest"] = fleet.digest
-        save(o.out, f"headline_{NAME[part]}", found)
+        save(o.out, f"headline_{part}", found)
 
 
-NAME = {"delay": "delay", "many": "many", "papers": "papers"}
+# ---------------------------------------------------------------- tables and picture
+
+
+def by_trial(found):
+    """{(optimizer, replicas, sequences): {Trial: {seed: row}}}"""
+    runs = {}
+    for rows in found["fleets"].values():
+        for row in rows:
+            trials = runs.setdefault((row["optimizer"], row["replicas"], row["tokens"] // 128), {})
+            trials.setdefault(Trial(**row["trial"]), {})[row["seed"]] = row
+    return runs
+
+
+def over_ddp(trials, trial):
+    """Perplexity over DDP's with the same optimizer: of each seed that this trial has."""
+    rows, ddp = trials.get(trial, {}), trials[Trial("ddp")]
+    return over(*([there[seed]["losses"][-1] for seed in rows] for there in (rows, ddp)))
+
+
+def cell(trials, trial):
+    values = trials and over_ddp(trials, trial)
+    return spread_of(values, "+.1%") if values else ""
+
+
+def show_delay(found):
+    runs = by_trial(found)
+    show_head("m, D | NoLoCo, Adam, fp32 | one byte | NoLoCo, Muon, fp32 | one byte | DiLoCo, Adam, fp32 "
+              "| DiLoCo, Muon, fp32")
+    for m in (1, 2, 4, 10, 20):
+        for delay in sorted({0, 1, m // 2}):
+            noloco = [cell(runs[optimizer, 8, 8], Trial("noloco", m, delay, wire))
+                      for optimizer in RATES for wire in ("fp32", "int8")]
+            diloco = [cell(runs[optimizer, 8, 8], Trial("diloco", m, delay)) for optimizer in RATES]
+            show_row(f"{m}, {delay}", *noloco, *diloco)
+
+
+KINDS = {
+    "NoLoCo, every 2": Trial("noloco", 2), "DiLoCo, every 4": Trial("diloco", 4),
+    "NoLoCo, every 2, groups of 4": Trial("noloco", 2, group=4),
+    "NoLoCo, every 2, hypercube": Trial("noloco", 2, pairs="hypercube"),
+    "NoLoCo, every step": Trial("noloco", 1), "DiLoCo, every 2": Trial("diloco", 2),
+    "NoLoCo, every 10": Trial("noloco", 10), "DiLoCo, every 20": Trial("diloco", 20),
+}
+DRAWN = {"NoLoCo, every 2": "NoLoCo", "NoLoCo, every 2, groups of 4": "50%", "DiLoCo, every 4": "DiLoCo"}
+
+
+def show_many(found):
+    runs = by_trial(found)
+    columns = [(optimizer, n, 8) for optimizer in RATES for n in REPLICAS if (optimizer, n, 8) in runs]
+    show_head("method | " + " | ".join(f"{n} replicas, {optimizer.title()}" for optimizer, n, _ in columns))
+    for name, trial in KINDS.items():
+        show_row(name, *(cell(runs[column], trial) for column in columns))
+
+
+def draw_many(plt, found):
+    runs, labels = by_trial(found), []
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.8), layout="constrained")
+    for (name, colour), optimizer in itertools.product(DRAWN.items(), RATES):
+        points = {n: [100 * x for x in over_ddp(runs[optimizer, n, 8], KINDS[name])]
+                  for n in REPLICAS if KINDS[name] in runs.get((optimizer, n, 8), ())}
+        middle = [statistics.mean(seeds) for seeds in points.values()]
+        dashes = "-" if optimizer == "adam" else "--"
+        axis.plot(list(points), middle, dashes, marker="o", color=COLOURS[colour])
+        axis.fill_between(list(points), *([edge(seeds) for seeds in points.values()] for edge in (min, max)),
+                          color=COLOURS[colour], alpha=0.15, lw=0)
+        labels.append((middle[-1], f"{name}, {optimizer.title()}", COLOURS[colour]))
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="replicas (bands: range of three seeds; 64 replicas: one seed)",
+             xticks=REPLICAS, xticklabels=REPLICAS, ylabel="% perplexity over DDP's with as many replicas",
+             title="The gap to DDP grows with the replicas; with Muon (dashed) by half as much")
+    label_ends(axis, labels)
+    return figure
 
 
 def main(argv=None):
     p = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("parts", nargs="*", help="delay, many, papers (default: all)")
+    p.add_argument("parts", nargs="*", help="delay, many (default: both)")
     p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     p.add_argument("--steps", type=int, help="training steps, in place of each part's own")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
     p.add_argument("--plot", action="store_true", help="no runs: tables and pictures of OUT/results")
     o = p.parse_args(argv)
-    for part in o.parts or NAME:
+    for part in o.parts or ("delay", "many"):
         if not o.plot:
             run(part, o)
+        found = kept(o.out, f"headline_{part}")
+        {"delay": show_delay, "many": show_many}[part](found)
+        if part == "many":
+            picture(o.out, "headline_many", draw_many, found)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,16 @@ theta at the m-th step too, goes on training, and merges D steps later what came
 
 D = 0 is the paper's outer step. docs/stability.md says why D should be at most m / 2.
 """
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from noloco import DiLoCo, NoLoCo, outer_update
 from plumbing.onebyte import OneByteNoLoCo
+from plumbing.wires import ShortDiLoCo, wired
 
 
 class Travelling:
@@ -149,7 +152,31 @@ class DelayedDiLoCo(Delayed, DiLoCo):
         return [[mean]], works
 
 
-KINDS = {"noloco": {"fp32": DelayedNoLoCo, "int8": DelayedOneByte}, "diloco": {"fp32": DelayedDiLoCo}}
+class DelayedShortDiLoCo(Delayed, ShortDiLoCo):
+    """--delay with --method diloco --wire bf16 or int8
+
+    A thread sends codes twice while the model trains. `owed` stays as it was before until they have arrived.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.thread = ThreadPoolExecutor(1)
+
+    def depart(self):
+        total = self.sent - self.phi
+        later = self.thread.submit(self.wire.add_up, total, self.owed)
+        self.bytes_sent += self.wire.bytes(len(total))
+        return [[total]], [SimpleNamespace(wait=later.result)]
+
+    def land(self):
+        ((total,),), (work,) = self.flying
+        self.owed = work.wait()
+        total.div_(len(self.ranks)).add_(self.phi)          # the mean of theta
+        super().land()
+
+
+KINDS = {"noloco": {"fp32": DelayedNoLoCo, "int8": DelayedOneByte},
+         "diloco": {"fp32": DelayedDiLoCo, **wired(DelayedShortDiLoCo)}}
 
 
 def overlapping(o):

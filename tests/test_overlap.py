@@ -14,7 +14,7 @@ from plumbing.onebyte import OneByteNoLoCo
 from plumbing.overlap import DelayedDiLoCo, DelayedNoLoCo, DelayedOneByte
 from test_minimal import _noloco, assert_replicas, simulated
 from tests.harness import SMALL, captured, checkpoint, processes, run, store_host
-from tests.test_onebyte import modulo
+from tests.test_noloco import modulo
 
 M = 3
 WAITING = {DelayedNoLoCo: NoLoCo, DelayedOneByte: OneByteNoLoCo, DelayedDiLoCo: DiLoCo}
