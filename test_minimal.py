@@ -132,7 +132,7 @@ def _noloco(rank, world, kind, kwargs, steps, still=()):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = kind(model.parameters(), **kwargs)
     barrier = dist.barrier
-    if not issubclass(kind, DiLoCo):
+    if not isinstance(outer, DiLoCo):
         no_collectives()
     for step in range(steps):
         if step not in still:

@@ -130,12 +130,13 @@ def draw_measured(plt, found):
         rows = [quartiles(r["rows"][name]["seconds"]) for name in names]
         error = [[middle - low for low, middle, _ in rows], [high - middle for _, middle, high in rows]]
         colours = [COLOURS.get(name.split(",")[0].split(":")[0], "#999999") for name in names]
-        axis.barh(names, [middle for _, middle, _ in rows], 0.7, xerr=error, capsize=2, color=colours,
+        labels = [name.replace(", delayed", ",\ndelayed") for name in names]
+        axis.barh(labels, [middle for _, middle, _ in rows], 0.7, xerr=error, capsize=2, color=colours,
                   ecolor="#777777")
-        axis.set(xlabel="seconds (bars: median of trials, quartiles)",
-                 title=f"{r['replicas']} processes, {r['params'] / 1e6:g}M weights in fp32")
+        axis.set(xlabel="seconds", title=f"{r['replicas']} processes, {r['params'] / 1e6:g}M weights in fp32")
     figure.suptitle("Measured: NoLoCo's outer step is faster than DiLoCo's between 8 processes\n"
-                    f"(grey: floors; the rest: whole outer steps; {found[0]['device']})", fontsize=10.5)
+                    f"(medians, quartiles; grey: floors; the rest: whole outer steps; {found[0]['device']})",
+                    fontsize=10.5)
     return figure
 
 
