@@ -113,7 +113,7 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(don
 
 def test_a_folder_is_taken_once_and_found_again_by_a_restart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checkpoints, "launch", lambda: "now")
+    monkeypatch.setattr(checkpoints.time, "strftime", lambda form: "now")
     for name, argv in (("noloco-1-now", []), ("mine", ["--name", "mine"])):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
         assert checkpoints.new_folder(options(*argv)) == name
@@ -121,6 +121,9 @@ def test_a_folder_is_taken_once_and_found_again_by_a_restart(tmp_path, monkeypat
             checkpoints.new_folder(options(*argv))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         assert checkpoints.new_folder(options(*argv)) == name
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(BadInput, match="torchrun's --max-restarts needs --name, to find the folder"):
+        options()
 
 
 def _main_in_own_folder(argv):

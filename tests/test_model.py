@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import train
 from model import Config, Llama, count_parameters, rotary
-from plumbing.fast import CrossEntropy, speed_up
+from plumbing.fast import CrossEntropy, FastLlama
 from plumbing.huggingface import load_weights, read_config, save_pretrained
 from plumbing.processes import BadInput
 from tests.harness import error_of, metrics, options, run
@@ -22,9 +22,7 @@ from tools import export
 def test_gradients_equal_independent_float64_llama(fast):
     config = Config(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                     num_attention_heads=4, num_key_value_heads=2)
-    model, generator = Llama(config, seed=3), torch.Generator().manual_seed(0)
-    if fast:
-        speed_up(model)
+    model, generator = (FastLlama if fast else Llama)(config, seed=3), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.2)
@@ -56,10 +54,18 @@ def test_activation_bytes_equal_what_autograd_keeps(kv_heads):
     assert sum(t.untyped_storage().nbytes() for t in kept.values()) == 4 * 64 * 3 * floats
 
 
-def test_the_fast_loss_keeps_one_copy_of_the_logits():
+def test_the_fast_loss_is_the_plain_one_and_keeps_one_copy_of_the_logits():
+    tokens = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
+    losses, gradients = [], []
+    for model in (Llama(Config()), FastLlama(Config())):
+        losses.append(model.loss(model.embed(tokens[:, :-1]), tokens[:, 1:]))
+        losses[-1].backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
     logits, places = torch.randn(64, 256, requires_grad=True) * 1, []
     logits.register_hook(lambda gradient: places.append(gradient.data_ptr()))
-    CrossEntropy.apply(logits, torch.arange(64)).backward()
+    CrossEntropy.apply(logits, tokens[:, 1:].flatten()).backward()
     assert places == [logits.data_ptr()]
 
 
