@@ -28,6 +28,8 @@ FILES = {
     "lr/config.json": b'{"lr": "fast"}', "ways/config.json": b'{"method": "fedavg"}',
     "stages/config.json": b'{"stages": [2, "2"]}', "batch/config.json": b'{"batch": 4.0}',
     "tied/config.json": b'{"tied": 1}',
+    "list.json": b"[]", "one.json": b'{"delay": [[0]], "compute": 1}',
+    "three.json": json.dumps(dict(delay=[[1] * 3] * 3, compute=1, stages=[[2], [1]])).encode(),
     "started/config.json": json.dumps(dict(vars(options(*SMALL)), stages=[2])).encode(),
 }
 BAD = {
@@ -64,6 +66,8 @@ BAD = {
     "--replan 0.2": "--replan is for planned paths", "--wire int8 --gamma 0.9": "int8 needs gamma = beta",
     "--replan 0.2 --routing skippipe --survive 5": "--survive goes with neither --replan",
     "--links nowhere.json": "nowhere.json", "--links short.txt": "short.txt",
+    "--links list.json": "--links list.json: must hold an object with delay and compute",
+    "--links three.json": "has stages of [1, 1] nodes, this run of [1]",
     "bench_sync": "nothing to do", "bench_sync --simulate --mbit 0": "--mbit",
     "bench_sync --simulate --latency-std -1": "--latency-std", "bench_sync --simulat": "--simulat",
     "tools.export": "the following arguments are required: run, out",
@@ -82,6 +86,7 @@ BAD = {
 }
 BAD_FOR_TWO = [
     ("train --stages 2,2", "needs 4 processes but got 2"), ("train --data nowhere", "nowhere: no such file"),
+    ("train --links one.json", "--links one.json: stages must be non-empty lists of different nodes below 1"),
     ("bench_sync --simulate", "no torchrun"), ("bench_sync --trials 0", "--trials"),
     ("bench_sync --trials -3", "--trials"), ("bench_sync --params nan", "--params"),
     ("tools.export started out", "tools.export runs in one process, without torchrun"),
