@@ -31,7 +31,7 @@ from planning.search import plan
 from skippipe import Deadlock, Network, full_paths, random_paths, simulate
 from tests.harness import SMALL, SMALL_CONFIG, checkpoint, gloo, processes, run, write_corpus
 from tests.oracles import (
-    PUBLISHED_ROUTES, any_paths, assert_possible, random_network, reference_logits, replay,
+    PUBLISHED_ROUTES, any_paths, assert_possible, every_order, random_network, reference_logits, replay,
     valid_combinations, worst_gradient,
 )
 
@@ -459,24 +459,6 @@ def test_published_plan_is_proven_optimal():
     alone = skippipe.plan(network, 4, 3, rounds=2, seconds=None, iterations=1000)
     assert alone.makespan == pytest.approx(33.3138, abs=3e-4)
     assert skippipe.check(network, alone.paths, 4) == []
-
-
-def every_order(paths, nodes):
-    """All orders in which the nodes can run one microbatch on each of these paths."""
-    found, chains = set(), [skippipe.chain(p) for p in paths]
-
-    def extend(done, order):
-        open_ = [u for u, c in enumerate(chains) if done[u] < len(c)]
-        for u in open_:
-            rank = chains[u][done[u]]
-            longer = order[rank] + ((u, done[u]),)
-            further = done[:u] + (done[u] + 1,) + done[u + 1 :]
-            extend(further, order[:rank] + (longer,) + order[rank + 1 :])
-        if not open_:
-            found.add(order)
-
-    extend((0,) * len(paths), ((),) * nodes)
-    return found
 
 
 def test_plan_against_brute_force():
