@@ -289,3 +289,21 @@ def valid_combinations(network, kept, origins, caps):
         visits = [sum(r in stage for r in used) for stage in network.stages[1:]]
         if max(visits) - min(visits) <= 1 and all(used.count(r) <= caps[r] for r in used):
             yield paths
+
+
+def every_order(paths, nodes):
+    """All orders in which the nodes can run one microbatch on each of these paths."""
+    found, chains = set(), [skippipe.chain(p) for p in paths]
+
+    def extend(done, order):
+        open_ = [u for u, c in enumerate(chains) if done[u] < len(c)]
+        for u in open_:
+            rank = chains[u][done[u]]
+            longer = order[rank] + ((u, done[u]),)
+            further = done[:u] + (done[u] + 1,) + done[u + 1 :]
+            extend(further, order[:rank] + (longer,) + order[rank + 1 :])
+        if not open_:
+            found.add(order)
+
+    extend((0,) * len(paths), ((),) * nodes)
+    return found

@@ -94,7 +94,7 @@ BAD_FOR_TWO = [
     ("tools.partial started", "started has no checkpoint that all 2 ranks hold"),
     *((f"tools.partial started --shares {shares}", "--shares: takes shares above 0, at most 1")
       for shares in ("nan", "0", "1,1.1")),
-    ("tools.partial started --shares half", "invalid numbers_with_commas value: 'half'"),
+    ("tools.partial started --shares half", "takes numbers with commas, not half"),
     ("tools.emulate", "tools.emulate needs --links FILE and several processes, all on one machine"),
     *((f"tools.emulate --links no.json --time-scale {scale}", f"must be at least 1e-06, got {scale}")
       for scale in ("0", "nan", "inf")),
