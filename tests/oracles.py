@@ -264,24 +264,6 @@ def every_path(network, kept, origin):
                     yield origin, *nodes
 
 
-def every_order(paths, nodes):
-    """All orders in which the nodes can run one microbatch on each of these paths."""
-    found, chains = set(), [skippipe.chain(p) for p in paths]
-
-    def extend(done, order):
-        open_ = [u for u, c in enumerate(chains) if done[u] < len(c)]
-        for u in open_:
-            rank = chains[u][done[u]]
-            longer = order[rank] + ((u, done[u]),)
-            further = done[:u] + (done[u] + 1,) + done[u + 1 :]
-            extend(further, order[:rank] + (longer,) + order[rank + 1 :])
-        if not open_:
-            found.add(order)
-
-    extend((0,) * len(paths), ((),) * nodes)
-    return found
-
-
 def valid_combinations(network, kept, origins, caps):
     """All choices of paths that keep to CC1, CC2, CC3 and TC1."""
     for paths in itertools.product(*(list(every_path(network, kept, o)) for o in origins)):
