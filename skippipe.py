@@ -33,7 +33,7 @@ import random
 import time
 from collections import namedtuple
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain as joined, takewhile
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
@@ -459,9 +459,15 @@ class Search:
         self.bound, self.work = bound, 0
         self.best = self.paths = None
         self.low, self.spare, self.caps, self.visits = self.fair_visits()
-        self.hop = hop_costs(network)
-        # the seconds of each origin's shortest path, the others absent
-        self.trip = {o: shortest_path(self.hop, self.stages, o, self.kept, swaps)[0] for o in self.stages[0]}
+
+    @cached_property
+    def hop(self):
+        return hop_costs(self.network)
+
+    @cached_property
+    def trip(self):
+        """The seconds of each origin's shortest path, the others absent."""
+        return {o: shortest_path(self.hop, self.stages, o, self.kept, self.swaps)[0] for o in self.stages[0]}
 
     def fair_visits(self):
         """CC3 and TC1 as numbers: (least visits of a stage, stages that may get one more, each node's
@@ -625,7 +631,7 @@ def one_machine(tasks, chains):
 
 
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(),
-                machine=one_machine):
+                machine=one_machine, origins=None):
     """Seconds below which no plan can come, whatever its paths and order: each step only drops rules.
 
     Take one origin alone. What remains of its microbatches is forward, loss and backward on the origin
@@ -635,13 +641,14 @@ def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps
     it in its chain has ended, and the longest chain has at least q = ceil(microbatches / lanes). Either
     no chain is longer: then at least microbatches - lanes (q - 1) chains have q. Drop the others;
     machine(tasks, chains) bounds the time of these (planning/bound.py's is exact). Or a chain has q + 1,
-    which cannot be where the chains are simply the paths, of `rounds` each.
+    which cannot be where the chains are simply the paths, of `rounds` each. origins: which to look at,
+    default all.
     """
     search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     total, pause, best = microbatches_per_origin * rounds, network.overhead, 0.0
-    for o in search.stages[0]:
-        out, _ = shortest_path(hop_costs(network, 1, 0), search.stages, o, stages_kept, swaps)
-        back, _ = shortest_path(hop_costs(network, 0, 1.5), search.stages, o, stages_kept, swaps)
+    ways = hop_costs(network, 1, 0), hop_costs(network, 0, 1.5)
+    for o in origins or search.stages[0]:
+        out, back = (shortest_path(hop, search.stages, o, stages_kept, swaps)[0] for hop in ways)
         w = network.compute[o]
         # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
         tasks = [(w + network.origin_overhead, w + out), (w / 4 + pause, w / 4 + back),

@@ -7,8 +7,7 @@
 import argparse
 import json
 import re
-import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,13 +26,11 @@ OPTIONS = (     # name, type, default, help; all before seconds say what is plan
     ("instance", str, None, "JSON file with delay and compute (s) and stages: a network of your own"),
     ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5: in the published cities, assigned by search"),
     ("nodes", int, None, "how many nodes there are: as many as --sizes adds up to"),
-    ("compute", float, None, "seconds of one forward on a node, instead of the network's own"),
-    ("memory", int, None, "microbatches that a node holds at once, instead of the network's own"),
     ("kept", int, None, "stages that a microbatch visits, the first included (default: two thirds)"),
     ("microbatches", int, 3, "paths per origin: an iteration has origins x paths x rounds microbatches"),
     ("rounds", int, 2, "microbatches that go down each path, one after the other"),
     ("dead", numbers, [], "nodes that are not there, e.g. 5,17; dead origins take their microbatches along"),
-    ("seconds", float, 10.0, "limit of the planning, first plans excepted; of the assignment (--sizes) too"),
+    ("seconds", float, 10.0, "limit of the planning, first plans excepted; with --sizes half as long before it for the assignment"),
     ("figure", str, None, "the picture; '' for none (default: runs/skippipe-OPTIONS.png)"),
     ("results", str, None, "numbers, paths and order of dispatch; '' for none (default: as --figure, .json)"),
     ("save", str, "", "write the network to this file, in the form of --instance"),
@@ -47,11 +44,8 @@ def read_network(o):
     if o.nodes and o.nodes != sum(o.sizes or [0]):
         raise ValueError(f"--nodes {o.nodes}: give --sizes that add up to as many, one for each stage")
     if o.instance:
-        network, names = read_instance(o.instance)
-    else:
-        network, names = spread_network(o.sizes) if o.sizes else published_network()
-    given = {name: getattr(o, name) for name in ("compute", "memory") if getattr(o, name) is not None}
-    return replace(network, **given), names
+        return read_instance(o.instance)
+    return spread_network(o.sizes) if o.sizes else published_network()
 
 
 def understand(o):
@@ -63,7 +57,7 @@ def understand(o):
     Search(network, *work, dead=o.dead)
     if not o.seconds >= 0:
         raise ValueError(f"--seconds takes a time from 0, not {o.seconds}")
-    told = "".join(f"-{name}-{getattr(o, name)}" for name, _, default, _ in OPTIONS[:9]
+    told = "".join(f"-{name}-{getattr(o, name)}" for name, _, default, _ in OPTIONS[:7]
                    if getattr(o, name) != default)
     stem = "runs/skippipe" + re.sub(r"[^\w,]+", "-", told.replace(".json", "").replace(", ", ",")).rstrip("-")
     o.figure = f"{stem}.png" if o.figure is None else o.figure
@@ -76,18 +70,10 @@ def understand(o):
     return network, names, work
 
 
-def progress(text):
-    if sys.stderr.isatty():
-        print(f"\r{text:<100}", end="", file=sys.stderr, flush=True)
-
-
 def run(o, network, names, work):
     if o.sizes:
-        times = network.memory, network.overhead, network.origin_overhead
-        stages = assign_stages(network.delay, network.compute, o.sizes, *work, 2, *times, o.seconds,
-                               progress=progress)
-        network = replace(network, stages=stages)
-    rows, found = compare(network, *work, o.dead, o.seconds, progress)
+        network = assign_stages(network, *work, seconds=o.seconds / 2)
+    rows, found = compare(network, *work, o.dead, o.seconds)
     print_table(network, work, o.dead, rows, found.bound)
     print_paths(network, names, found.paths, o.dead)
     if o.figure:

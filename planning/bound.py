@@ -1,6 +1,5 @@
 """The proof that a plan cannot be better: on the published instance none comes below 33.054 s."""
 import heapq
-from functools import partial
 
 import skippipe
 
@@ -47,4 +46,10 @@ def one_machine(tasks, chains, work=1000):
     return tree[0][0]
 
 
-lower_bound = partial(skippipe.lower_bound, machine=one_machine)
+def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
+    """As `skippipe.lower_bound`, with the exact `one_machine`. Of hundreds of nodes it looks at the most
+    remote origins only; what it finds is still a bound."""
+    living = [o for o in network.stages[0] if o not in dead]
+    remote = sorted(living, key=lambda o: -sum(network.delay[o]))[:max(1, int(2e6 / len(network.delay) ** 2))]
+    return skippipe.lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead,
+                                one_machine, remote)

@@ -1,7 +1,7 @@
 """The methods side by side on one network and equal work."""
 import time
 
-from planning.instance import PUBLISHED, published_network
+from planning.instance import DATA, published_network
 from planning.search import plan
 from skippipe import Search, full_paths, simulate, tc2
 
@@ -16,8 +16,7 @@ def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2,
                        lambda: [[draw() for _ in nodes] for _ in nodes], noise=1.0)
 
 
-def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0,
-            progress=lambda text: None):
+def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0):
     """Plan with each method. Returns (rows, the SkipPipe Plan).
 
     A row: method, note, microbatches, seconds, planning (s), collisions, waiting (s) and, for the
@@ -28,7 +27,6 @@ def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds
     """
     start, work = time.perf_counter(), (kept, microbatches_per_origin, rounds)
     published = network == published_network()[0] and work == (4, 3, 2) and not dead
-    progress("full pipeline")
     rows = full_rows(network, microbatches_per_origin * rounds, dead)
     if published:
         paths = full_paths([network.stages[0][:3], *network.stages[1:]], 3)
@@ -37,19 +35,16 @@ def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds
     search = Search(published_network(corrected=True)[0] if published else network, *work, dead=dead)
     draws = []
     while len(draws) < 25 and (not draws or time.perf_counter() - start < seconds / 4):
-        progress(f"random valid paths, draw {len(draws) + 1}")
         paths = random_valid_paths(network, kept, microbatches_per_origin, seed=len(draws), dead=dead)
         draws.append((paths, search.dispatch(paths)))
     paths, result = sorted(draws, key=lambda drawn: drawn[1].makespan)[len(draws) // 2]
     rows.append(row(network, "random valid paths (DT-FM skip)", f"median of {len(draws)} draws", paths,
                     rounds, result))
     for method, share, collisions in ("SkipPipe without TC2", 1 / 4, False), ("SkipPipe", 1, True):
-        progress(f"{method}, first plan")
         left = max(0.0, seconds - (time.perf_counter() - start)) * share
-        found = plan(network, *work, seconds=left, dead=dead, collisions=collisions, progress=progress)
+        found = plan(network, *work, seconds=left, dead=dead, collisions=collisions)
         rows.append(row(network, method, "", found.paths, rounds, found.result, found.seconds))
-    progress("")
-    return [dict(r, published=PUBLISHED.get(r["method"]) if published else None) for r in rows], found
+    return [dict(r, published=DATA["published"].get(r["method"]) if published else None) for r in rows], found
 
 
 def row(network, method, note, paths, rounds, result, planning=0.0):

@@ -4,7 +4,6 @@ dispatch that lets a node wait for what is about to arrive.
 On the published instance the paper's search ends at 33.31 s, as published; this one at 33.05 s, which
 `bound.lower_bound` proves to be the optimum.
 """
-import time
 from collections import Counter
 
 import skippipe
@@ -12,38 +11,36 @@ from planning.bound import lower_bound
 
 
 def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
-         iterations=None, dead=(), collisions=True, progress=None):
+         iterations=None, dead=(), collisions=True, old=None, touched=()):
     """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached.
 
-    progress(text) is called a few times a second.
+    More than `regions.WHOLE` nodes are planned in regions. Then, given old, the (paths, order) of an older
+    plan, only the regions of the `touched` nodes are planned anew: the dead, and those whose times changed.
     """
-    problem = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    search = Search(*problem, seed, seconds, iterations, lower_bound(*problem), progress=progress)
+    from planning.regions import WHOLE, Mended, Regions         # which build on this file
+    problem = network, stages_kept, microbatches_per_origin, rounds, swaps, dead
+    options = dict(seed=seed, seconds=seconds, iterations=iterations, bound=lower_bound(*problem))
+    if len(network.delay) <= WHOLE:
+        search = Search(*problem, **options)
+    else:
+        search = Mended(old, touched, *problem, **options) if old else Regions(*problem, **options)
     return search.plan(collisions)
 
 
 class Search(skippipe.Search):
     """The paper's search, then these two in turns until the time is up or the bound is reached."""
 
-    def __init__(self, *problem, progress=None, **options):
-        super().__init__(*problem, **options)
-        self.progress, self.told = progress, time.perf_counter()
-
     def find(self):
         walk = self.farthest_first()
         self.conflict_based_search(limit=500)
         while not self.over():
-            for paths in (self.paths, walk):
-                self.reorder(paths, steps=50)
-            walk = self.large_neighbourhood_search(walk, steps=200)
+            walk = self.turn(walk)
 
-    def over(self):
-        now = time.perf_counter()
-        if self.progress and self.best and now > self.told + 0.2:
-            self.told = now
-            gap = f", at most {self.best.makespan / self.bound - 1:.1%} above the best" if self.bound else ""
-            self.progress(f"SkipPipe: {self.work} tried, iteration {self.best.makespan:.3f} s{gap}")
-        return super().over()
+    def turn(self, walk):
+        """Both searches once; `walk`: the paths that the second goes on from. Returns where it ends."""
+        for paths in (self.paths, walk):
+            self.reorder(paths, steps=50)
+        return self.large_neighbourhood_search(walk, steps=200)
 
     def reorder(self, paths, steps):
         """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can
@@ -76,7 +73,8 @@ class Search(skippipe.Search):
             out = set(draw.sample(range(len(paths)), min(len(paths), draw.choice((1, 2, 2, 3, 4)))))
             if draw.random() < 0.5:
                 out.add(last_home(result) % len(paths))
-            visits = self.visits_of(paths, out)
+            gone = Counter(self.network.stage_of[r] for u in out for r in paths[u])
+            visits = {s: gone[s] for s in self.visits}
             scale = 0.3 * draw.random() ** 4 * max(self.trip.values())
             hop = [[seconds + scale * draw.random() for seconds in row] for row in self.hop]
             rest = [None if u in out else path for u, path in enumerate(paths)]
@@ -89,20 +87,6 @@ class Search(skippipe.Search):
     def leeway(self, power):
         """By how many seconds a step may be worse: up to a tenth of the iteration, mostly far less."""
         return 0.1 * self.random.random() ** power * self.best.makespan
-
-    def visits_of(self, paths, out):
-        """{stage: visits} that the paths in `out` are to make: those that they made, but CC3 leaves open
-        which stages get one visit more, so now and then that changes."""
-        stage_of = self.network.stage_of
-        seen = Counter(stage_of[r] for path in paths for r in path)
-        gone = Counter(stage_of[r] for u in out for r in paths[u])
-        visits = {s: gone[s] for s in self.visits}
-        give = [s for s in visits if visits[s] and seen[s] > self.low]
-        take = [s for s in self.spare if visits[s] < len(out) and seen[s] == self.low]
-        if give and take and self.random.random() < 0.5:
-            visits[self.random.choice(give)] -= 1
-            visits[self.random.choice(take)] += 1
-        return visits
 
 
 def last_home(result):
