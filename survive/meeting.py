@@ -8,7 +8,7 @@ group. So each meeting makes a Gloo group of its own (about 10 ms). The store ho
     late        its last outer step lacked a partner, so it may be behind (`SurvivingNoLoCo.late`)
     absent      absent/R is in the store: no replica waits for R, and no new outer step has it
     joining     a new process of an absent rank, started with --join, which has no weights yet
-    dead        only in pipelines: R is in dead/STEP in the store, and is left out for ever
+    dead        only in pipelines: R's number in lives/STEP is odd, and this iteration leaves it out
 
     from            to          cause                                           function
     alive           late        a partner of its outer step did not arrive      SurvivingNoLoCo.exchange
@@ -19,8 +19,11 @@ group. So each meeting makes a Gloo group of its own (about 10 ms). The store ho
     late            alive       every partner of its outer step arrived         SurvivingNoLoCo.exchange
     absent          joining     its new process asks for weights                SurvivingNoLoCo.join
     joining         late        it has received phi and delta                   SurvivingNoLoCo.join
-    any             dead        a peer's connection to it broke, or it sent     Pipeline.watch -> drop,
+    any             dead        a peer's connection to it broke, or it sent     Pipeline.watch -> probe,
                                 no beat for a third of the timeout              wait, attempt -> declare_dead
+    dead            joining     R wakes, or its new process writes itself       Pipeline.leave, ask
+                                into the next iteration
+    joining         late        it has a replica's weights                      Pipeline.take_weights
 
 The keys of the store in survive/, and who writes them:
 
@@ -30,9 +33,15 @@ The keys of the store in survive/, and who writes them:
     far/R           rank R was late, so its partners meet it in fp32 (far.py). R itself.
     outer/S/N/ranks the ranks of stage S (its first rank) in outer step N. The first rank to come to it.
     join/S/K        the K-th process that asks for weights; join/S/K/by the replica that gives them.
-    beat/R          a count that grows while rank R works or waits (pipelines). R's watch thread.
-    dropped/R       a rank closes its connections to R for ever (pipelines); R must not declare it dead.
-    dead/T          the ranks that iteration T leaves out (pipelines). The first rank to begin it.
+    lives/T         in pipelines, of each rank in iteration T: how often it has died and joined (odd: it is
+                    dead). The first rank to begin T; a rank that joins, if no rank has begun T.
+    pair/A/B/V/W    Gloo's, to connect ranks A and B in their lives V and W (pipelines).
+    beat/R/V        a count that grows while rank R works or waits, in its life V. R's watch thread.
+    dropped/R/V     a rank has given up R; R must not declare it dead.
+    giver/R/V       the replica that gives R weights. The first rank of its stage to ask.
+    ready/R/V       rank R has joined and has weights. R itself.
+    step            an iteration that a rank has begun lately. Watch threads.
+    first plan      the plan that checkpoints hold (planned paths). Rank 0.
 """
 import contextlib
 import os
@@ -47,6 +56,10 @@ from plumbing.processes import gloo_group
 
 class Gone(Exception):
     """Training cannot go on. Each survivor writes a checkpoint and prints the message, one line."""
+
+
+class Left(Exception):
+    """The others train without this rank, which may join again. The message is one line."""
 
 
 def meet(store, key, rank, ranks, timeout):

@@ -8,13 +8,16 @@ Where a dead peer is handled:
         outer steps that list it already                    outer.py     expected, leap (one stage only)
         it comes back after a hang                          outer.py     step -> leap, hurry
         it comes back as a new process (--join)             outer.py     join; serve on the replica that gives
-    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> drop; wait, attempt
-        it is declared dead, for ever                       pipeline.py  declare_dead
-        the iteration that first leaves it out              pipeline.py  declare_dead, excluded_in, begin
+    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> probe; wait, attempt
+        it is declared dead                                 pipeline.py  declare_dead
+        the iteration that first leaves it out              pipeline.py  publish, agree, begin
         microbatches on it are lost and counted             pipeline.py  take, task
-        paths and the plan                                  routes.py    go_round, replan
+        paths and the plan, without it and with it again    routes.py    go_round, replan
         outer steps of its stage                            outer.py     living (job.excluded)
-        it wakes up                                         pipeline.py  leave
+        it wakes up: it joins as a new process does         pipeline.py  leave -> parts.py run
+        it comes back as a new process (--join)             parts.py     join_pipeline; pipeline.py ask
+        it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, giver, hand_over
+        the other ranks connect to it                       pipeline.py  begin -> admit
     both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
         node 0 is lost, and the store with it               parts.py     SurvivingJob.rescue
 
@@ -23,20 +26,31 @@ dead. survive/meeting.py lists the states. docs/failures.md lists the faults and
 """
 import contextlib
 import json
+import os
 import sys
 from datetime import timedelta
 
 import torch.distributed as dist
 
 import train
+from plumbing.checkpoints import load, restore
 from plumbing.processes import Job
 from survive.far import SurvivingOneByte
-from survive.meeting import Gone, absent, come_back, meet, notice_silence
+from survive.meeting import Gone, Left, absent, come_back, meet, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 
 KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
+EVENTS = {      # the line on the screen for each event
+    "leapt": "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is left",
+    "outer step without partners": "rank {rank} did outer step {outer} without ranks {missing} {error}",
+    "not finite": "rank {rank} refused the numbers of ranks {refused} in outer step {outer}: not finite",
+    "fp32 instead of int8": "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
+    "joined": "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
+    "lost": "rank {rank} lost rank {peer} at step {step}: {error}",
+    "dead": "from step {step} on paths go round the dead ranks {ranks}; stages left out: {stages_left_out}",
+}
 
 
 class SurvivingJob(Job):
@@ -60,6 +74,12 @@ class SurvivingJob(Job):
             sys.exit(2)
         super().refuse(line)
 
+    def take_out(self, dead):
+        """Leave exactly these ranks out of the present iteration."""
+        self.unanswered -= self.excluded - dead
+        self.excluded &= dead           # in place: the outer step holds this set
+        self.excluded |= dead
+
     def gone(self, store=None):
         return self.excluded | absent(store or self.store, range(self.world))
 
@@ -79,7 +99,8 @@ class SurvivingJob(Job):
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in sorted(here)}
 
     def tell(self, event):
-        """Send an event to rank 0's log."""
+        """Send an event to rank 0's log, with its line for the screen."""
+        event = dict(event, line=EVENTS[event["event"]].format(**event))
         self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
 
     def news(self):
@@ -87,6 +108,11 @@ class SurvivingJob(Job):
         keys = [f"event/{n}" for n in range(first, self.events_read + 1)]
         written = [key for key in keys if self.store.check([key])]  # a rank that died in `tell` leaves a gap
         return [json.loads(self.store.get(key)) for key in written]
+
+    def close(self):
+        if self.unanswered and "TORCHELASTIC_RUN_ID" in os.environ:
+            self.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
+        super().close()
 
     def meet(self, key, ranks):
         come_back(self.store, self.rank)
@@ -109,6 +135,16 @@ class SurvivingJob(Job):
             run.pipeline.stop()
 
 
+def run(job, o, argv):
+    """As train.train of `build`. A rank that others declared dead while it was silent joins again."""
+    while True:
+        try:
+            return train.train(build(job, o, argv))
+        except Left as left:
+            print(f"{left}: it joins again", file=sys.stderr, flush=True)
+        argv = [*argv, "--join"]
+
+
 def build(job, o, argv):
     """As train.build, with surviving parts. With --join this rank then takes a living replica's weights."""
     o.join = job.rank > 0 and "--join" in argv
@@ -118,9 +154,10 @@ def build(job, o, argv):
     job.connect(o, group=False)
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
-    if o.join and (o.method != "noloco" or len(o.stages) > 1):
-        job.refuse("--join is for --method noloco on one stage; go on from a checkpoint instead: --resume")
+    if o.join and o.method != "noloco" and len(o.stages) == 1:
+        job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
+    job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
     if o.join:
         join(run)
     return run
@@ -139,13 +176,39 @@ def make_outer(job, o, params, replicas, inner):
 
 
 def join(run):
-    rank = run.job.rank
-    line = f"rank {rank} asks to join: it gets its weights after a living replica's next outer step"
-    print(line, flush=True)
+    """Take part in a job that is training. Raises Left if the replica that gave the weights died."""
+    job, rank = run.job, run.job.rank
+    print(f"rank {rank} asks to join, with the weights of a living replica", flush=True)
     try:
-        run.outer.join()
+        if run.pipeline.peers:
+            join_pipeline(run)
+        else:
+            run.outer.join()
+            run.step = run.outer.steps
+    except Left:
+        run.pipeline.stop()
+        raise
     except RuntimeError as error:
-        run.job.refuse(f"--join: no living replica answered ({str(error)[:100]})")
-    run.step = run.outer.steps
+        job.refuse(f"--join: no living rank answered ({str(error)[:100]})")
     print(f"rank {rank} joined at step {run.step}", flush=True)
-    run.reader.cursor = run.step * run.o.microbatches * run.o.batch
+    if run.reader:
+        run.reader.cursor = run.step * run.o.microbatches * run.o.batch
+
+
+def join_pipeline(run):
+    job, rank, step = run.job, run.job.rank, run.pipeline.ask()
+    if step >= run.o.steps:
+        job.refuse("--join: training is over")
+    giver = run.pipeline.take_weights()
+    if giver == rank:
+        own = run.checkpoints.parts(rank)
+        if not own:
+            job.refuse(f"--join: no replica has rank {rank}'s weights, nor has {run.folder} a checkpoint")
+        restore(run, load(own[max(own)]))
+        print(f"no replica of its stage lives: rank {rank} has its weights of step {run.step}", flush=True)
+    run.step, outer = step, step // (run.o.inner_steps or 1)
+    job.excluded.add(rank)              # until it begins, so that it makes new paths as all ranks do
+    come_back(job.store, rank)
+    if run.outer:
+        run.outer.steps, run.outer.late = step, True
+    job.tell(dict(event="joined", step=step, outer=outer, rank=rank, given_by=giver))

@@ -3,8 +3,11 @@
 What a dead or silent peer should have sent is lost, and so is everything computed from it alone. A rank with
 nothing to deliver sends a LOST marker. So every live rank still makes all its planned sends and receives.
 
-The dead of an iteration: the first rank to begin iteration t writes dead/t to the store (compare_set). Every
-other rank adopts that list, so no rank waits for agreement.
+Who takes part in an iteration: the first rank to begin iteration t writes every rank's life to lives/t in the
+store (compare_set). All other ranks adopt that list, so no rank waits for agreement. A life is a number that
+only grows. It starts at 0; an even life is alive, an odd one dead. A peer that declares a rank dead adds 1. A
+rank that joins adds 1 again, and writes this into the first iteration that no rank has begun. So a list with
+the larger number of each rank is always the newer one.
 
 Each pair of ranks has a Gloo group of its own, since a wait that is broken off closes all connections of its
 group. Each pair also has a thread that waits for its messages. When a connection breaks in the middle of a
@@ -19,13 +22,14 @@ import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from plumbing.processes import DAY, gloo_devices, gloo_group, one_line
 from skippipe import BACKWARD, kind
-from survive.meeting import Gone, notice_silence
+from survive.meeting import Gone, Left, notice_silence
 from train import Pipeline, tag
 
 # The first element of a LOST marker is a NaN that arithmetic never makes, so a real NaN stays visible.
@@ -47,51 +51,68 @@ class SurvivingPipeline(Pipeline):
     """As Pipeline; job is a SurvivingJob. A peer without a beat for a third of job.timeout seconds is dead.
 
     lost: microbatches of this origin that never came home.
-    dead: the peers that this rank knows to be dead. job.excluded: those that every rank leaves out of the
-    present iteration.
+    record: every rank's life in the iteration begun last. lives: every rank's newest life that is known here.
+    job.excluded: the ranks that every rank leaves out of the present iteration.
     """
 
     def connect(self, pairs):
         job = self.job
-        self.step = 0
-        self.dead = set()
-        self.groups, self.queues = {}, {}                   # of each peer
-        for a, b in pairs:                                  # in one order for all: no deadlock
-            if self.rank in (a, b):
-                peer = a + b - self.rank
-                self.groups[peer] = gloo_group(job.store, f"pair/{a}/{b}", int(self.rank == b), 2, DAY)
-                self.queues[peer] = queue.SimpleQueue()
-                threading.Thread(target=wait_for_each, args=[self.queues[peer]], daemon=True).start()
+        self.peers = [a + b - self.rank for a, b in pairs if self.rank in (a, b)]      # of other stages
+        self.step = -1
+        self.record, self.lives = [0] * job.world, [0] * job.world
+        self.groups, self.queues = {}, {}                   # of each peer; a group is the Future of one
         self.marker = lost_marker(self.message_shape, self.dtype)
-        self.waiting = self.arrival = None                  # a peer; the Future of its message
+        self.waiting = self.arrival = None                  # a peer; the Future of its message or its group
         self.broken = set()                                 # peers whose connection broke during a wait
         self.busy_until = self.grace = math.inf             # see `allow`; the first run may compile
         self.stopped = threading.Event()
         self.watcher = threading.Thread(target=self.watch, daemon=True)
-        if self.groups:
+        if self.peers and not job.joining:
+            for peer in self.peers:
+                self.link(peer)
+            for group in self.groups.values():
+                group.result()
             self.watcher.start()
+
+    def link(self, peer):
+        """Start the thread that connects to a peer's present life, and then waits for its messages."""
+        a, b = sorted((self.rank, peer))
+        key = f"pair/{a}/{b}/{self.record[a]}/{self.record[b]}"
+        connect = partial(gloo_group, self.job.store.clone(), key, int(self.rank == b), 2, DAY)
+        if peer in self.queues:
+            self.queues[peer].put(None)
+        self.broken.discard(peer)
+        self.groups[peer], self.queues[peer] = Future(), queue.SimpleQueue()
+        self.queues[peer].put((connect, self.groups[peer]))
+        threading.Thread(target=serve_pair, args=[self.queues[peer]], daemon=True).start()
 
     # ---- an iteration
 
     def begin(self, step, idle=False):
-        """Adopt the dead of iteration `step`. Returns whether there are more than in the iteration before.
+        """Adopt the lives of iteration `step`. Returns whether other ranks are dead than in the one before.
 
         idle: this rank has no task. It lets another rank begin first. If it ran ahead, iterations would
-        begin before a death in earlier ones is known. Raises Gone when rank 0 is dead.
+        begin before a death in earlier ones is known. Raises Gone when rank 0 is dead, and Left when this
+        rank is.
         """
-        self.step, before = step, len(self.job.excluded)
+        self.step, before = step, set(self.job.excluded)
         if self.grace < math.inf:
             self.allow(0.0)
-        if self.groups:
+        if self.peers:
             if idle:
                 with contextlib.suppress(dist.DistStoreError):
-                    self.job.store.wait([f"dead/{step}"], timedelta(seconds=self.job.timeout))
-            self.job.excluded.update(self.excluded_in(step))
-        if self.rank in self.job.excluded:
-            self.leave()
+                    self.job.store.wait([f"lives/{step}"], timedelta(seconds=self.job.timeout))
+            old, record = self.record, self.agree(step)
+            if record[self.rank] != old[self.rank]:
+                self.leave()
+            self.record = record
+            self.job.take_out({r for r, life in enumerate(record) if life % 2})
+            for rank, life in enumerate(record):
+                if life != old[rank] and life % 2 == 0:
+                    self.admit(rank)
         if 0 in self.job.excluded:
             raise Gone("rank 0 is gone")
-        return len(self.job.excluded) > before
+        return self.job.excluded != before
 
     def run(self, paths, batches, train=True, order=None):
         found = super().run(paths, batches, train, order)
@@ -128,12 +149,23 @@ class SurvivingPipeline(Pipeline):
 
     def attempt(self, peer, message):
         """The work of a message to or from a peer; None when the peer is dead."""
-        if peer in self.dead:
+        if self.lives[peer] != self.record[peer]:
             return None
         try:
-            return message(self.groups[peer])
+            return message(self.until(peer, self.groups[peer]))
         except RuntimeError as error:
             self.declare_dead(peer, error)
+
+    def until(self, peer, arrival):
+        """The result of a Future that the peer's thread sets. The watch may end this wait by an error."""
+        if not arrival.done():
+            self.arrival = arrival
+            self.waiting = peer                 # after `arrival`: the watch reads `waiting` first
+        try:
+            return arrival.result()
+        finally:
+            self.waiting = None
+            self.busy_until = time.monotonic() + self.grace
 
     def wait(self, work, peer):
         """Whether the message arrived. False: it is lost with its peer."""
@@ -142,110 +174,155 @@ class SurvivingPipeline(Pipeline):
         try:
             if peer in self.broken:             # the peer's thread may be stuck; no more can arrive
                 return work.wait(timedelta(milliseconds=1))
-            self.arrival = arrival = Future()
-            self.waiting = peer                 # after `arrival`: the watch reads `waiting` first
-            self.queues[peer].put((work, arrival))
-            return arrival.result()
+            arrival = Future()
+            self.queues[peer].put((work.wait, arrival))
+            return self.until(peer, arrival)
         except RuntimeError as error:
             self.broken.add(peer)
             self.declare_dead(peer, error)
             return False
-        finally:
-            self.waiting = None
-            self.busy_until = time.monotonic() + self.grace
 
     # ---- the dead
 
     def declare_dead(self, peer, error):
         """Every rank leaves this peer out, from the first iteration on that no rank has begun."""
-        if peer in self.dead:
+        if self.lives[peer] != self.record[peer]:
             return
-        if self.job.store.check([f"dropped/{self.rank}"]):      # a peer has declared this rank dead
+        if self.job.store.check([self.key("dropped", self.rank)]):     # a peer has declared this rank dead
             self.leave()
-        self.dead.add(peer)
+        self.lives[peer] += 1
         error = one_line(error)[:100]
         self.job.tell(dict(event="lost", step=self.step, rank=self.rank, peer=peer, error=error))
-        step = self.step + 1
-        while not self.dead <= self.excluded_in(step):
-            step += 1
+        self.publish()
 
-    def excluded_in(self, step):
-        """The dead of iteration `step`: the first rank to ask writes its own list, which counts for all."""
-        mine = " ".join(map(str, sorted(self.dead))) or "-"         # the store takes no empty values
-        text = self.job.store.compare_set(f"dead/{step}", "", mine).decode()
-        excluded = {int(r) for r in text.split() if r != "-"}
-        self.dead |= excluded
-        return excluded
+    def publish(self):
+        """Write `lives` for the first iteration that no rank has begun. Returns (iteration, its lives)."""
+        step = self.step + 1
+        while (record := self.agree(step)) != self.lives:
+            step += 1
+        return step, record
+
+    def agree(self, step):
+        """The lives of iteration `step`: the first rank to ask writes its own, which count for all."""
+        mine = " ".join(map(str, self.lives))
+        record = [int(n) for n in self.job.store.compare_set(f"lives/{step}", "", mine).split()]
+        self.lives = list(map(max, self.lives, record))
+        return record
 
     def leave(self):
-        """This rank was declared dead, so its process ends."""
+        """This rank was declared dead. Raises Left; ends the process if another one has taken its place."""
         line = f"rank {self.rank} was silent for so long that other ranks declared it dead"
         if self.rank == 0:
             raise Gone(line)
-        print(f"{line}: it leaves at step {self.step}", file=sys.stderr, flush=True)
-        sys.exit(0)
+        self.agree(int(self.job.store.get("step")))
+        if self.lives[self.rank] > self.record[self.rank] + 1:
+            print(f"rank {self.rank} leaves: a new process has its place", file=sys.stderr, flush=True)
+            sys.exit(0)
+        raise Left(line)
+
+    # ---- coming back
+
+    def ask(self):
+        """Take part from the first iteration that no rank has begun. Returns this iteration."""
+        self.step = int(self.job.store.get("step"))         # waits until a rank has begun
+        self.agree(self.step)
+        self.lives[self.rank] = (self.lives[self.rank] | 1) + 1
+        self.step, self.record = self.publish()
+        self.watcher.start()
+        return self.step
+
+    def take_weights(self):
+        """Receive job.vectors from a living replica, and connect to the other stages. Returns the replica.
+
+        It is this rank itself if no replica of its stage has weights. Raises Left if the replica died.
+        """
+        giver = self.giver(self.rank)
+        if giver != self.rank and not self.hand_over(giver, gives=False):
+            raise Left(f"rank {self.rank} lost rank {giver}, which gave it its weights")
+        self.job.store.set(self.key("ready", self.rank), "=")
+        for peer in self.peers:
+            if self.record[peer] % 2 == 0:
+                self.link(peer)
+        return giver
+
+    def admit(self, rank):
+        """Connect to a rank that joins in this iteration, or give it weights."""
+        if rank in self.peers:
+            self.link(rank)
+        elif self.rank == self.giver(rank):
+            self.hand_over(rank, gives=True)
+
+    def giver(self, rank):
+        """The replica that gives its weights to `rank`, which joins: the first rank to ask chooses.
+
+        It is `rank` itself if no other replica of the stage is alive and has weights.
+        """
+        store, stage = self.job.store, set(range(self.job.world)) - {*self.peers, rank}
+        alive = {r: life for r, life in enumerate(self.record) if r in stage and life % 2 == 0}
+        able = [r for r, life in alive.items() if not life or store.check([self.key("ready", r)])]
+        return int(store.compare_set(self.key("giver", rank), "", str(min(able, default=rank))))
+
+    def hand_over(self, peer, gives):
+        """Send job.vectors to a replica that joins, or receive them. Returns whether all arrived."""
+        self.link(peer)
+        place, way = int(peer > self.rank), "send" if gives else "recv"
+        for number, vector in enumerate(self.job.vectors):
+            host = vector.cpu()
+            work = self.attempt(peer, lambda pair: getattr(pair, way)([host], place, number))
+            if not self.wait(work, peer):
+                return False
+            vector.copy_(host)
+        return True
 
     # ---- the watch
 
     def watch(self):
-        """A thread. It sends this rank's beats, and drops a silent peer for which this rank waits.
+        """A thread. It sends this rank's beats, and ends a wait for which no message can come.
 
-        This rank beats while it waits for a peer or its task is not overdue. A peer is silent without a
-        beat for a third of the timeout. (A third, because other replicas of the stage then still wait in
-        their outer step for the ranks that were held up.)
+        This rank beats while it waits for a peer or its task is not overdue.
         """
-        store = self.job.store.clone()                      # a store client that waits serves no other thread
+        store = self.job.store.clone()                      # a client that waits serves no other thread
         notice_silence(store, self.job.timeout)
         beat, seen = 0, {}
         while not self.stopped.wait(self.job.timeout / 12):
-            now, peer = time.monotonic(), self.waiting
+            now, peer, arrival = time.monotonic(), self.waiting, self.arrival
             try:
                 if peer is not None or now - self.busy_until < self.job.timeout / 3:
                     beat += 1
-                    store.set(f"beat/{self.rank}", str(beat))
-                silent = peer is not None and self.is_silent(store, peer, seen, now)
-            except RuntimeError:                            # the store is lost, so the wait must end
-                silent = peer is not None
-            if silent and self.waiting == peer:
-                self.drop(store, peer)
-            if peer is not None:
-                self.probe(peer)
+                    store.set(self.key("beat", self.rank), str(beat))
+                    if self.step >= 0:
+                        store.set("step", str(self.step))
+                if peer is not None:
+                    self.probe(store, peer, arrival, seen, now)
+            except RuntimeError as error:                   # also of a lost store
+                if peer is not None:
+                    with contextlib.suppress(InvalidStateError):    # the message was faster
+                        arrival.set_exception(error)
 
-    def is_silent(self, store, peer, seen, now):
-        """seen: {peer: (its last beat, when that was first read)}"""
-        last = store.get(f"beat/{peer}") if store.check([f"beat/{peer}"]) else b""
-        if seen.get(peer, (None, 0.0))[0] != last:
-            seen[peer] = last, now
-        return now - seen[peer][1] > self.job.timeout / 3
+    def probe(self, store, peer, arrival, seen, now):
+        """Raises RuntimeError if the wait for a peer should end. seen: {beat's key: (beat, when first read)}.
 
-    def drop(self, store, peer):
-        """Close all connections to a peer for ever: the pair cannot connect again. Retry before this.
-
-        A wait that times out at once closes a connection.
+        Another rank may have dropped this one. The peer is silent without a beat for a third of the timeout.
+        (A third, because other replicas of the stage then still wait in their outer step for the ranks that
+        were held up.) A connection may have broken in the middle of a message: then no receive can be posted.
         """
-        with contextlib.suppress(RuntimeError):             # written first: a peer that wakes must find the
-            store.set(f"dropped/{peer}", str(self.rank))    # key, and not declare this rank dead
-        for number in range(len(gloo_devices())):
-            with contextlib.suppress(RuntimeError):
-                self.spare_receive(peer, number).wait(timedelta(milliseconds=1))
+        if store.check([self.key("dropped", self.rank)]):
+            raise RuntimeError("other ranks do not wait for this rank any more")
+        key = self.key("beat", peer)
+        last = store.get(key) if store.check([key]) else b""
+        if seen.get(key, (None, 0.0))[0] != last:
+            seen[key] = last, now
+        if now - seen[key][1] > self.job.timeout / 3 and not arrival.done():
+            store.set(self.key("dropped", peer), "=")       # when it wakes it must not declare this rank dead
+            raise RuntimeError(f"no sign of life for {self.job.timeout / 3:g} s")
+        # There is one connection for each interface. Gloo takes the one of the tag modulo their number. It
+        # forgets a receive whose work is dropped.
+        for number in range(len(gloo_devices()) * self.groups[peer].done()):
+            self.groups[peer].result().recv([torch.empty(1)], int(peer > self.rank), number)
 
-    def probe(self, peer):
-        """End the wait for a message whose connection broke in its middle: then no receive can be posted."""
-        arrival = self.arrival
-        try:
-            for number in range(len(gloo_devices())):
-                self.spare_receive(peer, number)
-        except RuntimeError as error:
-            if self.waiting == peer:
-                resolve(arrival, error)
-
-    def spare_receive(self, peer, number):
-        """Post a receive that no send matches, over one of the connections to a peer.
-
-        There is one connection for each interface. Gloo takes the one of the tag modulo their number. It
-        forgets a receive whose work is dropped.
-        """
-        return self.groups[peer].recv([torch.empty(1)], int(peer > self.rank), number)
+    def key(self, what, rank):
+        """A key of the store that concerns the present life of a rank."""
+        return f"{what}/{rank}/{self.record[rank]}"
 
     def allow(self, seconds):
         """This rank's next tasks may take `seconds` longer than a third of the timeout."""
@@ -256,25 +333,16 @@ class SurvivingPipeline(Pipeline):
         self.stopped.set()
         for works in self.queues.values():
             works.put(None)
-        if self.groups:
+        if self.watcher.is_alive():
             self.watcher.join()
 
 
-def wait_for_each(works):
-    """A thread: wait for one peer's messages in order, each a (work, Future). A wait may never end."""
+def serve_pair(works):
+    """A thread: make each of a peer's works, which are (function, Future of its result). It may never end."""
     for work, arrival in iter(works.get, None):
-        try:
-            work.wait()
-            resolve(arrival)
-        except RuntimeError as error:
-            resolve(arrival, error)
-        del work, arrival                       # they hold the message
-
-
-def resolve(arrival, error=None):
-    """Say what became of a message. The first call counts: `probe` may have been faster."""
-    with contextlib.suppress(InvalidStateError):
-        if error:
-            arrival.set_exception(error)
-        else:
-            arrival.set_result(True)
+        with contextlib.suppress(InvalidStateError):        # the watch was faster
+            try:
+                arrival.set_result(work())
+            except RuntimeError as error:
+                arrival.set_exception(error)
+        del work, arrival                                   # they hold the message

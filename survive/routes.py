@@ -3,6 +3,7 @@ import json
 
 from planning.training import living
 from plumbing.processes import BadInput
+from skippipe import Network
 from survive.meeting import Gone
 from train import Routes
 
@@ -11,7 +12,13 @@ class SurvivingRoutes(Routes):
     """As Routes, over the ranks that are not in `job.excluded`."""
 
     def __init__(self, job, o, pipeline, stages, plan=None):
+        if job.joining:
+            plan = json.loads(job.store.get("first plan"))
         super().__init__(job, o, pipeline, stages, plan)
+        if job.rank == 0:
+            job.store.set("first plan", json.dumps(self.plan))
+        if self.plan:
+            self.network = Network(**self.plan["network"])      # on every rank, to plan anew without asking
         self.all_stages = stages
         self.present_plan = self.plan           # self.plan stays the first one, for checkpoints
 
@@ -39,20 +46,9 @@ class SurvivingRoutes(Routes):
             self.job.tell(dict(event="dead", step=step, ranks=sorted(dead), stages_left_out=left_out))
         self.stages = living(self.all_stages, dead)
         if self.present_plan:
-            self.present_plan = self.replan(step, dead)
-
-    def replan(self, step, dead):
-        """Rank 0 plans; every rank reads its plan from the store. Raises Gone when there is no plan."""
-        self.pipeline.allow(10 * self.job.timeout)
-        key = f"plan/{step}"
-        if self.job.rank == 0:
-            try:
-                plan = self.new_plan(tuple(sorted(dead)))
+            self.pipeline.allow(10 * self.job.timeout)
+            try:                    # a plan depends on the network and the seed alone, so all ranks agree
+                self.present_plan = self.new_plan(tuple(sorted(dead)))
             except BadInput as error:
-                plan = dict(error=str(error))
-            self.job.store.set(key, json.dumps(plan))
-        plan = json.loads(self.job.store.get(key))
-        self.pipeline.allow(0.0)
-        if "error" in plan:
-            raise Gone(plan["error"])
-        return plan
+                raise Gone(str(error))
+            self.pipeline.allow(0.0)

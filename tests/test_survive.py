@@ -5,12 +5,12 @@ import enum
 import functools
 import json
 import math
-import multiprocessing.connection
 import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 import time
 import types
 from collections import Counter
@@ -32,7 +32,7 @@ from tests.harness import (SMALL, checkpoint, fork, metrics, processes, rank_pro
 
 
 Fault = enum.Enum("Fault", """DIE_BEFORE_EXCHANGE DIE_IN_EXCHANGE HANG SLOW SEND_NAN DIE_IN_FORWARD
-    DIE_IN_BACKWARD CRASH_IN_CHECKPOINT DIE_IN_EVALUATION LOSE_STORE""")
+    DIE_IN_BACKWARD CRASH_IN_CHECKPOINT DIE_IN_EVALUATION LOSE_STORE PAUSE DIE_IN_HAND_OVER""")
 FAULTS = ["--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
           "--save-every", 20, "--name", "x", *SMALL, "--layers", 1]
 LONG = ["--steps", 120, "--eval-every", 60, "--save-every", 60, "--lr", 1e-2]
@@ -77,6 +77,7 @@ ACTS = {    # fault: (at a call of what, what this process does before it)
     Fault.DIE_IN_FORWARD: (Llama, "blocks", die),
     Fault.SLOW: (Llama, "blocks", lambda *_: time.sleep(0.02)),
     Fault.DIE_IN_BACKWARD: (torch.Tensor, "backward", die),
+    Fault.DIE_IN_HAND_OVER: (SurvivingPipeline, "hand_over", die),
     Fault.CRASH_IN_CHECKPOINT: (torch, "save", write_half),
     Fault.DIE_IN_EVALUATION: (plumbing.report, "weight_spread", die),
 }
@@ -85,10 +86,10 @@ ACTS = {    # fault: (at a call of what, what this process does before it)
 def act_at(fault, owner, name, act):
     call = getattr(owner, name)
 
-    def acting(*args):
+    def acting(*args, **kwargs):
         if NOW.fault is fault:
             act(*args)
-        return call(*args)
+        return call(*args, **kwargs)
 
     setattr(owner, name, acting)
 
@@ -99,6 +100,7 @@ def inject(faults, store):
     Those before the step at which it starts are over.
     """
     begin, queue = SurvivingPipeline.begin, None
+    NOW.fault = next((fault for fault, at in faults if at < 0), None)
 
     def beginning(pipeline, step, *args):
         nonlocal queue
@@ -109,8 +111,9 @@ def inject(faults, store):
             queue = [f for f in faults if f[1] >= step]
         if queue and step >= queue[0][1]:
             NOW.fault = queue.pop(0)[0]
-            if NOW.fault is Fault.HANG:
-                job.store.set("stopped", str(os.getpid()))
+            if NOW.fault is Fault.PAUSE:
+                subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+            if NOW.fault in (Fault.HANG, Fault.PAUSE):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if NOW.fault is Fault.LOSE_STORE:       # when nobody still evaluates an earlier step
                 job.store.wait([f"begun/{step - 1}/{r}" for r in range(job.world)])
@@ -149,9 +152,9 @@ def sound(corpus, tmp_path_factory):
     """Held-out loss of each job when nothing fails, run once."""
 
     @functools.cache
-    def loss(job):
+    def loss(job, *extra):
         folder = tmp_path_factory.mktemp("sound")
-        assert all(code == 0 for code, _ in failing(job, [], folder, "--data", corpus))
+        assert all(code == 0 for code, _ in failing(job, [], folder, "--data", corpus, *extra))
         return metrics(folder / "runs/x")[-1]["heldout_loss"]
 
     return loss
@@ -160,7 +163,7 @@ def sound(corpus, tmp_path_factory):
 SMOKE = [(Fault.DIE_IN_EXCHANGE, "one stage"), (Fault.SEND_NAN, "one stage"),
          (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.LOSE_STORE, "pipeline"), (Fault.HANG, "skip")]
 CASES = [pytest.param(f, j, id=f"{f.name}-{j}", marks=[] if (f, j) in SMOKE else pytest.mark.faults)
-         for j in JOBS for f in Fault]
+         for j in JOBS for f in Fault if f.value < Fault.PAUSE.value]
 
 
 @pytest.mark.parametrize("fault, job", CASES)
@@ -198,22 +201,6 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
         assert 0 <= rows[-1]["lost_microbatches"] <= 4 * 6
     assert rows[-1]["step"] == (120 if job.startswith("one") else 60)
     assert rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
-
-
-def _wake(argv):
-    """Once the hung process is given up, it goes on, while the others still train."""
-    store = Job().store
-    store.wait(["dropped/3"], timedelta(seconds=100))
-    os.kill(int(store.get("stopped")), signal.SIGCONT)
-
-
-def test_a_node_that_wakes_after_it_was_declared_dead_leaves(corpus, tmp_path):
-    world, _, victim = JOBS["pipeline"]
-    *results, _ = failing("pipeline", [(Fault.HANG, victim, 22)], tmp_path, "--data", corpus, "--steps", 200,
-                          helper=_wake)
-    assert [code for code, _ in results] == [0] * world
-    assert "declared it dead" in results[victim][1]
-    assert metrics(tmp_path / "runs/x")[-1]["ranks"] == world - 1
 
 
 @pytest.fixture(scope="module")
@@ -271,17 +258,10 @@ def test_one_process_has_nobody_to_survive(corpus, tmp_path):
     assert metrics(tmp_path / "runs/x")[-1]["step"] == 60
 
 
-def _intrude(argv):
-    """A fifth process that would join a pipeline."""
-    os.environ["RANK"] = "3"
-    return train_main(3, 4, [*argv, "--join"])
-
-
-def test_joining_a_pipeline_is_refused_by_the_joiner_alone(corpus, tmp_path):
-    *results, (code, text) = failing("pipeline", [], tmp_path, "--data", corpus, helper=_intrude)
-    assert code == 2 and text.count("\n") == 1
-    assert text.startswith("error: --join is for --method noloco on one stage")
-    assert [code for code, _ in results] == [0] * 4
+def test_only_the_joiner_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        SurvivingJob(Job(), 1.0, joining=True).refuse("why")
+    assert stop.value.code == 2 and capsys.readouterr().err == "error: why\n"
 
 
 def test_a_store_lost_before_an_evaluation_leaves_a_checkpoint_and_one_line(corpus, tmp_path):
@@ -332,7 +312,7 @@ def _elastic(rank, world, argv):
 def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
     argv = ["--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--survive", 0,
             "--data", corpus, *SMALL]
-    [results] = processes(1, _elastic, argv, cwd=tmp_path)
+    [results] = processes(1, _elastic, [*argv, "--name", "again"], cwd=tmp_path)
     assert [results[rank][0] for rank in range(2)] == [0, 0]
     (restarted,) = (tmp_path / "runs").iterdir()
     assert f"runs/{restarted.name}, from step 6" in results[0][1]
@@ -349,7 +329,7 @@ def _half_way(rank, world, sends, number):
     pipeline = SurvivingPipeline(torch.nn.Linear(1, 1), job, [[0], [1]], (1, 8192, 4096))
     peer, word = 1 - rank, [torch.ones(1)]
     if rank == sends:
-        pipeline.groups[peer].recv(word, peer, 1).wait()        # the peer's receives were posted before
+        pipeline.groups[peer].result().recv(word, peer, 1).wait()     # the peer's receives are there
         second = pipeline.send(torch.zeros(pipeline.message_shape), peer, 0, 2)
         if rank == 1:
             assert pipeline.wait(second[0], peer)
@@ -357,65 +337,87 @@ def _half_way(rank, world, sends, number):
     else:
         first, second = (pipeline.receive(peer, 0, hop) for hop in (1, 2))
         first[1].view(-1)[0] = 1
-        pipeline.groups[peer].send(word, peer, 1).wait()
+        pipeline.groups[peer].result().send(word, peer, 1).wait()
     if rank == 1:
         os.kill(os.getpid(), number)
     arrived = [pipeline.wait(work, peer) for work, _, peer in (first, second)]
     pipeline.stop()
-    return arrived, pipeline.dead, float(first[1].view(-1)[0]) == 0
+    return arrived, pipeline.lives, float(first[1].view(-1)[0]) == 0
 
 
 @pytest.mark.parametrize("sends, number", [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)])
 def test_a_message_cut_off_in_its_midst_holds_nobody(sends, number):
     """Gloo tells nobody who waits for a message that is half on its way that its connection broke."""
     [found, _] = processes(2, _half_way, sends, number, fallen=[1], limit=30)
-    assert found == ([False, sends == 1], {1}, True)        # what had come before is there
+    assert found == ([False, sends == 1], [0, 1], True)        # what had come before is there
+
+
+def supervised(job, faults, cwd, *extra, limit=120):
+    """train.py with faults, where a process that died is started again with --join.
+
+    Returns (the rows of metrics.jsonl, how many processes died).
+    """
+    world, options, _ = JOBS[job]
+    (cwd / "links.json").write_text(json.dumps(dict(delay=[[0.01] * world] * world, compute=0.01)))
+    deaths, end = [], time.monotonic() + limit
+    with store_host() as (port, pid), contextlib.ExitStack() as stack:
+        children, results = {}, {}
+
+        def start(rank, *join):
+            # a fault at step -1 is for the first process that joins
+            mine = [f for f in faults if f[2] >= 0 or deaths.count(rank) == 1]
+            results[rank], theirs = fork.Pipe()
+            inputs = (world, None, [*FAULTS, *options, *extra, *join], mine, pid)
+            children[rank] = fork.Process(target=rank_process, args=(
+                theirs, rank, world, port, True, str(cwd), _faulty, inputs))
+            children[rank].start()
+            stack.callback(children[rank].kill)
+
+        for rank in range(world):
+            start(rank)
+        while children[0].is_alive():
+            assert time.monotonic() < end, "did not finish"
+            children[0].join(0.2)
+            for rank, child in list(children.items()):
+                if child.exitcode:
+                    deaths.append(rank)
+                    start(rank, "--join")
+        assert children[0].exitcode == 0
+        assert results[0].recv()[1][0] == 0         # the exit status of train.main
+    return metrics(cwd / "runs/x"), len(deaths)
+
+
+JOBS.update(wide=(5, ["--stages", "2,3", "--layers", 2], None), soak=(8, [], None), thin=(
+    3, ["--stages", "1,1,1", "--layers", 3, *JOBS["skip"][1][4:]], None))
+BACK = {    # faults of a pipeline's ranks, which all take part again in the end
+    "twice": ("pipeline", [(Fault.DIE_IN_FORWARD, 1, 22), (Fault.PAUSE, 1, 60)]),
+    "two at once": ("skip", [(Fault.DIE_IN_BACKWARD, 2, 22), (Fault.DIE_IN_FORWARD, 4, 22)]),
+    "joiner dies": ("pipeline", [(Fault.DIE_IN_BACKWARD, 3, 22), (Fault.DIE_IN_HAND_OVER, 3, -1)]),
+    "giver dies": ("wide", [(Fault.DIE_IN_BACKWARD, 3, 22), (Fault.DIE_IN_HAND_OVER, 2, 22)]),
+    "nobody can give": ("thin", [(Fault.DIE_IN_BACKWARD, 2, 22)]),
+}
+
+
+@pytest.mark.parametrize("name", ["twice", *(pytest.param(n, marks=pytest.mark.faults) for n in [*BACK][1:])])
+def test_a_pipeline_takes_nodes_back(name, sound, corpus, tmp_path):
+    job, faults = BACK[name]
+    rows, _ = supervised(job, faults, tmp_path, "--data", corpus, "--steps", 300)
+    joined = [(row["rank"], row["given_by"]) for row in rows if row.get("event") == "joined"]
+    assert {rank for rank, _ in joined} == {rank for _, rank, _ in faults}
+    assert job == "thin" or all(giver != rank for rank, giver in joined)
+    assert rows[-1]["ranks"] == JOBS[job][0]
+    assert rows[-1]["heldout_loss"] == pytest.approx(sound(job, "--steps", 300), rel=0.05)
 
 
 @pytest.mark.soak
-def test_soak(corpus, tmp_path):
-    """200 outer steps on 8 processes with a random fault every ten.
-
-    Who dies is started again and joins, who hangs goes on within 5 s.
-    """
-    r, world, steps = random.Random(0), 8, 400
-    kinds = [f for f in Fault if f is not Fault.LOSE_STORE]
-    faults = [(r.choice(kinds), r.randrange(1, world), at) for at in range(20, steps, 20)]
-    argv = [*FAULTS, "--steps", steps, "--inner-steps", 2, "--stages", world, "--data", corpus]
-    deaths, end = 0, time.monotonic() + 900
-    with store_host() as (port, pid):
-        children, pipes = {}, {}
-
-        def start(rank, *extra):
-            pipes[rank], theirs = fork.Pipe()
-            inputs = (world, None, [*argv, *extra], faults, pid)
-            inputs = (theirs, rank, world, port, True, str(tmp_path), _faulty, inputs)
-            children[rank] = fork.Process(target=rank_process, args=inputs)
-            children[rank].start()
-            theirs.close()
-
-        try:
-            for rank in range(world):
-                start(rank)
-            while children[0].is_alive():
-                assert time.monotonic() < end, "did not finish"
-                multiprocessing.connection.wait([c.sentinel for c in children.values()], timeout=5)
-                for rank, child in list(children.items()):
-                    if child.exitcode is not None and child.exitcode != 0:
-                        deaths += 1
-                        start(rank, "--join")
-                    elif child.exitcode is None:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(child.pid, signal.SIGCONT)  # who has hung goes on
-            good, (code, output) = pipes[0].recv()
-        finally:
-            for child in children.values():
-                child.kill()
-                child.join()
-    assert good and code == 0, output
-    rows = metrics(tmp_path / "runs/x")
+@pytest.mark.parametrize("stages", ["8", "4,4"])
+def test_soak(stages, corpus, tmp_path):
+    """200 outer steps on 8 processes with a random fault every ten."""
+    r = random.Random(0)
+    kinds = [f for f in Fault if f.name not in ("LOSE_STORE", "HANG", "DIE_IN_HAND_OVER")]
+    faults = [(r.choice(kinds), r.randrange(1, 8), at) for at in range(20, 400, 20)]
+    more = ["--stages", stages, "--layers", 2, "--steps", 400, "--inner-steps", 2, "--data", corpus]
+    rows, deaths = supervised("soak", faults, tmp_path, *more, limit=900)
     events = Counter(row["event"] for row in rows if "event" in row)
-    print(f"\nfaults {dict(Counter(f.name for f, *_ in faults))}\nprocesses that died {deaths}")
-    print(f"events {dict(events)}")
-    print(f"held-out {[round(row['heldout_loss'], 2) for row in rows if 'event' not in row]}")
-    assert rows[-1]["step"] == steps and rows[-1]["heldout_loss"] < 1 and events["joined"] >= deaths - 1
+    print(f"\n{deaths} processes died of {Counter(f.name for f, *_ in faults)}; {events}; {rows[-1]}")
+    assert rows[-1]["step"] == 400 and rows[-1]["heldout_loss"] < 1 and events["joined"] >= deaths - 1
