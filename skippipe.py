@@ -321,8 +321,7 @@ def node_caps(network, share, dead=()):
         power = {r: network.memory[r] / max(network.compute[r], 1e-9)
                  for r in stage if r not in dead and network.memory[r]}
         for r in power:
-            part = math.ceil(share * power[r] / sum(power.values()) - 1e-9)
-            caps[r] = max(network.memory[r], part)
+            caps[r] = max(network.memory[r], math.ceil(share * power[r] / sum(power.values()) - 1e-9))
     return caps
 
 
@@ -336,12 +335,10 @@ def check(network, paths, stages_kept=None, swaps=2, dead=()):
     if not paths:
         return ["there is no path"]
     kept = stages_kept or len(paths[0])
-    found = []
-    for u, path in enumerate(paths):
-        if len(path) != kept:
-            found.append(f"microbatch {u} visits {len(path)} stages, not {kept}: {path}")
-        found += [f"microbatch {u} visits node {r} of stage {network.stage_of.get(r)}, which is not there"
-                  for r in path if r in dead or r not in network.stage_of]
+    found = [f"microbatch {u} visits {len(path)} stages, not {kept}: {path}"
+             for u, path in enumerate(paths) if len(path) != kept]
+    found += [f"microbatch {u} visits node {r} of stage {network.stage_of.get(r)}, which is not there"
+              for u, path in enumerate(paths) for r in path if r in dead or r not in network.stage_of]
     known = [[r for r in path if r in network.stage_of] for path in paths]
     living = [stage for stage in network.stages[1:] if not set(stage) <= set(dead)]
     caps = node_caps(network, -(-len(paths) * (kept - 1) // max(1, len(living))), dead)
@@ -394,10 +391,9 @@ def hop_costs(network, forward=1.0, backward=1.5):
     nodes = range(len(network.compute))
 
     def cost(i, j):
-        out = network.delay[i][j] if forward and i != j else 0.0
-        back = network.delay[j][i] if backward and i != j else 0.0
+        links = bool(forward) * network.delay[i][j] + bool(backward) * network.delay[j][i] if i != j else 0.0
         work = (forward + backward) * network.compute[j] if network.stage_of.get(j) else 0.0
-        return out + back + work
+        return links + work
     return [[cost(i, j) for j in nodes] for i in nodes]
 
 
@@ -458,7 +454,7 @@ class Search:
         self.iterations = math.inf if iterations is None else iterations
         self.bound, self.work = bound, 0
         self.best = self.paths = None
-        self.low, self.spare, self.caps, self.visits = self.fair_visits()
+        self.caps, self.visits = self.fair_visits()
 
     @cached_property
     def hop(self):
@@ -470,9 +466,9 @@ class Search:
         return {o: shortest_path(self.hop, self.stages, o, self.kept, self.swaps)[0] for o in self.stages[0]}
 
     def fair_visits(self):
-        """CC3 and TC1 as numbers: (least visits of a stage, stages that may get one more, each node's
-        cap, {stage: visits}). A valid plan exists exactly if these visits fit the nodes: deal the stages
-        out in turn and let every path visit its own in ascending order."""
+        """CC3 and TC1 as numbers: (each node's cap, {stage: visits}). A valid plan exists exactly if these
+        visits fit the nodes: deal the stages out in turn and let every path visit its own in ascending
+        order."""
         living = [s for s in range(1, len(self.stages)) if self.stages[s]]
         if not self.stages[0]:
             raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
@@ -489,7 +485,7 @@ class Search:
             s = min(fits, key=fits.get)
             raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each "
                              f"stage, stage {s} (nodes {self.stages[s]}) has room for {fits[s]}")
-        return low, spare, caps, {s: low + (s in spare[:extra]) for s in living}
+        return caps, {s: low + (s in spare[:extra]) for s in living}
 
     def plan(self, collisions=True):
         """Run the search to its end and return the `Plan`."""

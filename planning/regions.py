@@ -87,7 +87,8 @@ class Region(Search):
     def __init__(self, whole, nodes, visits):
         self.nodes, self.due, self.caps_here = nodes, visits, [whole.caps[r] for r in nodes]
         network, self.walk = whole.network, None
-        stages = [[i for i, r in enumerate(nodes) if network.stage_of[r] == s] for s in range(len(whole.stages))]
+        stages = [[i for i, r in enumerate(nodes) if network.stage_of[r] == s]
+                  for s, _ in enumerate(network.stages)]
         compute, memory = ([each[r] for r in nodes] for each in (network.compute, network.memory))
         delay = [[network.delay[a][b] for b in nodes] for a in nodes]
         network = replace(network, delay=delay, compute=compute, memory=memory, stages=stages)
@@ -96,7 +97,7 @@ class Region(Search):
         self.late = whole.late
 
     def fair_visits(self):
-        return 0, [], self.caps_here, self.due
+        return self.caps_here, self.due
 
 
 class Regions(Search):

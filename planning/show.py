@@ -19,13 +19,12 @@ def print_table(network, work, dead, rows, bound):
         print(f"{lost} dead of stage 0 take {lost * paths * rounds} microbatches with them: this iteration "
               "does less work than one with all origins")
     print(f"Simulated; no plan with these skips and stages takes less than {bound:.3f} s:\n")
-    lines = [("method", "microbatches", "iteration", "gap", "planning", "collisions", "waiting", "published")]
+    lines = [("method", "microbatches", "iteration", "gap", "planning", "collisions", "waiting")]
     for r in rows:
         gap = f"{max(0.0, r['seconds'] / bound - 1):.1%}" if bound and "full" not in r["method"] else ""
-        published = f"{r['published']:.2f} s" if r["published"] else ""
         microbatches = f"{r['microbatches']}: {r['note']}".rstrip(": ")
         lines.append((r["method"], microbatches, f"{r['seconds']:.3f} s", gap, f"{r['planning']:.2f} s",
-                      str(r["collisions"]), f"{r['waiting']:.1f} s", published))
+                      str(r["collisions"]), f"{r['waiting']:.1f} s"))
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         print("  ".join(cell.rjust(width) if i > 1 else cell.ljust(width)
