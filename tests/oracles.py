@@ -264,6 +264,15 @@ def every_path(network, kept, origin):
                     yield origin, *nodes
 
 
+def valid_combinations(network, kept, origins, caps):
+    """All choices of paths that keep to CC1, CC2, CC3 and TC1."""
+    for paths in itertools.product(*(list(every_path(network, kept, o)) for o in origins)):
+        used = [r for p in paths for r in p[1:]]
+        visits = [sum(r in stage for r in used) for stage in network.stages[1:]]
+        if max(visits) - min(visits) <= 1 and all(used.count(r) <= caps[r] for r in used):
+            yield paths
+
+
 def every_order(paths, nodes):
     """All orders in which the nodes can run one microbatch on each of these paths."""
     found, chains = set(), [skippipe.chain(p) for p in paths]
@@ -280,12 +289,3 @@ def every_order(paths, nodes):
 
     extend((0,) * len(paths), ((),) * nodes)
     return found
-
-
-def valid_combinations(network, kept, origins, caps):
-    """All choices of paths that keep to CC1, CC2, CC3 and TC1."""
-    for paths in itertools.product(*(list(every_path(network, kept, o)) for o in origins)):
-        used = [r for p in paths for r in p[1:]]
-        visits = [sum(r in stage for r in used) for stage in network.stages[1:]]
-        if max(visits) - min(visits) <= 1 and all(used.count(r) <= caps[r] for r in used):
-            yield paths

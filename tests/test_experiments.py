@@ -51,7 +51,7 @@ def test_spectral_radius_crosses_one_exactly_at_the_bound():
         for count in (2, 3, 4, 5, 16, 17):
             if n <= count:
                 exact = stability.exact_bound(alpha, stability.contraction(count, n))
-                assert gamma_bound(alpha, n, replicas) == pytest.approx(exact)
+                assert gamma_bound(alpha, n, count) == pytest.approx(exact)
     # heavy ball: 2 (1 + alpha); one replica has nothing to hold together
     assert stability.exact_bound(0.5, stability.contraction(16, 16)) == pytest.approx(3)
     assert gamma_bound(0.5, 2, 1) == gamma_bound(0.5, 2, 2) == pytest.approx(3)

@@ -28,7 +28,10 @@ FILES = {
     "lr/config.json": b'{"lr": "fast"}', "ways/config.json": b'{"method": "fedavg"}',
     "stages/config.json": b'{"stages": [2, "2"]}', "batch/config.json": b'{"batch": 4.0}',
     "tied/config.json": b'{"tied": 1}',
-    "started/config.json": json.dumps(dict(vars(options(*SMALL)), stages=[2])).encode(),
+    "list.json": b"[]", "one.json": b'{"delay": [[0]], "compute": 1}',
+    "three.json": json.dumps(dict(delay=[[1] * 3] * 3, compute=1, stages=[[2], [1]])).encode(),
+    "long.txt": b"long enough " * 500,
+    "started/config.json": json.dumps(dict(vars(options(*SMALL, "--data", "long.txt")), stages=[2])).encode(),
 }
 BAD = {
     "--stages 4,4": "needs 8 processes but got 1", "--stages x": "--stages: takes numbers with commas, not x",
@@ -64,6 +67,8 @@ BAD = {
     "--replan 0.2": "--replan is for planned paths", "--wire int8 --gamma 0.9": "int8 needs gamma = beta",
     "--replan 0.2 --routing skippipe --survive 5": "--survive goes with neither --replan",
     "--links nowhere.json": "nowhere.json", "--links short.txt": "short.txt",
+    "--links list.json": "--links list.json: must hold an object with delay and compute",
+    "--links three.json": "has stages of [1, 1] nodes, this run of [1]",
     "bench_sync": "nothing to do", "bench_sync --simulate --mbit 0": "--mbit",
     "bench_sync --simulate --latency-std -1": "--latency-std", "bench_sync --simulat": "--simulat",
     "tools.export": "the following arguments are required: run, out",
@@ -74,7 +79,7 @@ BAD = {
     "tools.prepare nowhere out": "no such file", "tools.prepare mixed mixed": "not an empty folder",
     "tools.prepare tokens.bin out": "tokens.bin holds no .json.gz shards: give text and .bin files to",
     "tools.prepare short.txt out": "short.txt holds no .json.gz shards: give text and .bin files to",
-    "tools.partial": "the following arguments are required: run",
+    "--wire bf16": "rounds updates of NoLoCo's theta away",
     "tools.partial --dead 7": "the following arguments are required: run",
     "tools.partial started": "--stages needs 2 processes but got 1",
     "tools.emulate": "tools.emulate needs --links FILE and several processes, all on one machine",
@@ -82,14 +87,15 @@ BAD = {
 }
 BAD_FOR_TWO = [
     ("train --stages 2,2", "needs 4 processes but got 2"), ("train --data nowhere", "nowhere: no such file"),
-    ("bench_sync --simulate", "no torchrun"), ("bench_sync --trials 0", "--trials"),
-    ("bench_sync --trials -3", "--trials"), ("bench_sync --params nan", "--params"),
+    ("train --links one.json", "--links one.json: stages must be non-empty lists of different nodes below 1"),
+    ("bench_sync --simulate", "no torchrun"),
+    ("bench_sync --trials 0", "--trials"), ("bench_sync --params nan", "--params"),
     ("tools.export started out", "tools.export runs in one process, without torchrun"),
     ("tools.partial nowhere", "error: nowhere: no readable config.json there"),
     ("tools.partial started", "started has no checkpoint that all 2 ranks hold"),
     *((f"tools.partial started --shares {shares}", "--shares: takes shares above 0, at most 1")
       for shares in ("nan", "0", "1,1.1")),
-    ("tools.partial started --shares half", "invalid numbers_with_commas value: 'half'"),
+    ("tools.partial started --shares half", "takes numbers with commas, not half"),
     ("tools.emulate", "tools.emulate needs --links FILE and several processes, all on one machine"),
     *((f"tools.emulate --links no.json --time-scale {scale}", f"must be at least 1e-06, got {scale}")
       for scale in ("0", "nan", "inf")),
