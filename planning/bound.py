@@ -1,5 +1,6 @@
 """The proof that a plan cannot be better: on the published instance none comes below 33.054 s."""
 import heapq
+from itertools import combinations
 
 import skippipe
 
@@ -47,9 +48,38 @@ def one_machine(tasks, chains, work=1000):
 
 
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
-    """As `skippipe.lower_bound`, with the exact `one_machine`. Of hundreds of nodes it looks at the most
-    remote origins only; what it finds is still a bound."""
+    """The larger of `skippipe.lower_bound` with the exact `one_machine` and of `crossing_bound`. Of hundreds
+    of nodes the first looks at the most remote origins only; what it finds is still a bound."""
+    problem = network, stages_kept, microbatches_per_origin, rounds, swaps, dead
     living = [o for o in network.stages[0] if o not in dead]
     remote = sorted(living, key=lambda o: -sum(network.delay[o]))[:max(1, int(2e6 / len(network.delay) ** 2))]
-    return skippipe.lower_bound(network, stages_kept, microbatches_per_origin, rounds, swaps, dead,
-                                one_machine, remote)
+    return max(skippipe.lower_bound(*problem, one_machine, remote), crossing_bound(*problem))
+
+
+def crossing_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
+    """Seconds that a path between islands takes, where there must be one.
+
+    Join nodes to islands by their links, the fastest first. As long as the origins of an island are due
+    more visits than its other nodes may have (CC3, TC1), some path leaves its island. It takes a link as
+    slow as the last one joined twice, out and home. Its other links and its nodes are at least as slow as
+    the fastest ones.
+    """
+    search = skippipe.Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
+    if stages_kept == 1:
+        return 0.0
+    spare = list(search.caps)           # visits that a node may have, less those due to an origin
+    for o in search.origins:
+        spare[o] -= stages_kept - 1
+
+    def lacks(nodes):
+        return sum(spare[r] for r in nodes) < 0
+    island = {r: {r} for stage in search.stages for r in stage}
+    links = sorted((network.delay[i][j] + network.delay[j][i], i, j) for i, j in combinations(island, 2))
+    lacking, slow = sum(map(lacks, island.values())), 0.0
+    for seconds, i, j in links:
+        if lacking and island[i] is not island[j]:
+            both, slow = island[i] | island[j], seconds
+            lacking += lacks(both) - lacks(island[i]) - lacks(island[j])
+            island.update(dict.fromkeys(both, both))
+    work = (2.75 + 2.5 * (stages_kept - 1)) * min(network.compute[r] for r in island)
+    return rounds * (work + 2 * slow + (stages_kept - 2) * links[0][0])
