@@ -30,7 +30,7 @@ OPTIONS = (     # name, type, default, help; all before seconds say what is plan
     ("microbatches", int, 3, "paths per origin: an iteration has origins x paths x rounds microbatches"),
     ("rounds", int, 2, "microbatches that go down each path, one after the other"),
     ("dead", numbers, [], "nodes that are not there, e.g. 5,17; dead origins take their microbatches along"),
-    ("seconds", float, 10.0, "limit of the planning, first plans excepted; --sizes: half of it more"),
+    ("seconds", float, 10.0, "limit of the planning, first plans excepted; of the assignment (--sizes) too"),
     ("figure", str, None, "the picture; '' for none (default: runs/skippipe-OPTIONS.png)"),
     ("results", str, None, "numbers, paths and order of dispatch; '' for none (default: as --figure, .json)"),
     ("save", str, "", "write the network to this file, in the form of --instance"),
@@ -72,7 +72,7 @@ def understand(o):
 
 def run(o, network, names, work):
     if o.sizes:
-        network = assign_stages(network, *work, seconds=o.seconds / 2)
+        network = assign_stages(network, *work, seconds=o.seconds)
     rows, found = compare(network, *work, o.dead, o.seconds)
     print_table(network, work, o.dead, rows, found.bound)
     print_paths(network, names, found.paths, o.dead)

@@ -85,23 +85,31 @@ class Region(Search):
     """The search among some nodes of the network of `whole`: {stage: visits} are due, as in the whole."""
 
     def __init__(self, whole, nodes, visits):
-        self.nodes, self.due, self.caps_here = nodes, visits, [whole.caps[r] for r in nodes]
-        network, self.walk = whole.network, None
+        self.whole, self.nodes, self.walk = whole, nodes, None
+        self.room, self.due = [whole.caps[r] for r in nodes], visits
+        network = whole.network
         stages = [[i for i, r in enumerate(nodes) if network.stage_of[r] == s]
                   for s, _ in enumerate(network.stages)]
         compute, memory = ([each[r] for r in nodes] for each in (network.compute, network.memory))
         delay = [[network.delay[a][b] for b in nodes] for a in nodes]
         network = replace(network, delay=delay, compute=compute, memory=memory, stages=stages)
         dead = [i for i, r in enumerate(nodes) if r in whole.dead]
-        super().__init__(network, whole.kept, whole.each, whole.rounds, whole.swaps, dead, nodes[0])
-        self.late = whole.late
+        super().__init__(network, whole.kept, whole.each, whole.rounds, whole.swaps, dead, nodes[0],
+                         iterations=whole.iterations)
 
     def fair_visits(self):
-        return self.caps_here, self.due
+        return self.room, self.due
+
+    def late(self):
+        return self.whole.late()
 
 
 class Regions(Search):
-    """The search of a network, region by region."""
+    """The search of a network, region by region, always in the slowest."""
+
+    def __init__(self, *problem, **options):
+        super().__init__(*problem, **options)
+        self.parts, self.each = [], len(self.origins) // len(self.stages[0])
 
     def regions(self):
         network = self.network
@@ -118,13 +126,12 @@ class Regions(Search):
         """As `share_out`; also None where a region has no origin or no node of some stage."""
         stages = [[nodes & set(stage) for stage in self.network.stages] for nodes in regions]
         paths = [self.each * len(origins - self.dead) for origins, *_ in stages]
-        limits = [{s: min(most, sum(self.caps[r] for r in region[s])) for s in columns}
+        limits = [{s: min(most, sum(self.caps[r] for r in region[s] - self.dead)) for s in columns}
                   for most, region in zip(paths, stages)]
         whole = all(paths) and all(all(region) for region in stages) and min(columns.values(), default=0) >= 0
         return share_out([most * (self.kept - 1) for most in paths], columns, limits) if whole else None
 
     def farthest_first(self):
-        self.each = len(self.origins) // len(self.stages[0])
         self.parts = self.first_parts()
         for part in self.parts:
             part.walk = part.farthest_first()

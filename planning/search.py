@@ -23,7 +23,8 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
     if len(network.delay) <= WHOLE:
         search = Search(*problem, **options)
     else:
-        search = Mended(old, touched, *problem, **options) if old else Regions(*problem, **options)
+        mends = old and not network.stage_of.keys().isdisjoint(touched)
+        search = Mended(old, touched, *problem, **options) if mends else Regions(*problem, **options)
     return search.plan(collisions)
 
 
