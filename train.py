@@ -315,7 +315,7 @@ class Routes:
 
     def new_plan(self, dead=()):
         o = self.o
-        return plan_paths(self.network, o.routing, o.skip, o.microbatches, o.seed, dead, self.plan)
+        return plan_paths(self.network, o.routing, o.skip, o.microbatches, o.seed, dead)
 
     def at(self, step):
         """(paths, order) of a step."""

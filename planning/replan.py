@@ -85,7 +85,7 @@ class Replanning:
         o, plan = self.o, self.plan
         network = replace(self.network, compute=[w * x for w, x in zip(self.network.compute, factors)])
         now = simulate(network, plan["paths"], order=plan["order"]).makespan
-        new = plan_paths(network, o.routing, o.skip, o.microbatches, o.seed, old=plan)
+        new = plan_paths(network, o.routing, o.skip, o.microbatches, o.seed)
         if now <= (1 + o.replan) * new["makespan"]:
             return None
         planned = plan["network"]["compute"]

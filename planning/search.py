@@ -4,27 +4,25 @@ dispatch that lets a node wait for what is about to arrive.
 On the published instance the paper's search ends at 33.31 s, as published; this one at 33.05 s, which
 `bound.lower_bound` proves to be the optimum.
 """
+import time
 from collections import Counter
+
+from tqdm import tqdm
 
 import skippipe
 from planning.bound import lower_bound
 
+BAR = "planning {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
+
 
 def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
-         iterations=None, dead=(), collisions=True, old=None, touched=()):
-    """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached.
-
-    More than `regions.WHOLE` nodes are planned in regions. Then, given old, the (paths, order) of an older
-    plan, only the regions of the `touched` nodes are planned anew: the dead, and those whose times changed.
-    """
-    from planning.regions import WHOLE, Mended, Regions         # which build on this file
+         iterations=None, dead=(), collisions=True):
+    """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached. More than
+    `regions.WHOLE` nodes are planned in regions. A progress bar shows after 3 s."""
+    from planning.regions import WHOLE, Regions         # which build on this file
     problem = network, stages_kept, microbatches_per_origin, rounds, swaps, dead
-    options = dict(seed=seed, seconds=seconds, iterations=iterations, bound=lower_bound(*problem))
-    if len(network.delay) <= WHOLE:
-        search = Search(*problem, **options)
-    else:
-        mends = old and not network.stage_of.keys().isdisjoint(touched)
-        search = Mended(old, touched, *problem, **options) if mends else Regions(*problem, **options)
+    kind = Search if len(network.delay) <= WHOLE else Regions
+    search = kind(*problem, seed, seconds, iterations, lower_bound(*problem))
     return search.plan(collisions)
 
 
@@ -34,8 +32,16 @@ class Search(skippipe.Search):
     def find(self):
         walk = self.farthest_first()
         self.conflict_based_search(limit=500)
-        while not self.over():
-            walk = self.turn(walk)
+        with tqdm(total=1.0, delay=3, disable=None, dynamic_ncols=True, bar_format=BAR) as bar:
+            while not self.over():
+                walk = self.turn(walk)
+                spent = (time.perf_counter() - self.start) / self.seconds, self.work / self.iterations
+                bar.set_postfix_str(f"{self.shortest():.3f} s, bound {self.bound:.3f} s", refresh=False)
+                bar.update(min(1.0, max(spent)) - bar.n)
+
+    def shortest(self):
+        """Seconds of the shortest iteration so far."""
+        return self.best.makespan
 
     def turn(self, walk):
         """Both searches once; `walk`: the paths that the second goes on from. Returns where it ends."""
@@ -67,7 +73,7 @@ class Search(skippipe.Search):
         conflict-based search, one ban at a time, must branch over again and again. Returns the paths it
         ended on.
         """
-        result, draw = self.dispatch(paths), self.random
+        result, draw, nodes = self.dispatch(paths), self.random, sum(self.stages, [])
         for _ in range(steps):
             if self.over():
                 break
@@ -77,7 +83,7 @@ class Search(skippipe.Search):
             gone = Counter(self.network.stage_of[r] for u in out for r in paths[u])
             visits = {s: gone[s] for s in self.visits}
             scale = 0.3 * draw.random() ** 4 * max(self.trip.values())
-            hop = [[seconds + scale * draw.random() for seconds in row] for row in self.hop]
+            hop = {i: {j: self.hop[i][j] + scale * draw.random() for j in nodes} for i in nodes}
             rest = [None if u in out else path for u, path in enumerate(paths)]
             candidate = self.fill(rest, visits, self.trip, lambda: hop, 0.5)
             new = self.dispatch(candidate)

@@ -19,16 +19,15 @@ def planned(network, kept, each, rounds, seed, dead, **options):
     return plan(network, kept, each, rounds, **options)
 
 
-def dtfm_skip(network, kept, each, rounds, seed, dead, **_):
+def dtfm_skip(network, kept, each, rounds, seed, dead):
     return random_valid_paths(network, kept, each, seed=seed, dead=dead), None
 
 
-def dtfm(network, kept, each, rounds, seed, dead, **_):
+def dtfm(network, kept, each, rounds, seed, dead):
     return full_paths(living(network.stages, dead), each), None
 
 
-# --routing: (network, kept, each, rounds, seed, dead, old and touched of plan) -> paths, order or None: first
-# come, first served
+# --routing: (network, kept, each, rounds, seed, dead) -> paths, order or None: first come, first served
 PLANNERS = {
     "skippipe": planned,
     "no-swaps": partial(planned, swaps=0),              # ours: every path in order
@@ -44,18 +43,15 @@ def living(stages, dead):
     return [stage for stage in alive if stage]
 
 
-def plan_paths(network, routing, skip, microbatches, seed, dead=(), old=None):
+def plan_paths(network, routing, skip, microbatches, seed, dead=()):
     """An iteration's plan: dict(paths (of all rounds), order (every rank's tasks), makespan (simulated
     seconds), network (the fields of the Network it is for)), which JSON can hold.
 
     routing: a key of PLANNERS. skip: the share of the stages that a path leaves out. microbatches: per
     origin; it sends as many at once as nodes hold, the rest in further rounds where that divides. dead:
     ranks that are not there; the living may have less room, so then paths become shorter where they
-    must. old: the plan in force; a large network changes it only around the dead and the ranks whose times
-    changed. Raises BadInput where there is no plan.
+    must. Raises BadInput where there is no plan.
     """
-    changed = zip(network.compute, old["network"]["compute"]) if old else ()
-    touched = {*dead, *(r for r, (now, before) in enumerate(changed) if now != before)}
     held = min(network.memory)
     fitting = (r for r in range(1, microbatches) if microbatches % r == 0 and microbatches // r <= held)
     rounds = next(fitting, 1)
@@ -63,9 +59,7 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), old=None):
     while True:
         try:
             work = kept, microbatches // rounds, rounds
-            fits = old and touched and len(old["paths"][0]) == kept
-            known = (old["paths"][:len(old["paths"]) // rounds], old["order"]) if fits else None
-            paths, order = PLANNERS[routing](network, *work, seed, tuple(dead), old=known, touched=touched)
+            paths, order = PLANNERS[routing](network, *work, seed, tuple(dead))
             result = simulate(network, paths, rounds, order) if order else Search(
                 network, kept, work[1], rounds, dead=dead).dispatch(paths)
             return dict(paths=paths * rounds, order=result.order, makespan=result.makespan,
