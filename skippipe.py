@@ -388,13 +388,14 @@ def shortest_path(hop, stages, origin, kept, swaps, must=()):
 def hop_costs(network, forward=1.0, backward=1.5):
     """hop[i][j] for `shortest_path`: the link there and back and the work on j, as multiples of w; 0
     leaves a direction out. The origin's own work is the same on all its paths and left out."""
-    nodes = range(len(network.compute))
+    nodes, delay = range(len(network.compute)), network.delay
+    work = [(forward + backward) * network.compute[j] if network.stage_of.get(j) else 0.0 for j in nodes]
 
-    def cost(i, j):
-        links = bool(forward) * network.delay[i][j] + bool(backward) * network.delay[j][i] if i != j else 0.0
-        work = (forward + backward) * network.compute[j] if network.stage_of.get(j) else 0.0
-        return links + work
-    return [[cost(i, j) for j in nodes] for i in nodes]
+    def links(i, j):
+        out = delay[i][j] if forward and i != j else 0.0
+        back = delay[j][i] if backward and i != j else 0.0
+        return out + back
+    return [[links(i, j) + work[j] for j in nodes] for i in nodes]
 
 
 @dataclass
@@ -636,7 +637,7 @@ def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps
     has paths, or memory for. So they form `lanes` chains, each microbatch beginning after the one before
     it in its chain has ended, and the longest chain has at least q = ceil(microbatches / lanes). Either
     no chain is longer: then at least microbatches - lanes (q - 1) chains have q. Drop the others;
-    machine(tasks, chains) bounds the time of these (planning/bound.py's is exact). Or a chain has q + 1,
+    machine(tasks, chains) bounds the time of these (planning/bound.py's is tighter). Or a chain has q + 1,
     which cannot be where the chains are simply the paths, of `rounds` each. origins: which to look at,
     default all.
     """

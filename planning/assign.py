@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 from planning.regions import WHOLE, cut
+from planning.search import progress
 from skippipe import Search
 
 
@@ -12,36 +13,37 @@ def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
                   iterations=None):
     """The network with its nodes dealt to stages of the same sizes, for short iterations.
 
-    Up to WHOLE nodes by local search: swap two nodes of different stages, and keep the swap if the first
-    plan's iteration gets no longer, or hardly. More nodes by geography (`regions.cut`). seconds and
-    iterations (swaps tried) limit the search; the other options are as in `plan`.
+    More than WHOLE nodes by geography (`regions.cut`). Up to WHOLE nodes by local search: swap two nodes
+    of different stages, and keep the swap if the first plan's iteration gets no longer, or hardly. seconds
+    and iterations (swaps tried) limit the search; the other options are as in `plan`.
     """
     sizes = [len(stage) for stage in network.stages]
-    if len(network.delay) > WHOLE:
-        stage_of = {r: s for region in cut(network.delay, sizes) for r, s in region.items()}
+
+    def dealt(stage_of):
         return replace(network, stages=[[r for r in sorted(stage_of) if stage_of[r] == s]
                                         for s in range(len(sizes))])
 
-    def score(nodes):
-        stages = [sorted(nodes[sum(sizes[:s]):sum(sizes[:s + 1])]) for s in range(len(sizes))]
-        search = Search(replace(network, stages=stages), stages_kept, microbatches_per_origin, rounds, swaps)
+    def score(stage_of):
+        search = Search(dealt(stage_of), stages_kept, microbatches_per_origin, rounds, swaps)
         search.farthest_first()
         return search.best.makespan, search.network
 
+    if len(network.delay) > WHOLE:
+        return dealt({r: s for region in cut(network.delay, sizes) for r, s in region.items()})
     draw, start, tried = random.Random(f"stages {seed}"), time.perf_counter(), 0
-    stage = [s for s, size in enumerate(sizes) for _ in range(size)]
-    nodes = draw.sample(range(len(stage)), len(stage))
-    now = best = score(nodes)
-    limit = math.inf if iterations is None else iterations
-    until = start + (math.inf if seconds is None else seconds)
-    while len(nodes) > 1 and tried < limit and time.perf_counter() < until:
-        tried += 1
-        i, j = draw.sample(range(len(nodes)), 2)
-        other = list(nodes)
-        other[i], other[j] = nodes[j], nodes[i]
-        new = score(other) if stage[i] != stage[j] else (math.inf, None)
-        # a little worse now and then, or it ends in the first dip
-        if new[0] <= now[0] + 0.02 * best[0] * draw.random() ** 3:
-            nodes, now = other, new
-        best = min(best, now, key=lambda pair: pair[0])
+    stages = [s for s, size in enumerate(sizes) for _ in range(size)]
+    stage_of = dict(zip(draw.sample(range(len(stages)), len(stages)), stages))
+    now = best = score(stage_of)
+    most, limit = (math.inf if x is None else x for x in (iterations, seconds))
+    with progress("assigning nodes") as bar:
+        while len(sizes) > 1 and tried < most and (spent := time.perf_counter() - start) < limit:
+            tried += 1
+            i, j = draw.sample(range(len(stages)), 2)
+            swapped = stage_of | {i: stage_of[j], j: stage_of[i]}
+            new = score(swapped) if swapped != stage_of else (math.inf, None)
+            # a little worse now and then, or it ends in the first dip
+            if new[0] <= now[0] + 0.02 * best[0] * draw.random() ** 3:
+                stage_of, now = swapped, new
+            best = min(best, now, key=lambda pair: pair[0])
+            bar.update(max(tried / most, spent / limit) - bar.n)
     return best[1]

@@ -6,7 +6,6 @@ one.
 """
 import math
 from collections import Counter
-from itertools import islice
 
 from planning.search import Search
 
@@ -21,25 +20,24 @@ def spread(counts):
 def cut(delay, sizes, stage_of=None):
     """Cut the nodes into regions, each a dict {node: stage}.
 
-    The next region is a remote node whose neighbours are few, and the nodes nearest to it: as few as hold
-    every stage, or a few more where they would strand some nodes nearby. sizes: nodes in each stage. stage_of: {node: stage}
-    as it is to be; None: a region's nodes take stages in turn.
+    The first region begins with the most remote node, each later one with the node nearest to the region
+    before. It takes the nodes nearest to that one: as few as hold every stage, or a few more where they
+    would strand some nodes nearby. sizes: nodes in each stage. stage_of: {node: stage} as it is to be;
+    None: a region's nodes take stages in turn.
     """
-    def both(i, j):
+    def apart(i, j):
         return delay[i][j] + delay[j][i]
 
-    nodes = range(sum(sizes)) if stage_of is None else sorted(stage_of)
-    near = {i: sorted(nodes, key=lambda j: both(i, j) if j != i else -1) for i in nodes}
-    remote = {i: sum(both(i, j) for j in nodes) / len(near) for i in nodes}
-    rest, origins, others, regions = set(nodes), sizes[0], spread(dict(enumerate(sizes[1:], 1))), []
+    rest, regions = set(stage_of or range(sum(sizes))), []
+    origins, others = sizes[0], spread(dict(enumerate(sizes[1:], 1)))
+    region = [max(sorted(rest), key=lambda i: sum(delay[i]))]
     least = origins if len(rest) <= WHOLE else math.ceil(origins / min(sizes))      # origins of a region
     while rest:
         unit = len(rest) / origins      # nodes for each origin
-        few = round(least * unit) - 1
-        reach = {i: both(i, next(islice((j for j in near[i] if j in rest), few, None))) for i in rest}
-        first = max(rest, key=lambda i: (reach[i] + remote[i], -i))
-        left = [j for j in near[first] if j in rest]
-        here = math.ceil(sum(both(first, j) <= 1.1 * reach[first] for j in left) / unit - 1e-9)
+        first = min(sorted(rest), key=lambda j: min(apart(i, j) for i in region))
+        left = sorted(rest, key=lambda j: (apart(first, j), j))
+        reach = 1.1 * apart(first, left[round(least * unit) - 1])
+        here = math.ceil(sum(apart(first, j) <= reach for j in left) / unit - 1e-9)
         here = math.ceil(here / max(1, here // least))
         here = origins if origins - here < least else here
         size = round(here * unit)
@@ -60,7 +58,7 @@ class Region(Search):
         self.whole, self.due, self.hop, self.walk = whole, visits, whole.hop, None
         outside = whole.dead | set(range(len(whole.caps))) - nodes
         super().__init__(whole.network, whole.kept, whole.each, whole.rounds, whole.swaps, outside,
-                         seed=min(nodes), iterations=whole.iterations)
+                         seed=whole.random.random(), iterations=whole.iterations)
 
     def fair_visits(self):
         return self.whole.caps, self.due
@@ -92,32 +90,27 @@ class Regions(Search):
         rows = [self.each * len(nodes.intersection(self.stages[0])) for nodes in regions]
         rooms = [{s: min(row, sum(self.caps[r] for r in nodes.intersection(self.stages[s])))
                   for s in self.visits} for row, nodes in zip(rows, regions)]
-        left, later, found = dict(self.visits), Counter(), []
-        for room in rooms:
-            later.update(room)
-        for row, room in zip(rows, rooms):
-            later.subtract(room)
+        left, found = dict(self.visits), []
+        for i, room in enumerate(rooms):
+            spare = {s: sum(later[s] for later in rooms[i + 1:]) - left[s] for s in left}
             visits = Counter()
-            for _ in range(row * (self.kept - 1)):
-                # first the stage for which the later regions have the least room to spare
-                s = max(room, key=lambda s: (min(left[s], room[s] - visits[s]) > 0, left[s] - later[s]))
+            for _ in range(rows[i] * (self.kept - 1)):
+                open_stages = [s for s in left if left[s] and visits[s] < room[s]]
+                if not open_stages:
+                    return None
+                s = min(open_stages, key=lambda s: spare[s] + visits[s])    # later there is least to spare
                 left[s] -= 1
                 visits[s] += 1
             found.append(visits)
-            if not row or any(visits[s] > room[s] for s in room):
-                return None
-        return None if any(left.values()) else found
+        return found if all(rows) else None
 
     def conflict_based_search(self, limit=math.inf, collisions=True):
         """Left out: the regions' first plans stand for it."""
 
     def turn(self, walk):
-        slow = max(self.parts, key=Region.shortest)
+        slow = max(self.parts, key=lambda part: part.best.makespan)
         slow.walk = slow.turn(slow.walk)
         self.work = sum(part.work for part in self.parts)
-
-    def shortest(self):
-        return max(map(Region.shortest, self.parts))
 
     def find(self):
         super().find()

@@ -12,7 +12,11 @@ from tqdm import tqdm
 import skippipe
 from planning.bound import lower_bound
 
-BAR = "planning {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
+
+def progress(what):
+    """A bar from 0 to 1, on a terminal, for what takes more than 3 s."""
+    return tqdm(desc=what, total=1.0, delay=3, disable=None, dynamic_ncols=True,
+                bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}")
 
 
 def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
@@ -32,16 +36,11 @@ class Search(skippipe.Search):
     def find(self):
         walk = self.farthest_first()
         self.conflict_based_search(limit=500)
-        with tqdm(total=1.0, delay=3, disable=None, dynamic_ncols=True, bar_format=BAR) as bar:
+        with progress("planning") as bar:
             while not self.over():
                 walk = self.turn(walk)
                 spent = (time.perf_counter() - self.start) / self.seconds, self.work / self.iterations
-                bar.set_postfix_str(f"{self.shortest():.3f} s, bound {self.bound:.3f} s", refresh=False)
                 bar.update(min(1.0, max(spent)) - bar.n)
-
-    def shortest(self):
-        """Seconds of the shortest iteration so far."""
-        return self.best.makespan
 
     def turn(self, walk):
         """Both searches once; `walk`: the paths that the second goes on from. Returns where it ends."""

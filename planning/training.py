@@ -52,9 +52,8 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=()):
     ranks that are not there; the living may have less room, so then paths become shorter where they
     must. Raises BadInput where there is no plan.
     """
-    held = min(network.memory)
-    fitting = (r for r in range(1, microbatches) if microbatches % r == 0 and microbatches // r <= held)
-    rounds = next(fitting, 1)
+    rounds = next((r for r in range(1, microbatches)
+                   if microbatches % r == 0 and microbatches // r <= min(network.memory)), 1)
     kept = min(round((1 - skip) * len(network.stages)), len(living(network.stages, dead)))
     while True:
         try:
