@@ -23,8 +23,8 @@ def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
         return replace(network, stages=[[r for r in sorted(stage_of) if stage_of[r] == s]
                                         for s in range(len(sizes))])
 
-    def score(stage_of):
-        search = Search(dealt(stage_of), stages_kept, microbatches_per_origin, rounds, swaps)
+    def score(nodes):
+        search = Search(dealt(dict(zip(nodes, stages))), stages_kept, microbatches_per_origin, rounds, swaps)
         search.farthest_first()
         return search.best.makespan, search.network
 
@@ -32,18 +32,19 @@ def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
         return dealt({r: s for region in cut(network.delay, sizes) for r, s in region.items()})
     draw, start, tried = random.Random(f"stages {seed}"), time.perf_counter(), 0
     stages = [s for s, size in enumerate(sizes) for _ in range(size)]
-    stage_of = dict(zip(draw.sample(range(len(stages)), len(stages)), stages))
-    now = best = score(stage_of)
+    nodes = draw.sample(range(len(stages)), len(stages))
+    now = best = score(nodes)
     most, limit = (math.inf if x is None else x for x in (iterations, seconds))
     with progress("assigning nodes") as bar:
         while len(sizes) > 1 and tried < most and (spent := time.perf_counter() - start) < limit:
             tried += 1
-            i, j = draw.sample(range(len(stages)), 2)
-            swapped = stage_of | {i: stage_of[j], j: stage_of[i]}
-            new = score(swapped) if swapped != stage_of else (math.inf, None)
+            i, j = draw.sample(range(len(nodes)), 2)
+            other = list(nodes)
+            other[i], other[j] = nodes[j], nodes[i]
+            new = score(other) if stages[i] != stages[j] else (math.inf, None)
             # a little worse now and then, or it ends in the first dip
             if new[0] <= now[0] + 0.02 * best[0] * draw.random() ** 3:
-                stage_of, now = swapped, new
+                nodes, now = other, new
             best = min(best, now, key=lambda pair: pair[0])
             bar.update(max(tried / most, spent / limit) - bar.n)
     return best[1]

@@ -15,8 +15,7 @@ from skippipe import Deadlock, Infeasible, full_paths, simulate
 
 def planned(network, kept, each, rounds, seed, dead, **options):
     """A budget of work, not of time, so that a plan depends on the network and the seed alone."""
-    options = dict(options, seconds=None, iterations=3000, seed=seed, dead=dead)
-    return plan(network, kept, each, rounds, **options)
+    return plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, **options)
 
 
 def dtfm_skip(network, kept, each, rounds, seed, dead):
