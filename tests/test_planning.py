@@ -177,8 +177,7 @@ def test_no_valid_choice_of_paths_is_faster_than_the_crossing_bound():
         least = min(max(sum(hop[i][j] for i, j in zip(path, [*path[1:], path[0]]))
                         + 2.75 * network.compute[path[0]] for path in paths)
                     for paths in valid_combinations(network, kept, [0, 1], caps))
-        bound = crossing_bound(network, kept, 1, rounds)
-        assert bound <= rounds * least + 1e-9, case
+        assert (bound := crossing_bound(network, kept, 1, rounds)) <= rounds * least + 1e-9, case
         forced += bound > 20 * rounds
     assert forced > 20
 
