@@ -23,7 +23,7 @@ faults: .venv/ready
 soak: .venv/ready
 	$(BIN)/python -m pytest -q -s -m soak
 
-# every picture and table that takes minutes, each command with its seconds: about 20 minutes on 2 cores, 14 GB.
+# every picture and table that takes minutes, each command with its seconds: about 25 minutes on 2 cores, 14 GB.
 # QUICK=1: the same commands on less (under 3 minutes, 2 GB), into runs/quick, so that the README's figures stay
 OUT := $(if $(QUICK),runs/quick,.)
 PLAN := $(BIN)/python skippipe.py $(if $(QUICK),--seconds 2)
@@ -32,9 +32,9 @@ figures: export TIMEFORMAT = == %0R s
 figures: .venv/ready
 	mkdir -p $(OUT)/results $(OUT)/figures && rm -rf runs/figures
 	time $(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps $(if $(QUICK),10 --eval-sequences 8,600) --name figures
-	time $(PLAN) --figure $(OUT)/figures/skippipe.png --results $(OUT)/results/skippipe.json
-	time $(PLAN) --sizes 7,5,5,5,5,5,5,5 --kept 6 $(if $(QUICK),,--seconds 15) --figure '' --results ''
-	time $(PLAN) --sizes 5,3,3,3,3,3 --seconds 1 --figure '' --results ''
+	time $(PLAN) --results $(OUT)/results/skippipe.json
+	time $(PLAN) --sizes 7,5,5,5,5,5,5,5 --kept 6 --results ''
+	$(if $(QUICK),,time $(BIN)/python -m planning.growth)
 	time $(MAKE) --no-print-directory emulate
 	time $(BIN)/python bench_sync.py --simulate --out $(OUT) $(if $(QUICK),--draws 0.05)
 	time $(BIN)/python -m experiments.stability --out $(OUT) $(if $(QUICK),--replicas 8)
@@ -57,7 +57,7 @@ hosts: .venv/ready
 # the published instance on 20 processes over emulated links, four ways, about 4 minutes
 # (random paths with a seed that avoids the broken link)
 emulate: .venv/ready
-	mkdir -p runs $(OUT)/results && $(BIN)/python skippipe.py $(if $(QUICK),--seconds 1) --save runs/links.json --figure '' --results ''
+	mkdir -p runs $(OUT)/results && $(BIN)/python skippipe.py $(if $(QUICK),--seconds 1) --save runs/links.json --results ''
 	rm -rf runs/emulated-* && : > $(OUT)/results/skippipe_emulated.jsonl
 	for routing in $(if $(QUICK),skippipe,dtfm dtfm-skip no-tc2 skippipe); do \
 		$(BIN)/torchrun --standalone --nproc-per-node 20 -m tools.emulate --stages 5,3,3,3,3,3 --links runs/links.json \

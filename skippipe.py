@@ -33,7 +33,7 @@ import random
 import time
 from collections import namedtuple
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain as joined, takewhile
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
@@ -321,8 +321,7 @@ def node_caps(network, share, dead=()):
         power = {r: network.memory[r] / max(network.compute[r], 1e-9)
                  for r in stage if r not in dead and network.memory[r]}
         for r in power:
-            part = math.ceil(share * power[r] / sum(power.values()) - 1e-9)
-            caps[r] = max(network.memory[r], part)
+            caps[r] = max(network.memory[r], math.ceil(share * power[r] / sum(power.values()) - 1e-9))
     return caps
 
 
@@ -336,12 +335,10 @@ def check(network, paths, stages_kept=None, swaps=2, dead=()):
     if not paths:
         return ["there is no path"]
     kept = stages_kept or len(paths[0])
-    found = []
-    for u, path in enumerate(paths):
-        if len(path) != kept:
-            found.append(f"microbatch {u} visits {len(path)} stages, not {kept}: {path}")
-        found += [f"microbatch {u} visits node {r} of stage {network.stage_of.get(r)}, which is not there"
-                  for r in path if r in dead or r not in network.stage_of]
+    found = [f"microbatch {u} visits {len(path)} stages, not {kept}: {path}"
+             for u, path in enumerate(paths) if len(path) != kept]
+    found += [f"microbatch {u} visits node {r} of stage {network.stage_of.get(r)}, which is not there"
+              for u, path in enumerate(paths) for r in path if r in dead or r not in network.stage_of]
     known = [[r for r in path if r in network.stage_of] for path in paths]
     living = [stage for stage in network.stages[1:] if not set(stage) <= set(dead)]
     caps = node_caps(network, -(-len(paths) * (kept - 1) // max(1, len(living))), dead)
@@ -391,14 +388,14 @@ def shortest_path(hop, stages, origin, kept, swaps, must=()):
 def hop_costs(network, forward=1.0, backward=1.5):
     """hop[i][j] for `shortest_path`: the link there and back and the work on j, as multiples of w; 0
     leaves a direction out. The origin's own work is the same on all its paths and left out."""
-    nodes = range(len(network.compute))
+    nodes, delay = range(len(network.compute)), network.delay
+    work = [(forward + backward) * network.compute[j] if network.stage_of.get(j) else 0.0 for j in nodes]
 
-    def cost(i, j):
-        out = network.delay[i][j] if forward and i != j else 0.0
-        back = network.delay[j][i] if backward and i != j else 0.0
-        work = (forward + backward) * network.compute[j] if network.stage_of.get(j) else 0.0
-        return out + back + work
-    return [[cost(i, j) for j in nodes] for i in nodes]
+    def links(i, j):
+        out = delay[i][j] if forward and i != j else 0.0
+        back = delay[j][i] if backward and i != j else 0.0
+        return out + back
+    return [[links(i, j) + work[j] for j in nodes] for i in nodes]
 
 
 @dataclass
@@ -458,15 +455,21 @@ class Search:
         self.iterations = math.inf if iterations is None else iterations
         self.bound, self.work = bound, 0
         self.best = self.paths = None
-        self.low, self.spare, self.caps, self.visits = self.fair_visits()
-        self.hop = hop_costs(network)
-        # the seconds of each origin's shortest path, the others absent
-        self.trip = {o: shortest_path(self.hop, self.stages, o, self.kept, swaps)[0] for o in self.stages[0]}
+        self.caps, self.visits = self.fair_visits()
+
+    @cached_property
+    def hop(self):
+        return hop_costs(self.network)
+
+    @cached_property
+    def trip(self):
+        """The seconds of each origin's shortest path, the others absent."""
+        return {o: shortest_path(self.hop, self.stages, o, self.kept, self.swaps)[0] for o in self.stages[0]}
 
     def fair_visits(self):
-        """CC3 and TC1 as numbers: (least visits of a stage, stages that may get one more, each node's
-        cap, {stage: visits}). A valid plan exists exactly if these visits fit the nodes: deal the stages
-        out in turn and let every path visit its own in ascending order."""
+        """CC3 and TC1 as numbers: (each node's cap, {stage: visits}). A valid plan exists exactly if these
+        visits fit the nodes: deal the stages out in turn and let every path visit its own in ascending
+        order."""
         living = [s for s in range(1, len(self.stages)) if self.stages[s]]
         if not self.stages[0]:
             raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
@@ -483,7 +486,7 @@ class Search:
             s = min(fits, key=fits.get)
             raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each "
                              f"stage, stage {s} (nodes {self.stages[s]}) has room for {fits[s]}")
-        return low, spare, caps, {s: low + (s in spare[:extra]) for s in living}
+        return caps, {s: low + (s in spare[:extra]) for s in living}
 
     def plan(self, collisions=True):
         """Run the search to its end and return the `Plan`."""
@@ -625,7 +628,7 @@ def one_machine(tasks, chains):
 
 
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(),
-                machine=one_machine):
+                machine=one_machine, origins=None):
     """Seconds below which no plan can come, whatever its paths and order: each step only drops rules.
 
     Take one origin alone. What remains of its microbatches is forward, loss and backward on the origin
@@ -634,14 +637,15 @@ def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps
     has paths, or memory for. So they form `lanes` chains, each microbatch beginning after the one before
     it in its chain has ended, and the longest chain has at least q = ceil(microbatches / lanes). Either
     no chain is longer: then at least microbatches - lanes (q - 1) chains have q. Drop the others;
-    machine(tasks, chains) bounds the time of these (planning/bound.py's is exact). Or a chain has q + 1,
-    which cannot be where the chains are simply the paths, of `rounds` each.
+    machine(tasks, chains) bounds the time of these (planning/bound.py's is tighter). Or a chain has q + 1,
+    which cannot be where the chains are simply the paths, of `rounds` each. origins: which to look at,
+    default all.
     """
     search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     total, pause, best = microbatches_per_origin * rounds, network.overhead, 0.0
-    for o in search.stages[0]:
-        out, _ = shortest_path(hop_costs(network, 1, 0), search.stages, o, stages_kept, swaps)
-        back, _ = shortest_path(hop_costs(network, 0, 1.5), search.stages, o, stages_kept, swaps)
+    ways = hop_costs(network, 1, 0), hop_costs(network, 0, 1.5)
+    for o in origins or search.stages[0]:
+        out, back = (shortest_path(hop, search.stages, o, stages_kept, swaps)[0] for hop in ways)
         w = network.compute[o]
         # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
         tasks = [(w + network.origin_overhead, w + out), (w / 4 + pause, w / 4 + back),

@@ -1,21 +1,18 @@
-"""Plan SkipPipe's paths and draw them; without options for the published instance.
+"""Plan SkipPipe's paths; without options for the published instance.
 
-    python -m planning                                                # table, runs/skippipe.png
+    python -m planning                                                # a table, and the paths
     python -m planning --sizes 7,5,5,5,5,5,5,5 --kept 6               # 42 nodes in the same cities
     python -m planning --instance mine.json     # {"delay": [[...]], "compute": [...], "stages": [[...]]}
 """
 import argparse
 import json
-import re
-import sys
-from dataclasses import asdict, replace
-from importlib.util import find_spec
+from dataclasses import asdict
 from pathlib import Path
 
 from planning.assign import assign_stages
 from planning.instance import published_network, read_instance, spread_network
 from planning.methods import compare
-from planning.show import draw, print_paths, print_table
+from planning.show import print_paths, print_table
 from skippipe import Search
 
 
@@ -23,19 +20,16 @@ def numbers(text):
     return [int(x) for x in text.split(",") if x]
 
 
-OPTIONS = (     # name, type, default, help; all before seconds say what is planned
+OPTIONS = (     # name, type, default, help
     ("instance", str, None, "JSON file with delay and compute (s) and stages: a network of your own"),
     ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5: in the published cities, assigned by search"),
     ("nodes", int, None, "how many nodes there are: as many as --sizes adds up to"),
-    ("compute", float, None, "seconds of one forward on a node, instead of the network's own"),
-    ("memory", int, None, "microbatches that a node holds at once, instead of the network's own"),
     ("kept", int, None, "stages that a microbatch visits, the first included (default: two thirds)"),
     ("microbatches", int, 3, "paths per origin: an iteration has origins x paths x rounds microbatches"),
     ("rounds", int, 2, "microbatches that go down each path, one after the other"),
     ("dead", numbers, [], "nodes that are not there, e.g. 5,17; dead origins take their microbatches along"),
     ("seconds", float, 10.0, "limit of the planning, first plans excepted; of the assignment (--sizes) too"),
-    ("figure", str, None, "the picture; '' for none (default: runs/skippipe-OPTIONS.png)"),
-    ("results", str, None, "numbers, paths and order of dispatch; '' for none (default: as --figure, .json)"),
+    ("results", str, "runs/skippipe.json", "numbers, paths and order of dispatch; '' for none"),
     ("save", str, "", "write the network to this file, in the form of --instance"),
 )
 
@@ -47,52 +41,30 @@ def read_network(o):
     if o.nodes and o.nodes != sum(o.sizes or [0]):
         raise ValueError(f"--nodes {o.nodes}: give --sizes that add up to as many, one for each stage")
     if o.instance:
-        network, names = read_instance(o.instance)
-    else:
-        network, names = spread_network(o.sizes) if o.sizes else published_network()
-    given = {name: getattr(o, name) for name in ("compute", "memory") if getattr(o, name) is not None}
-    return replace(network, **given), names
+        return read_instance(o.instance)
+    return spread_network(o.sizes) if o.sizes else published_network()
 
 
 def understand(o):
-    """(network, names, (kept, microbatches, rounds)), and the files that the user did not name: their names
-    hold the options, so no plan overwrites another network's. Raises ValueError or OSError where nothing
-    can be planned or written, so any exception after it is a mistake in this program."""
+    """(network, names, (kept, microbatches, rounds)). Raises ValueError or OSError where nothing can be
+    planned or written, so any exception after it is a mistake in this program."""
     network, names = read_network(o)
     work = round(2 / 3 * len(network.stages)) if o.kept is None else o.kept, o.microbatches, o.rounds
     Search(network, *work, dead=o.dead)
     if not o.seconds >= 0:
         raise ValueError(f"--seconds takes a time from 0, not {o.seconds}")
-    told = "".join(f"-{name}-{getattr(o, name)}" for name, _, default, _ in OPTIONS[:9]
-                   if getattr(o, name) != default)
-    stem = "runs/skippipe" + re.sub(r"[^\w,]+", "-", told.replace(".json", "").replace(", ", ",")).rstrip("-")
-    o.figure = f"{stem}.png" if o.figure is None else o.figure
-    o.results = f"{stem}.json" if o.results is None else o.results
-    if o.figure and not find_spec("matplotlib"):
-        raise ValueError("the picture needs matplotlib: install the extra `plot`, or give --figure ''")
-    for file in filter(None, (o.figure, o.results, o.save)):
+    for file in filter(None, (o.results, o.save)):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         open(file, "a").close()
     return network, names, work
 
 
-def progress(text):
-    if sys.stderr.isatty():
-        print(f"\r{text:<100}", end="", file=sys.stderr, flush=True)
-
-
 def run(o, network, names, work):
     if o.sizes:
-        times = network.memory, network.overhead, network.origin_overhead
-        stages = assign_stages(network.delay, network.compute, o.sizes, *work, 2, *times, o.seconds,
-                               progress=progress)
-        network = replace(network, stages=stages)
-    rows, found = compare(network, *work, o.dead, o.seconds, progress)
+        network = assign_stages(network, *work, seconds=o.seconds)
+    rows, found = compare(network, *work, o.dead, o.seconds)
     print_table(network, work, o.dead, rows, found.bound)
     print_paths(network, names, found.paths, o.dead)
-    if o.figure:
-        draw(o.figure, network, names, rows, found)
-        print(f"picture  {o.figure}")
     results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows,
                    stages=network.stages, names=names, rounds=o.rounds, paths=found.paths, order=found.order)
     saved = ("numbers", o.results, results), ("network", o.save, dict(asdict(network), names=names))

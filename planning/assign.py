@@ -2,49 +2,49 @@
 import math
 import random
 import time
-from itertools import islice
+from dataclasses import replace
 
-from skippipe import Network, Search
+from planning.regions import WHOLE, cut
+from planning.search import progress
+from skippipe import Search
 
 
-def assign_stages(delay, compute, sizes, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2,
-                  memory=3, overhead=0.0, origin_overhead=None, seconds=10.0, seed=0, *, iterations=None,
-                  progress=None):
-    """Stages as lists of nodes, sizes[s] of them in stage s, from a flat list of nodes.
+def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
+                  iterations=None):
+    """The network with its nodes dealt to stages of the same sizes, for short iterations.
 
-    Local search over swaps of two nodes of different stages, starting from a random assignment (the
-    paper takes DT-FM's genetic algorithm). The proxy it minimises is the simulated iteration of the
-    farthest-first paths, which take milliseconds and come within a few percent of the plan's. seconds,
-    iterations and seed as in `plan`, an iteration being one assignment tried. progress(text) is called
-    after each. Raises ValueError if sizes do not fit.
+    More than WHOLE nodes by geography (`regions.cut`). Up to WHOLE nodes by local search: swap two nodes
+    of different stages, and keep the swap if the first plan's iteration gets no longer, or hardly. seconds
+    and iterations (swaps tried) limit the search; the other options are as in `plan`.
     """
-    if sum(sizes) != len(compute) or min(sizes) < 1:
-        raise ValueError(f"stage sizes {sizes} must be positive and add up to the {len(compute)} nodes")
+    sizes = [len(stage) for stage in network.stages]
+
+    def dealt(stage_of):
+        return replace(network, stages=[[r for r in sorted(stage_of) if stage_of[r] == s]
+                                        for s in range(len(sizes))])
 
     def score(nodes):
-        rest = iter(nodes)
-        stages = [sorted(islice(rest, size)) for size in sizes]
-        network = Network(delay, compute, stages, memory, overhead, origin_overhead)
-        search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps)
+        search = Search(dealt(dict(zip(nodes, stages))), stages_kept, microbatches_per_origin, rounds, swaps)
         search.farthest_first()
-        return search.best.makespan, stages
+        return search.best.makespan, search.network
 
+    if len(network.delay) > WHOLE:
+        return dealt({r: s for region in cut(network.delay, sizes) for r, s in region.items()})
     draw, start, tried = random.Random(f"stages {seed}"), time.perf_counter(), 0
-    stage = [s for s, size in enumerate(sizes) for _ in range(size)]
-    nodes = draw.sample(range(len(compute)), len(compute))
+    stages = [s for s, size in enumerate(sizes) for _ in range(size)]
+    nodes = draw.sample(range(len(stages)), len(stages))
     now = best = score(nodes)
-    limit = math.inf if iterations is None else iterations
-    until = start + (math.inf if seconds is None else seconds)
-    while len(nodes) > 1 and tried < limit and time.perf_counter() < until:
-        tried += 1
-        i, j = draw.sample(range(len(nodes)), 2)
-        other = list(nodes)
-        other[i], other[j] = nodes[j], nodes[i]
-        new = score(other) if stage[i] != stage[j] else (math.inf, None)
-        # a little worse now and then, or it ends in the first dip
-        if new[0] <= now[0] + 0.02 * best[0] * draw.random() ** 3:
-            nodes, now = other, new
-        best = min(best, now)
-        if progress:
-            progress(f"stages: {tried} assignments tried, iteration {best[0]:.3f} s")
+    most, limit = (math.inf if x is None else x for x in (iterations, seconds))
+    with progress("assigning nodes") as bar:
+        while len(sizes) > 1 and tried < most and (spent := time.perf_counter() - start) < limit:
+            tried += 1
+            i, j = draw.sample(range(len(nodes)), 2)
+            other = list(nodes)
+            other[i], other[j] = nodes[j], nodes[i]
+            new = score(other) if stages[i] != stages[j] else (math.inf, None)
+            # a little worse now and then, or it ends in the first dip
+            if new[0] <= now[0] + 0.02 * best[0] * draw.random() ** 3:
+                nodes, now = other, new
+            best = min(best, now, key=lambda pair: pair[0])
+            bar.update(max(tried / most, spent / limit) - bar.n)
     return best[1]

@@ -7,35 +7,16 @@ from pathlib import Path
 
 from skippipe import Network, per_node
 
-CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon Singapore Taiwan London Australia".split()
-# latency in ms / bandwidth in 2^20 bits per second from each city to those after it
-LINKS = """
-    41/163 4/1986.56 49/232 112/96 70/159 3/1986.56 66/171 83/132 105/102 3.5/1986.56 129/80.5
-    44/261 14/620 74/148 35/250 42/205 30.5/386 107/97.8 89/120.5 38.5/298 98/108
-    53.5/218 112/90.8 73/149.5 3.5/1986.56 68/122.2 80/102.4 102/103 6.6/1546.25 125.5/85.7
-    72.5/114.5 23.4/503.5 51/224.5 19.3/740 101.5/103.5 88/104.86 48.1/179 84/92
-    50/227.5 108.5/93.2 46.2/249.5 35.6/319.5 19.2/628.5 107/72.8 58/113
-    71.5/116.75 12.4/971 79.5/138 64/132.65 68/122.2 69/120
-    67/167 81.5/134 105.5/98 4.8/1986.56 128/78
-    78.5/137.5 59.5/191 64/174 68/120
-    23.2/507 85/128.5 48/244
-    109.5/73.4 67/172
-    132/77"""
+DATA = json.loads(Path(__file__).with_name("published.json").read_text())
+CITIES = DATA["cities"]
 MESSAGE = 4 * 1024 * 1024 * 8       # bytes: fp32, width 1024, 1024 tokens, 8 samples
-STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
-PUBLISHED = {       # simulated seconds of an iteration
-    "full pipeline, as published": 79.94,
-    "random valid paths (DT-FM skip)": 48.92,
-    "SkipPipe without TC2": 35.43,
-    "SkipPipe": 33.31,
-}
 
 
 def city_links():
-    """{(a, b): (latency in seconds, bytes per second)} both ways, from the table above; within a city 1 ms
+    """{(a, b): (latency in seconds, bytes per second)} both ways, from published.json; within a city 1 ms
     and 2 GiB/s (the released figures)."""
     links = {(city, city): (0.001, 2 * 2**30) for city in CITIES}
-    for i, line in enumerate(LINKS.split("\n")[1:]):
+    for i, line in enumerate(DATA["links"]):
         for city, link in zip(CITIES[i + 1:], line.split()):
             latency, speed = map(float, link.split("/"))
             links[CITIES[i], city] = links[city, CITIES[i]] = latency / 1000, speed * 2**20 / 8
@@ -66,7 +47,7 @@ def published_network(corrected=False):
     for pair in (("NL", "London"), ("London", "NL")):
         latency, speed = links[pair]
         links[pair] = latency, speed / (1 if corrected else 1024)
-    return Network(city_delays(names, links), [0.44] * 20, STAGES, 3, 0.13, 0.09), names
+    return Network(city_delays(names, links), [0.44] * 20, DATA["stages"], 3, 0.13, 0.09), names
 
 
 def spread_network(sizes):

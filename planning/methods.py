@@ -1,9 +1,13 @@
-"""The methods side by side on one network and equal work."""
+"""The methods side by side on one network."""
 import time
 
-from planning.instance import PUBLISHED, published_network
+from tqdm import tqdm
+
+from planning.instance import published_network
 from planning.search import plan
-from skippipe import Search, full_paths, simulate, tc2
+from skippipe import Search, full_paths, tc2
+
+DRAWN = 200     # nodes; beyond, a random draw takes minutes
 
 
 def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2, seed=0, dead=()):
@@ -16,57 +20,37 @@ def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2,
                        lambda: [[draw() for _ in nodes] for _ in nodes], noise=1.0)
 
 
-def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0,
-            progress=lambda text: None):
-    """Plan with each method. Returns (rows, the SkipPipe Plan).
+def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0):
+    """Plan with each method, on equal work. Returns (rows, the SkipPipe Plan).
 
-    A row: method, note, microbatches, seconds, planning (s), collisions, waiting (s) and, for the
-    published instance, published (s). seconds: limit of the whole, each method's first plan excepted. Up
-    to a quarter goes to the random draws and as much to SkipPipe without TC2. The full pipeline is DT-FM's
-    and runs all stages: once with all origins and once with as many as have partners of their own. On the
-    published instance random paths get the faulty link corrected, or they take its 132 s most of the time.
+    A row: method, microbatches, seconds, planning (s), collisions, waiting (s). seconds: limit of the
+    whole, each method's first plan excepted. Up to a quarter goes to the random draws, which are left out
+    beyond DRAWN nodes, and as much to SkipPipe without TC2. The full pipeline is DT-FM's and runs all
+    stages. On the published instance random paths get the faulty link corrected, or they take its 132 s
+    most of the time.
     """
-    start, work = time.perf_counter(), (kept, microbatches_per_origin, rounds)
-    published = network == published_network()[0] and work == (4, 3, 2) and not dead
-    progress("full pipeline")
-    rows = full_rows(network, microbatches_per_origin * rounds, dead)
-    if published:
-        paths = full_paths([network.stages[0][:3], *network.stages[1:]], 3)
-        result = simulate(network, paths, 3)
-        rows.append(row(network, "full pipeline, as published", "3 origins x 9", paths, 3, result))
-    search = Search(published_network(corrected=True)[0] if published else network, *work, dead=dead)
-    draws = []
-    while len(draws) < 25 and (not draws or time.perf_counter() - start < seconds / 4):
-        progress(f"random valid paths, draw {len(draws) + 1}")
-        paths = random_valid_paths(network, kept, microbatches_per_origin, seed=len(draws), dead=dead)
-        draws.append((paths, search.dispatch(paths)))
-    paths, result = sorted(draws, key=lambda drawn: drawn[1].makespan)[len(draws) // 2]
-    rows.append(row(network, "random valid paths (DT-FM skip)", f"median of {len(draws)} draws", paths,
-                    rounds, result))
-    for method, share, collisions in ("SkipPipe without TC2", 1 / 4, False), ("SkipPipe", 1, True):
-        progress(f"{method}, first plan")
-        left = max(0.0, seconds - (time.perf_counter() - start)) * share
-        found = plan(network, *work, seconds=left, dead=dead, collisions=collisions, progress=progress)
-        rows.append(row(network, method, "", found.paths, rounds, found.result, found.seconds))
-    progress("")
-    return [dict(r, published=PUBLISHED.get(r["method"]) if published else None) for r in rows], found
+    def add(method, paths, result, planning=0.0, rounds=rounds):
+        late = list(tc2(network, paths, result))
+        rows.append(dict(method=method, microbatches=len(paths) * rounds, seconds=result.makespan,
+                         planning=planning, collisions=len(late), waiting=sum(v.excess for v in late)))
 
-
-def row(network, method, note, paths, rounds, result, planning=0.0):
-    late = list(tc2(network, paths, result))
-    return dict(method=method, note=note, microbatches=len(paths) * rounds, seconds=result.makespan,
-                planning=planning, collisions=len(late), waiting=sum(v.excess for v in late))
-
-
-def full_rows(network, each, dead):
-    """The full pipeline with `each` microbatches per living origin, and as many in all from fewer
-    origins."""
+    rows, start, work = [], time.perf_counter(), (kept, microbatches_per_origin, rounds)
     alive = [[r for r in stage if r not in dead and network.memory[r]] for stage in network.stages]
-    total, fewest, rows = len(alive[0]) * each, min(map(len, alive)), []
-    for origins in sorted({len(alive[0]), fewest}, reverse=True):
-        if fewest and total % origins == 0:
-            paths = full_paths([alive[0][:origins], *alive[1:]], total // origins)
-            note = f"{origins} origins x {total // origins}"
-            result = Search(network, len(alive), each).dispatch(paths)
-            rows.append(row(network, "full pipeline (DT-FM)", note, paths, 1, result))
-    return rows
+    if all(alive):
+        paths = full_paths(alive, microbatches_per_origin * rounds)
+        add("full pipeline (DT-FM)", paths, Search(network, len(alive), 1).dispatch(paths), rounds=1)
+    published = network == published_network()[0] and work == (4, 3, 2) and not dead
+    search = Search(published_network(corrected=True)[0] if published else network, *work, dead=dead)
+    seeds, draws = range(25 if len(network.delay) <= DRAWN else 0), []
+    for seed in tqdm(seeds, desc="random paths", delay=3, disable=None, dynamic_ncols=True):
+        if not draws or time.perf_counter() - start < seconds / 4:
+            paths = random_valid_paths(network, kept, microbatches_per_origin, seed=seed, dead=dead)
+            draws.append((paths, search.dispatch(paths)))
+    if draws:
+        median = sorted(draws, key=lambda drawn: drawn[1].makespan)[len(draws) // 2]
+        add(f"random valid paths (DT-FM skip), median of {len(draws)} draws", *median)
+    for method, share, collisions in ("SkipPipe without TC2", 1 / 4, False), ("SkipPipe", 1, True):
+        left = max(0.0, seconds - (time.perf_counter() - start)) * share
+        found = plan(network, *work, seconds=left, dead=dead, collisions=collisions)
+        add(method, found.paths, found.result, found.seconds)
+    return rows, found

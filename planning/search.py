@@ -7,43 +7,46 @@ On the published instance the paper's search ends at 33.31 s, as published; this
 import time
 from collections import Counter
 
+from tqdm import tqdm
+
 import skippipe
 from planning.bound import lower_bound
 
 
-def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
-         iterations=None, dead=(), collisions=True, progress=None):
-    """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached.
+def progress(what):
+    """A bar from 0 to 1, on a terminal, for what takes more than 3 s."""
+    return tqdm(desc=what, total=1.0, delay=3, disable=None, dynamic_ncols=True,
+                bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}")
 
-    progress(text) is called a few times a second.
-    """
-    problem = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    search = Search(*problem, seed, seconds, iterations, lower_bound(*problem), progress=progress)
+
+def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
+         iterations=None, dead=(), collisions=True):
+    """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached. More than
+    `regions.WHOLE` nodes are planned in regions. A progress bar shows after 3 s."""
+    from planning.regions import WHOLE, Regions         # which build on this file
+    problem = network, stages_kept, microbatches_per_origin, rounds, swaps, dead
+    kind = Search if len(network.delay) <= WHOLE else Regions
+    search = kind(*problem, seed, seconds, iterations, lower_bound(*problem))
     return search.plan(collisions)
 
 
 class Search(skippipe.Search):
     """The paper's search, then these two in turns until the time is up or the bound is reached."""
 
-    def __init__(self, *problem, progress=None, **options):
-        super().__init__(*problem, **options)
-        self.progress, self.told = progress, time.perf_counter()
-
     def find(self):
         walk = self.farthest_first()
         self.conflict_based_search(limit=500)
-        while not self.over():
-            for paths in (self.paths, walk):
-                self.reorder(paths, steps=50)
-            walk = self.large_neighbourhood_search(walk, steps=200)
+        with progress("planning") as bar:
+            while not self.over():
+                walk = self.turn(walk)
+                spent = (time.perf_counter() - self.start) / self.seconds, self.work / self.iterations
+                bar.update(min(1.0, max(spent)) - bar.n)
 
-    def over(self):
-        now = time.perf_counter()
-        if self.progress and self.best and now > self.told + 0.2:
-            self.told = now
-            gap = f", at most {self.best.makespan / self.bound - 1:.1%} above the best" if self.bound else ""
-            self.progress(f"SkipPipe: {self.work} tried, iteration {self.best.makespan:.3f} s{gap}")
-        return super().over()
+    def turn(self, walk):
+        """Both searches once; `walk`: the paths that the second goes on from. Returns where it ends."""
+        for paths in (self.paths, walk):
+            self.reorder(paths, steps=50)
+        return self.large_neighbourhood_search(walk, steps=200)
 
     def reorder(self, paths, steps):
         """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can
@@ -69,16 +72,17 @@ class Search(skippipe.Search):
         conflict-based search, one ban at a time, must branch over again and again. Returns the paths it
         ended on.
         """
-        result, draw = self.dispatch(paths), self.random
+        result, draw, nodes = self.dispatch(paths), self.random, sum(self.stages, [])
         for _ in range(steps):
             if self.over():
                 break
             out = set(draw.sample(range(len(paths)), min(len(paths), draw.choice((1, 2, 2, 3, 4)))))
             if draw.random() < 0.5:
                 out.add(last_home(result) % len(paths))
-            visits = self.visits_of(paths, out)
+            gone = Counter(self.network.stage_of[r] for u in out for r in paths[u])
+            visits = {s: gone[s] for s in self.visits}
             scale = 0.3 * draw.random() ** 4 * max(self.trip.values())
-            hop = [[seconds + scale * draw.random() for seconds in row] for row in self.hop]
+            hop = {i: {j: self.hop[i][j] + scale * draw.random() for j in nodes} for i in nodes}
             rest = [None if u in out else path for u, path in enumerate(paths)]
             candidate = self.fill(rest, visits, self.trip, lambda: hop, 0.5)
             new = self.dispatch(candidate)
@@ -89,20 +93,6 @@ class Search(skippipe.Search):
     def leeway(self, power):
         """By how many seconds a step may be worse: up to a tenth of the iteration, mostly far less."""
         return 0.1 * self.random.random() ** power * self.best.makespan
-
-    def visits_of(self, paths, out):
-        """{stage: visits} that the paths in `out` are to make: those that they made, but CC3 leaves open
-        which stages get one visit more, so now and then that changes."""
-        stage_of = self.network.stage_of
-        seen = Counter(stage_of[r] for path in paths for r in path)
-        gone = Counter(stage_of[r] for u in out for r in paths[u])
-        visits = {s: gone[s] for s in self.visits}
-        give = [s for s in visits if visits[s] and seen[s] > self.low]
-        take = [s for s in self.spare if visits[s] < len(out) and seen[s] == self.low]
-        if give and take and self.random.random() < 0.5:
-            visits[self.random.choice(give)] -= 1
-            visits[self.random.choice(take)] += 1
-        return visits
 
 
 def last_home(result):

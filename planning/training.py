@@ -3,7 +3,6 @@ import json
 import time
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import combinations
 
 import torch
 
@@ -16,27 +15,19 @@ from skippipe import Deadlock, Infeasible, full_paths, simulate
 
 def planned(network, kept, each, rounds, seed, dead, **options):
     """A budget of work, not of time, so that a plan depends on the network and the seed alone."""
-    options = dict(options, seconds=None, iterations=3000, seed=seed, dead=dead)
-    return plan(network, kept, each, rounds, **options)
+    return plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, **options)
 
 
 def dtfm_skip(network, kept, each, rounds, seed, dead):
-    paths = random_valid_paths(network, kept, each, seed=seed, dead=dead)
-    return paths, first_come(network, kept, each, rounds, dead, paths)
+    return random_valid_paths(network, kept, each, seed=seed, dead=dead), None
 
 
 def dtfm(network, kept, each, rounds, seed, dead):
-    stages = living(network.stages, dead)
-    paths = full_paths(stages, each)
-    return paths, first_come(network, len(stages), each, rounds, dead, paths)
+    return full_paths(living(network.stages, dead), each), None
 
 
-def first_come(network, kept, each, rounds, dead, paths):
-    """The order of dispatch that first come, first served gives."""
-    return Search(network, kept, each, rounds, dead=dead).dispatch(paths).order
-
-
-PLANNERS = {        # --routing: (network, kept, each, rounds, seed, dead) -> paths, order
+# --routing: (network, kept, each, rounds, seed, dead) -> paths, order or None: first come, first served
+PLANNERS = {
     "skippipe": planned,
     "no-swaps": partial(planned, swaps=0),              # ours: every path in order
     "no-tc2": partial(planned, collisions=False),
@@ -60,16 +51,17 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=()):
     ranks that are not there; the living may have less room, so then paths become shorter where they
     must. Raises BadInput where there is no plan.
     """
-    held = min(network.memory)
-    fitting = (r for r in range(1, microbatches) if microbatches % r == 0 and microbatches // r <= held)
-    rounds = next(fitting, 1)
+    rounds = next((r for r in range(1, microbatches)
+                   if microbatches % r == 0 and microbatches // r <= min(network.memory)), 1)
     kept = min(round((1 - skip) * len(network.stages)), len(living(network.stages, dead)))
     while True:
         try:
             work = kept, microbatches // rounds, rounds
             paths, order = PLANNERS[routing](network, *work, seed, tuple(dead))
-            makespan = simulate(network, paths, rounds, order).makespan
-            return dict(paths=paths * rounds, order=order, makespan=makespan, network=asdict(network))
+            result = simulate(network, paths, rounds, order) if order else Search(
+                network, kept, work[1], rounds, dead=dead).dispatch(paths)
+            return dict(paths=paths * rounds, order=result.order, makespan=result.makespan,
+                        network=asdict(network))
         except (Infeasible, Deadlock) as error:
             if not dead or kept == 1:
                 raise BadInput(f"--routing {routing}: {error}")
@@ -101,8 +93,8 @@ def read_links(file, stages):
 
 def measure(pipeline, stages, job):
     """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages (no
-    path joins others), and compute[i], seconds of one microbatch's forward on each rank while all
-    compute; medians of 5. None, None on the other ranks."""
+    path joins others), and compute[i], seconds of one microbatch's forward on each rank while all compute;
+    medians of 5. None, None on the other ranks. N ranks take N turns; a rank sends 6 messages in each."""
     message = torch.zeros(pipeline.message_shape, dtype=pipeline.dtype, device=pipeline.device)
     sent = pipeline.bytes_sent
     own = next(stage for stage in stages if job.rank in stage)
@@ -117,9 +109,11 @@ def measure(pipeline, stages, job):
             pipeline.model.blocks(message.float().requires_grad_())
 
     delays = [0.0] * job.world
-    for pair in combinations(range(job.world), 2):      # in one order for all, so nobody waits in a circle
-        if job.rank in pair and not set(pair) <= set(own):
-            peer = sum(pair) - job.rank
+    even = job.world + job.world % 2
+    for turn in range(even - 1):        # a tournament: in every turn a rank meets another, all pairs at once
+        peer = (turn - job.rank) % (even - 1) if job.rank < even - 1 else turn * even // 2 % (even - 1)
+        peer = even - 1 if peer == job.rank else peer
+        if peer < job.world and peer not in own:
             delays[peer] = median_seconds(partial(there_and_back, peer), pipeline.device) / 2
     compute = median_seconds(forward, pipeline.device)
     pipeline.bytes_sent = sent                              # training's bytes are counted, not these

@@ -1,0 +1,57 @@
+"""How planning grows with the network: results/planning.json, figures/planning.png and a table.
+
+    python -m planning.growth           # 5 minutes on one core
+
+The nodes are in the twelve published cities in turn, in 8 stages of which a path visits 6; 20 nodes are the
+published instance. Each size is planned twice: without search, and within a limit of seconds, half of which
+may go to the assignment.
+"""
+import json
+import resource
+import time
+from pathlib import Path
+
+from planning.assign import assign_stages
+from planning.instance import published_network, spread_network
+from planning.search import plan
+from skippipe import check
+
+LIMITS = {20: 10, 42: 30, 84: 30, 168: 30, 504: 60, 1008: 120}     # nodes: seconds
+COLUMNS = ("nodes", "limit, s", "CPU, s", "iteration, s", "bound, s", "gap, %", "peak memory, MiB")
+
+
+def measured(nodes, limit):
+    """The figures of COLUMNS for a network of so many nodes."""
+    start, busy = time.perf_counter(), time.process_time()
+    network, work = published_network()[0], (4, 3, 2)
+    if nodes != 20:
+        network, work = spread_network([nodes // 6] + [nodes // 6 * 5 // 7] * 7)[0], (6, 3, 2)
+        network = assign_stages(network, *work, seconds=limit / 2)
+    found = plan(network, *work, seconds=max(0.0, limit - (time.perf_counter() - start)))
+    assert check(network, found.paths, work[0]) == []
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return (nodes, limit, time.process_time() - busy, found.makespan, found.bound,
+            100 * (found.makespan / found.bound - 1), peak)
+
+
+def draw(rows, file):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axis, column in zip(figure.subplots(1, 3), (5, 2, 6)):
+        for name, some in ("without search", rows[::2]), ("within the limit", rows[1::2]):
+            axis.plot([row[0] for row in some], [row[column] for row in some], "o-", label=name)
+        axis.set(title=COLUMNS[column], xlabel="nodes", xscale="log", ylim=(0, None))
+        axis.legend(frameon=False)
+    figure.savefig(file, dpi=100)
+
+
+if __name__ == "__main__":
+    rows = []
+    print("", *COLUMNS, "", sep=" | ")
+    for nodes, most in LIMITS.items():
+        for limit in 0, most:
+            rows.append(measured(nodes, limit))
+            print("", *(f"{x:.4g}" for x in rows[-1]), "", sep=" | ", flush=True)
+    table = [dict(zip(COLUMNS, row)) for row in rows]
+    Path("results/planning.json").write_text(json.dumps(table, indent=1) + "\n")
+    draw(rows, "figures/planning.png")
