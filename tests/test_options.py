@@ -14,10 +14,10 @@ import bench_sync
 import train
 from plumbing.processes import BadInput
 from tests.harness import HERE, SMALL, captured, error_of, errors_of, options, processes, run
-from tools import emulate, export, partial, plot, prepare
+from tools import emulate, export, partial, prepare
 
 PROGRAMS = {main.__module__: main for main in (bench_sync.main, emulate.main, export.main, partial.main,
-                                               plot.main, prepare.main, train.main)}
+                                               prepare.main, train.main)}
 LLAMA = dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
              num_attention_heads=2)
 FILES = {
@@ -75,7 +75,6 @@ BAD = {
     "tools.export nowhere out": "error: nowhere: no readable config.json there",
     "tools.export started out": "started has no checkpoint with the parts of all 2 ranks",
     "tools.export started out --stages 2": "unrecognized arguments: --stages 2",
-    "tools.plot started": "started: no readable metrics.jsonl there, give folders of runs",
     "tools.prepare nowhere out": "no such file", "tools.prepare mixed mixed": "not an empty folder",
     "tools.prepare tokens.bin out": "tokens.bin holds no .json.gz shards: give text and .bin files to",
     "tools.prepare short.txt out": "short.txt holds no .json.gz shards: give text and .bin files to",
