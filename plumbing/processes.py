@@ -90,8 +90,7 @@ class Job:
         except (BadInput, OSError) as error:
             problem = one_line(error)
         except ModuleNotFoundError as error:
-            extra = "plot" if error.name == "matplotlib" else "hf"
-            problem = f"this needs the {error.name} package: pip install '.[{extra}]'"
+            problem = f"this needs the {error.name} package: pip install '.[hf]'"
         for line in filter(None, self.share(f"problem/{name or function.__name__}", problem)):
             self.refuse(line)
         return result
@@ -211,27 +210,6 @@ class Job:
             if dist.is_initialized():
                 dist.barrier()
                 dist.destroy_process_group()
-
-
-class Average:
-    """Of gradients over the replicas, for ddp."""
-
-    def __init__(self, replicas):
-        self.group, self.replicas = dist.new_group(replicas, use_local_synchronization=True), len(replicas)
-        self.bytes_sent = 0
-        self.owed = ()              # what a checkpoint keeps of it (plumbing/wires.py)
-
-    def __call__(self, grad, tokens):
-        """Sum grad in place; returns the sum of tokens."""
-        count = torch.tensor(float(tokens), device=grad.device)
-        work = dist.all_reduce(count, group=self.group, async_op=True)
-        self.add_up(grad)
-        work.wait()
-        return float(count)
-
-    def add_up(self, grad):
-        dist.all_reduce(grad, group=self.group)
-        self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
 
 
 def one_line(error):
