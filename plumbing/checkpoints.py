@@ -164,7 +164,7 @@ def rho_of(o, state):
 
 def begin(run):
     """The log of a run that begins or resumes. A run that has done all its steps says so, and ends here."""
-    if run.step == run.o.steps and not run.job.joining:
+    if run.step >= run.o.steps and not run.job.joining:
         run.job.say([f"{run.folder} has done all its {run.step} steps: give more --steps to go on"])
         run.job.close()
         sys.exit(0)
@@ -174,8 +174,6 @@ def begin(run):
 
 def fits(run, state):
     """Raises BadInput if the run cannot go on from this checkpoint."""
-    if state["step"] > run.o.steps:
-        raise BadInput(f"--steps {run.o.steps}: {run.folder} has done {state['step']} already; give more")
     if run.corpus and state["corpus"] != run.corpus.digest:
         raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, then "
                        f"{state['corpus']}): give the same --data or start a new run")

@@ -38,14 +38,9 @@ def option(default, help, choices=None, least=0):
     return field(default=default, metadata=dict(help=help, choices=choices, least=least))
 
 
-def numbers(kind):
-    """An argument type: numbers with commas between them."""
-    def read(text):
-        try:
-            return [kind(x) for x in text.strip("[]").split(",")]       # [] in a config.json
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"takes numbers with commas, not {text}")
-    return read
+def integers(text):
+    """An argument type: whole numbers with commas between them."""
+    return [int(number) for number in text.strip("[]").split(",")]      # [] in a config.json
 
 
 def steps_or_half(text):
@@ -140,7 +135,7 @@ def make_parser(Options, description):
     parser = Parser(description, argument_default=argparse.SUPPRESS)
     first, more = parser.add_argument_group("what most runs need"), parser.add_argument_group("more")
     for f in sorted(fields(Options), key=lambda f: f.name not in FIRST):
-        kind = numbers(int) if f.type is list else f.type
+        kind = integers if f.type is list else f.type
         how = dict(action="store_true") if kind is bool else dict(type=kind, choices=f.metadata["choices"])
         group = first if f.name in FIRST else more
         group.add_argument(flag(f.name), help=f.metadata["help"] + default_text(f), **how)
