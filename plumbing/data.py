@@ -34,8 +34,7 @@ class Corpus:
 def load_data(o, rank, origins):
     """(corpus, reader): the data, and the sequences of this origin's own part; (None, None) on other ranks.
 
-    o: data, tokenizer, vocab, seq_len, batch, eval_sequences, init_from and seed. origins: ranks. Raises
-    BadInput.
+    o: data, tokenizer, vocab, seq_len, batch, eval_sequences and seed. origins: ranks. Raises BadInput.
     """
     if rank not in origins:
         return None, None
@@ -57,10 +56,8 @@ def load_corpus(o):
     """
     root, files, kind = find_files(o.data)
     tokenizer, known = load_tokenizer(o.tokenizer), o.tokenizer or kind == "text"
-    # bytes mean nothing to a Llama that was trained on more tokens
-    foreign = tokenizer.size > o.vocab or o.init_from and not o.tokenizer and tokenizer.size < o.vocab
-    forbid((known and foreign, f"this tokenizer needs --vocab {tokenizer.size}, not {o.vocab} (bytes: 256); "
-                               "with --init-from give the model's own --tokenizer"))
+    forbid((known and tokenizer.size > o.vocab,
+            f"this tokenizer needs --vocab {tokenizer.size}, not {o.vocab} (bytes: 256)"))
     digest = hashlib.sha256(Path(o.tokenizer).read_bytes() if o.tokenizer else b"")
     if kind == "bin":           # too large to read for this
         digest.update(str([(p.relative_to(root).as_posix(), p.stat().st_size) for p in files]).encode())

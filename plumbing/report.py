@@ -117,7 +117,7 @@ def banner(run):
     tokens = o.microbatches * o.batch * o.seq_len
     yield (f"{o.method}, stages {o.stages}, {o.routing} routing, {job.world} processes on {job.device.type}"
            f"{' with NCCL' if job.nccl else ''}, {o.dtype}")
-    yield f"{o.init_from or o.model} model: {whole:.2f}M parameters, {inner:.2f}M without embedding and head"
+    yield f"{o.model} model: {whole:.2f}M parameters, {inner:.2f}M without embedding and head"
     yield (f"{o.steps} steps of {tokens} tokens per origin, {tokens * len(run.stages[0])} in all; "
            f"{o.optimizer}, peak rate {o.lr:g}, beta2 {o.beta2:g}")
     if o.inner_steps:

@@ -18,12 +18,10 @@ from tools import emulate, export, partial, prepare
 
 PROGRAMS = {main.__module__: main for main in (bench_sync.main, emulate.main, export.main, partial.main,
                                                prepare.main, train.main)}
-LLAMA = dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-             num_attention_heads=2)
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",
     "short.txt": b"too short " * 60, "tokens.bin": b"\x01\0\x60\xea" * 2000,
-    "c4.json.gz": gzip.compress(b'{"text": "one"}'), "llama/config.json": json.dumps(LLAMA).encode(),
+    "c4.json.gz": gzip.compress(b'{"text": "one"}'),
     "torn/config.json": b'{"method": "nol', "foreign/config.json": b'{"unknown": 1}',
     "lr/config.json": b'{"lr": "fast"}', "ways/config.json": b'{"method": "fedavg"}',
     "stages/config.json": b'{"stages": [2, "2"]}', "batch/config.json": b'{"batch": 4.0}',
@@ -36,7 +34,8 @@ FILES = {
 BAD = {
     "--stages 4,4": "needs 8 processes but got 1", "--stages x": "--stages: invalid integers value: 'x'",
     "--stages 1,0": "every stage needs a replica", "--layers-per-stage 1,1": "stages must share",
-    "--hidden 30 --heads 4": "must be a multiple", "--method ddp --alpha 0.5": "ddp has no --alpha",
+    "--hidden 30 --heads 4": "must be a multiple", "--kv-heads 3": "multiple of 3 key-value heads",
+    "--mlp 0": "must be positive, got 0", "--method ddp --alpha 0.5": "ddp has no --alpha",
     "--method fedavg": "invalid choice", "--method local --delay 5": "local has no --delay",
     "--method local --wire int8 --delay 1": "--method local has no --wire and no --delay",
     "--method diloco --survive 5": "has no --survive",
@@ -48,10 +47,6 @@ BAD = {
     "--data c4.json.gz": "as .bin files once: python -m tools.prepare",
     "--vocab 100 --data short.txt": "needs --vocab 256, not 100",
     "--tokenizer nowhere.json --data short.txt": "nowhere.json",
-    "--init-from nowhere": "nowhere", "--init-from torn": "Unterminated",
-    "--init-from foreign": "model_type None is not supported, only llama",
-    "--init-from llama --hidden 64": "--hidden 64 differs from the 32 of llama",
-    "--init-from llama --data short.txt": "No such file",
     "--resume nowhere": "no readable config.json",
     "--resume torn": "torn: no readable config.json there: Unterminated",
     "--resume foreign": "foreign: no readable config.json there: unrecognized arguments: --unknown=1",
@@ -149,12 +144,11 @@ def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, corp
     assert "outer step every 10 steps, alpha 0.5, beta 1.0, gamma 3.1, weights travel in fp32" in out
 
 
-@pytest.mark.parametrize("argv, outer", [((), (50, 0.5, 0.7, 0.7)), (("--alpha", "0"), (50, 0.0, 0.7, 0.7)),
-                                         (("--method", "diloco"), (100, 0.3, 0.7, 0.7)),
-                                         (("--model", "tiny"), (10, 0.0, 1.0, 1.0))], ids=str)
-def test_weights_from_elsewhere_take_the_papers_outer_settings_unless_asked_for_tinys(argv, outer, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    o = train.parse(["--init-from", str(tmp_path), *argv], 8)
+@pytest.mark.parametrize("argv, outer", [("--model small", (50, 0.5, 0.7, 0.7)), ("", (10, 0.0, 1.0, 1.0)),
+                                         ("--model small --alpha 0", (50, 0.0, 0.7, 0.7)),
+                                         ("--model small --method diloco", (100, 0.3, 0.7, 0.7))])
+def test_the_outer_settings_are_the_papers_but_for_tiny(argv, outer):
+    o = options(*argv.split())
     assert (o.inner_steps, o.alpha, o.beta, o.gamma) == outer
 
 
