@@ -185,12 +185,10 @@ class Job:
             print(end="\n" if self.rank else "", file=sys.stderr)           # leave rank 0's progress bar
             if not isinstance(error, RuntimeError):                         # most often a full disk
                 complain(f"{one_line(error)}; once that is put right {next_command(run)}")
-                sys.exit(2)
-            lost = any(words in str(error) for words in BROKEN)
-            why = ": another process is gone; " if lost else "; if another process is gone, "
-            print(f"stopped: rank {self.rank} at step {run.step}{why}{next_command(run)}", file=sys.stderr,
-                  flush=True)
-            if not (lost or self.signals.number):
+            elif self.signals.number or any(words in str(error) for words in BROKEN):
+                print(f"stopped: rank {self.rank} at step {run.step}: another process is gone; "
+                      f"{next_command(run)}", file=sys.stderr, flush=True)
+            else:
                 raise
             sys.exit(2)
 

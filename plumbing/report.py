@@ -197,8 +197,8 @@ class Log:
         """This rank's numbers since the last evaluation, or so far. heldout: its loss (None: no origin)."""
         meter = self.run.meter
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
-                   syncs=len(meter.syncs), waited=sum(meter.syncs), longest=max(meter.syncs, default=0.0),
-                   iteration=statistics.median_high(meter.iterations), **counts(self.run),
+                   syncs=len(meter.syncs), waited=sum(meter.syncs), **counts(self.run),
+                   iteration=statistics.median_high(meter.iterations),
                    simulated=self.run.routes.makespan())      # before a new plan is made
         meter.loss, meter.home, meter.iterations = 0.0, 0, []
         return row
@@ -236,8 +236,7 @@ class Log:
             gradient_norm=statistics.fmean(now["norm"]),
             held=statistics.fmean(ever["waited"]) / seconds, held_max=max(ever["waited"]) / seconds,
             sync_seconds=sum(ever["waited"]) / max(1, sum(ever["syncs"])),
-            sync_seconds_longest=max(ever["longest"]), simulated_seconds=now["simulated"][0],
-            iteration_seconds=max(now["iteration"]) / run.routes.pace,
+            iteration_seconds=max(now["iteration"]) / run.routes.pace, simulated_seconds=now["simulated"][0],
             tokens_per_second=total["tokens"] / seconds, **total)
 
     def finish(self):
