@@ -38,8 +38,11 @@ def option(default, help, choices=None, least=0):
 
 
 def integers(text):
-    """An argument type: whole numbers with commas between them."""
-    return [int(number) for number in text.strip("[]").split(",")]      # [] in a config.json
+    """An argument type."""
+    try:
+        return [int(number) for number in text.strip("[]").split(",")]      # [] in a config.json
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes whole numbers with commas between them, not {text}")
 
 
 def steps_or_half(text):

@@ -90,7 +90,8 @@ class Job:
         except (BadInput, OSError) as error:
             problem = one_line(error)
         except ModuleNotFoundError as error:
-            problem = f"this needs the {error.name} package: pip install '.[hf]'"
+            extra = "plot" if error.name == "matplotlib" else "hf"
+            problem = f"this needs the {error.name} package: pip install '.[{extra}]'"
         for line in filter(None, self.share(f"problem/{name or function.__name__}", problem)):
             self.refuse(line)
         return result

@@ -41,8 +41,7 @@ class Signals:
 
     def __enter__(self):
         self.store.delete_key(f"last/{self.job.rank}")          # of a process whose place this one took
-        # the thread does it all; a handler of Python's is what wakes it
-        self.handlers = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.handlers = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM)}
         self.ear, self.mouth = socket.socketpair()
         self.mouth.setblocking(False)
         self.before = signal.set_wakeup_fd(self.mouth.fileno())
@@ -57,6 +56,10 @@ class Signals:
         self.mouth.close()                                      # ends the thread
         for number, handler in self.handlers.items():           # torchrun may repeat the signal
             signal.signal(number, signal.SIG_IGN if self.number and self.job.world > 1 else handler)
+
+    def handle(self, number, frame):
+        if self.job.world == 1:
+            signal.signal(number, signal.SIG_DFL)       # a second Ctrl-C ends a single process at once
 
     def listen(self):
         """The thread: it beats until a signal or the end of training comes."""

@@ -32,7 +32,7 @@ FILES = {
     "started/config.json": json.dumps(dict(vars(options(*SMALL, "--data", "long.txt")), stages=[2])).encode(),
 }
 BAD = {
-    "--stages 4,4": "needs 8 processes but got 1", "--stages x": "--stages: invalid integers value: 'x'",
+    "--stages 4,4": "needs 8 processes but got 1", "--stages x": "--stages: takes whole numbers with commas",
     "--stages 1,0": "every stage needs a replica", "--layers-per-stage 1,1": "stages must share",
     "--hidden 30 --heads 4": "must be a multiple", "--kv-heads 3": "multiple of 3 key-value heads",
     "--mlp 0": "must be positive, got 0", "--method ddp --alpha 0.5": "ddp has no --alpha",
@@ -51,7 +51,7 @@ BAD = {
     "--resume torn": "torn: no readable config.json there: Unterminated",
     "--resume foreign": "foreign: no readable config.json there: unrecognized arguments: --unknown=1",
     "--resume lr": "--lr: invalid float value: 'fast'", "--resume ways": "--method: invalid choice: 'fedavg'",
-    "--resume stages": "--stages: invalid integers value: \"[2, '2']\"",
+    "--resume stages": "--stages: takes whole numbers with commas between them, not [2, '2']",
     "--resume batch": "invalid int value: '4.0'", "--resume tied": "--tied: ignored explicit argument '1'",
     "--steps 0": "at least 1", "--group-size 1": "at least 2", "--steps many": "invalid int",
     "--unknown": "unrecognized", "--hel": "unrecognized", "--beta2 1": "--beta2 must be below 1",
