@@ -54,13 +54,17 @@ def picture(out, name, draw, found):
     print(path)
 
 
-def label_ends(axis, ends, gap=0.065):
-    """Write each line's name right of the axis, at the height of its end; names keep `gap` of the axis apart.
+def label_ends(axis, gap=0.065):
+    """Write each line's label right of the axis, at the height of its end; labels keep `gap` of the axis apart.
 
-    ends: [(y in data, text, colour)]; call it once the limits of the axis are set.
+    Call it once the limits of the axis are set.
     """
-    place = axis.transData + axis.transAxes.inverted()
-    ends = sorted((place.transform((axis.get_xlim()[1], y))[1], text, colour) for y, text, colour in ends)
+    place, ends = axis.transData + axis.transAxes.inverted(), []
+    for handle, text in zip(*axis.get_legend_handles_labels()):
+        line = getattr(handle, "lines", [handle])[0]                # of an errorbar: the line without bars
+        _, height = place.transform((axis.get_xlim()[1], line.get_ydata()[-1]))
+        ends.append((height, text, line.get_color()))
+    ends.sort()
     heights = [height for height, *_ in ends]
     for _ in range(100):                                    # neighbours push each other apart
         for i, (below, above) in enumerate(zip(heights, heights[1:])):

@@ -73,6 +73,7 @@ class Part:
     seconds: Callable = None    # -> simulated seconds, kept beside the runs
     picture: str = None         # its name (default: the part's)
     seeds: tuple = (0, 1, 2)    # without --seeds
+    measure: Callable = None    # (name, part, o) -> found (default: `run_all`)
 
 
 class Result:
@@ -132,10 +133,7 @@ def headline(description, parts):
         for name in o.parts or parts:
             part = parts[name]
             if not o.plot:
-                runs = [run for run in part.runs(o.steps) if o.only in run.label]
-                found = run_all(name, runs, o.seeds or part.seeds, o.steps)
-                if part.seconds:
-                    found["seconds"] = part.seconds()
+                found = (part.measure or run_all)(name, part, o)
                 if o.only:
                     continue
                 save(o.out, f"headline_{name}", found)
@@ -163,13 +161,16 @@ def arguments(description, parts):
     return o
 
 
-def run_all(name, runs, seeds, steps=None):
-    """{"cpu_hours", "runs": {label: [a row per seed]}} of all runs."""
+def run_all(name, part, o):
+    """{"cpu_hours", "runs": {label: [a row per seed]}, "seconds" if the part has any} of the part's runs."""
+    runs, seeds = [run for run in part.runs(o.steps) if o.only in run.label], o.seeds or part.seeds
     found = dict(cpu_hours=0.0, runs={run.label: [] for run in runs})
+    if part.seconds:
+        found["seconds"] = part.seconds()
     with tqdm(total=len(seeds) * len(runs), unit="run") as progress:
         for seed, run in itertools.product(seeds, runs):
             progress.set_postfix_str(run.label)
-            own = f"-of-{steps}-steps" if steps else ""         # a try keeps to folders of its own
+            own = f"-of-{o.steps}-steps" if o.steps else ""     # a try keeps to folders of its own
             row = train_once(run, identity(run, f"{name}-{run.label}-{seed}{own}", seed))
             found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
             found["runs"][run.label].append(row)
@@ -327,13 +328,11 @@ def over_runs(runs, others):
 
 
 def band(axis, curves, x, colour, **style):
-    """Draw the mean of the curves, one per seed, as a line and their range as a band; returns its end."""
-    points = list(zip(*curves))
+    """Draw the mean of the curves, one per seed, as a line and their range as a band. Curves may end early."""
+    points = [[curve[i] for curve in curves if i < len(curve)] for i in range(max(map(len, curves)))]
     x = x[:len(points)]
-    middle = [statistics.mean(values) for values in points]
-    axis.plot(x, middle, color=colour, **{"lw": 1.5, **style})
-    axis.fill_between(x, [min(v) for v in points], [max(v) for v in points], color=colour, alpha=0.15, lw=0)
-    return middle[-1]
+    axis.plot(x, [*map(statistics.mean, points)], color=colour, **{"lw": 1.5, **style})
+    axis.fill_between(x, [*map(min, points)], [*map(max, points)], color=colour, alpha=0.15, lw=0)
 
 
 def timed(runs, count=60):

@@ -178,36 +178,28 @@ def draw(plt, found):
                  ("25% skipped, in order", " (rho rule)", "25% skipped,\nrho rule", "25%", "-"),
                  ("50% skipped", "", "50% skipped,\nas the papers", "50%", ":"),
                  ("50% skipped", " (rho rule)", "50% skipped,\nrho rule", "50%", "-")]
-        ends = []
         for label, rule, name, colour, dashes in lines:
             seeds = (own if rule else theirs)[f"{stages} stages, {label}, equal time{rule}"]
             x = hours(seeds[0], *timing(published, seeds[0]))
-            last = band(above, [run.losses for run in seeds], x, COLOURS[colour], ls=dashes)
-            ends.append((last, name, COLOURS[colour]))
+            band(above, [run.losses for run in seeds], x, COLOURS[colour], ls=dashes, label=name)
         above.set(xlabel="simulated hours, all-reduce included", title=f"{stages} stages", ylim=(1.65, 2.4))
         missing = [(theirs[f"{stages} stages, 0% skipped"], "none skipped", "full")]
         missing += [(own[f"{stages} stages, {label} (rho rule)"], f"{label[:3]} skipped", label[:3])
                     for label in ("25% skipped, in order", "50% skipped")]
-        ends_below = [(draw_missing(below, seeds, COLOURS[colour]), name, COLOURS[colour])
-                      for seeds, name, colour in missing]
+        for seeds, name, colour in missing:
+            columns = [missing_over(seeds, share) for share in ("1.0", "0.75", "0.5")]
+            curves = [[100 * x for x in row] for row in zip(*columns)]
+            band(below, curves, (100, 75, 50), COLOURS[colour], marker="o", label=name)
         below.set(xlabel="% of the stages that run", xticks=(100, 75, 50), xlim=(103, 47), ylim=(-3, 62))
     axes[0, 0].set_ylabel("held-out nats per byte, whole model")
     axes[1, 0].set(ylabel="perplexity over its own whole model, %",
                    title="Trained with skipping (rho rule)\na model bears missing stages")
-    label_ends(axes[0, 1], ends, gap=0.055)
-    label_ends(axes[1, 1], ends_below)
+    label_ends(axes[0, 1], gap=0.055)
+    label_ends(axes[1, 1])
     figure.suptitle("Half of the stages skipped, under the rho rule, beats the planned full pipeline "
-                    "in equal time\n(below: after equal steps; bands and bars: range of three seeds)",
+                    "in equal time\n(below: after equal steps; bands: range of three seeds)",
                     fontsize=10.5)
     return figure
-
-
-def draw_missing(axis, seeds, colour):
-    columns = [[100 * x for x in missing_over(seeds, share)] for share in ("1.0", "0.75", "0.5")]
-    mean = [statistics.mean(v) for v in columns]
-    errors = [[m - min(v) for m, v in zip(mean, columns)], [max(v) - m for m, v in zip(mean, columns)]]
-    axis.errorbar((100, 75, 50), mean, errors, marker="o", capsize=3, color=colour)
-    return mean[-1]
 
 
 if __name__ == "__main__":
