@@ -40,9 +40,9 @@ def lose(share, argv):
 
 
 def runs(steps):
+    options = (f"--method noloco --steps {steps or 300} --lr 4e-3 --microbatches 6 --batch 2 "
+               "--stages 2,2,2,2 --layers 8")
     for share in (0, 0.05, 0.1):
-        options = (f"--method noloco --steps {steps or 300} --lr 4e-3 --microbatches 6 --batch 2 "
-                   "--stages 2,2,2,2 --layers 8")
         program = f"-m experiments.failure --losing {share}"
         yield Run(f"{share:.0%} of the iterations", options, program=program)
 

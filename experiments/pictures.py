@@ -13,10 +13,10 @@ STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
          "lines.markersize": 4}
 
 
-def save(out, name, result, indent=None):
+def save(out, name, result):
     path = Path(out, "results", f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=indent) + "\n")
+    path.write_text(json.dumps(result) + "\n")
     print(path)
 
 
@@ -55,9 +55,9 @@ def picture(out, name, draw, found):
 
 
 def label_ends(axis, gap=0.065):
-    """Write each line's label right of the axis, at the height of its end; labels keep `gap` of the axis apart.
+    """Write each line's label right of the axis, at the height of the line's end.
 
-    Call it once the limits of the axis are set.
+    Labels keep `gap` of the axis apart. Call it once the limits of the axis are set.
     """
     place, ends = axis.transData + axis.transAxes.inverted(), []
     for handle, text in zip(*axis.get_legend_handles_labels()):

@@ -6,9 +6,10 @@ delay       --delay D beside the outer step that waits: m = 1 to 10, fp32 and on
 many        2 to 64 replicas, groups of 2 and 4; how the gap to DDP grows
 
 The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes all
-gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1), in one byte NoLoCo's alone. Groups,
-Adam, the data's order and the learning rate are those of train.py, so a trial's loss is that of `torchrun
-... train.py` with the same options, up to rounding (tests/test_experiments.py compares them). Nothing is sent.
+gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1); only NoLoCo has one byte a weight.
+Groups, Adam, the data's order and the learning rate are those of train.py, so a trial's loss is that of
+`torchrun ... train.py` with the same options, up to rounding (tests/test_experiments.py compares them).
+Nothing is sent.
 """
 import itertools
 import time
@@ -156,7 +157,7 @@ class Fleet:
         self.loss, self.slope = loss_and_slope(self.model, device)
         self.muon = o.optimizer == "muon" and Muon([theta[n] for n in inside], [grads[n] for n in inside])
         self.outers = [Outer(trial, theta, seeds, lengths) for trial, theta in zip(trials, self.theta)
-                       if trial.method in ("noloco", "diloco")]
+                       if trial.method != "ddp"]
 
     def named(self, vectors):
         """{name: (models, *shape)}, views of vectors (..., P)."""
@@ -297,7 +298,7 @@ def train_all(name, part, o):
 
 
 def by_trial(found):
-    """{(optimizer, replicas): {Trial: {seed: row}}} of the trials that this program has: results/ has more."""
+    """{(optimizer, replicas): {Trial: {seed: row}}}. results/ has more trials than this program."""
     runs, known = {}, [field.name for field in fields(Trial)]
     for row in itertools.chain(*found["fleets"].values()):
         trial = row["trial"]

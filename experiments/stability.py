@@ -13,6 +13,8 @@ second with gamma.
     moments of x, d     (V, C, D) = E (x^2, x d, d^2): `moment_matrix`
     stable where        (1 + alpha) r2 < 2 r1 (1 - alpha^2) + 2 alpha r1^2: `exact_bound`, for gamma = beta
 """
+import itertools
+
 import torch
 from tqdm import tqdm
 
@@ -47,18 +49,12 @@ def rates(k, beta, gamma, pull):
 
 
 def moment_matrix(alpha, k, beta, gamma, pull=0.0):
-    """(..., 3, 3): takes (V, C, D) over one outer step."""
-    alpha, gamma = torch.broadcast_tensors(torch.as_tensor(alpha, dtype=torch.float64),
-                                           torch.as_tensor(gamma, dtype=torch.float64))
+    """(3, 3): takes (V, C, D) over one outer step."""
     r, r2 = rates(k, beta, gamma, pull)
-
-    def row(*entries):
-        return torch.stack([e + torch.zeros_like(alpha) for e in entries], -1)
-
-    D = row(r2, -2 * alpha * r, alpha**2)
-    E = row(-r, alpha, 0.0)                 # of x d'
-    V = row(1.0, 0.0, 0.0)
-    return torch.stack([V + 2 * E + D, E + D, D], -2)
+    V, E, D = torch.tensor([[1.0, 0.0, 0.0],
+                            [-r, alpha, 0.0],                               # of x d'
+                            [r2, -2 * alpha * r, alpha**2]], dtype=torch.float64)
+    return torch.stack([V + 2 * E + D, E + D, D])
 
 
 def exact_bound(alpha, k, pull=0.0):
@@ -114,23 +110,16 @@ def stability(name, part, o):
     generator = torch.Generator().manual_seed(0)
     result = dict(replicas=REPLICAS, pulls=PULLS, alphas=ALPHAS.tolist(), gammas=GAMMAS.tolist(),
                   default=(0.5, 0.7), groups={})
-    for n in tqdm((2, 4, REPLICAS), desc="maps", dynamic_ncols=True):
-        result["groups"][str(n)] = growth_map(n, generator, o.steps or STEPS)
-    return result
-
-
-def growth_map(n, generator, steps):
     alpha, gamma = (v.flatten() for v in torch.meshgrid(ALPHAS, GAMMAS, indexing="ij"))
-    k = contraction(REPLICAS, n)
-    row = dict(bound=gamma_bound(ALPHAS, n).tolist(), window=[w.tolist() for w in paper_window(ALPHAS, n)],
-               exact={}, crossing={})
-    for pull in PULLS:
-        rate = growth(alpha, gamma, n, pull, generator, steps)
+    for n, pull in tqdm([*itertools.product((2, 4, REPLICAS), PULLS)], desc="maps", dynamic_ncols=True):
+        k, rate = contraction(REPLICAS, n), growth(alpha, gamma, n, pull, generator, o.steps or STEPS)
+        row = result["groups"].setdefault(str(n), dict(exact={}, crossing={}))
         row["exact"][str(pull)] = exact_bound(ALPHAS, k, pull).tolist()
         row["crossing"][str(pull)] = first_growth(rate.view(len(ALPHAS), -1)).tolist()
         if pull == 0.0:
-            row.update(beside_bounds(rate, alpha, gamma, n, k))
-    return row
+            row.update(beside_bounds(rate, alpha, gamma, n, k), bound=gamma_bound(ALPHAS, n).tolist(),
+                       window=[w.tolist() for w in paper_window(ALPHAS, n)])
+    return result
 
 
 def first_growth(rate):

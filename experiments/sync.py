@@ -1,45 +1,26 @@
-"""What bench_sync.py found: its tables and pictures; and the rows of one byte a weight and of delays.
+"""What bench_sync.py found: its tables and pictures; and the row of one byte a weight.
 
     python -m experiments.sync --out .                                      tables and pictures of results/
-    torchrun --nproc-per-node 8 -m experiments.sync [bench_sync's options]  its measurement and those rows
+    torchrun --nproc-per-node 8 -m experiments.sync [bench_sync's options]  its measurement and that row
 """
-import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import bench_sync
 from bench_sync import Timed, quartiles
-from experiments.pictures import COLOURS, WIDTH, label_ends, picture
+from experiments.pictures import COLOURS, WIDTH, kept, label_ends, picture
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import Parser
-from plumbing.overlap import DelayedNoLoCo, DelayedOneByte
-from plumbing.processes import BadInput, Job
+from plumbing.processes import Job
 
 SHADES = ("#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#0072B2", "#000000")      # one per number of replicas
 
 
 def methods(o, params):
-    """Beside bench_sync's: one byte a weight; and delayed outer steps that nothing hides.
-
-    A delayed row merges the message before, sends its own and waits for its arrival.
-    """
-    rows, common = bench_sync.methods(o, params), dict(inner_steps=1, seed=o.seed)
-    short = OneByteNoLoCo(params, **common)
-    name = "NoLoCo, one byte a weight"
-    rows[name] = Timed(short.step, sent=lambda: short.bytes_sent, floor="exchange of theta")
-    for below, kind in {"NoLoCo": DelayedNoLoCo, name: DelayedOneByte}.items():
-        outer = kind(params, delay=1, **common)
-        outer.phi, outer.delta = short.phi, short.delta         # what is in them does not change the time
-
-        def run(outer, alpha, beta):
-            outer.alpha, outer.beta, outer.gamma = alpha, beta, beta
-            outer.step()
-            outer.settle()
-
-        for settings, more in ((outer.alpha, outer.beta), ""), ((0, 1), ", plain averages"):
-            rows[f"{below}, delayed{more}"] = Timed(partial(run, outer, *settings), floor=below,
-                                                    sent=partial(getattr, outer, "bytes_sent"))
+    """Beside bench_sync's: one byte a weight."""
+    rows, short = bench_sync.methods(o, params), OneByteNoLoCo(params, inner_steps=1, seed=o.seed)
+    sent = lambda: short.bytes_sent
+    rows["NoLoCo, one byte a weight"] = Timed(short.step, sent=sent, floor="exchange of theta")
     return rows
 
 
@@ -51,7 +32,8 @@ def draw_simulated(plt, r):
 
     def line(axis, x, points, colour, name):
         value, error = zip(*points)
-        axis.errorbar(x, value, [2 * e for e in error], color=colour, marker="o", capsize=2, lw=1.2, label=name)
+        two = [2 * e for e in error]
+        axis.errorbar(x, value, two, color=colour, marker="o", capsize=2, lw=1.2, label=name)
 
     for colour, n in zip(SHADES, r["ratio"]):
         line(a, r["spreads"], r["ratio"][n], colour, f"{n} replicas")
@@ -80,15 +62,14 @@ def draw_simulated(plt, r):
 
 def draw_measured(plt, found):
     """Bars of the same rows for each number of processes."""
-    names = [name for name in found[0]["rows"] if "ahead" not in name][::-1]
+    names = [name for name in found[0]["rows"] if "delayed" not in name][::-1]
     figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 5), layout="constrained", sharey=True,
                                 squeeze=False)
     for axis, r in zip(axes.flat, found):
         rows = [quartiles(r["rows"][name]["seconds"]) for name in names]
         error = [[middle - low for low, middle, _ in rows], [high - middle for _, middle, high in rows]]
         colours = [COLOURS.get(name.split(",")[0].split(":")[0], "#999999") for name in names]
-        labels = [name.replace(", delayed", ",\ndelayed") for name in names]
-        axis.barh(labels, [middle for _, middle, _ in rows], 0.7, xerr=error, capsize=2, color=colours,
+        axis.barh(names, [middle for _, middle, _ in rows], 0.7, xerr=error, capsize=2, color=colours,
                   ecolor="#777777")
         axis.set(xlabel="seconds", title=f"{r['replicas']} processes, {r['params'] / 1e6:g}M weights in fp32")
     figure.suptitle("Measured: NoLoCo's outer step is faster than DiLoCo's between 8 processes\n"
@@ -102,13 +83,10 @@ def show(argv=None):
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
     p.add_argument("--plot", action="store_true", help="the same: this program measures under torchrun only")
     o = p.parse_args(argv)
-    there = [json.loads(file.read_text()) for file in sorted(Path(o.out, "results").glob("sync_*.json"))]
-    if not there:
-        raise BadInput(f"no results/sync_*.json in {o.out}: first python bench_sync.py --simulate")
-    for r in [r for r in there if "ratio" in r]:
-        bench_sync.print_simulated(r)
-        picture(o.out, "sync_simulated", draw_simulated, r)
-    measured = [r for r in there if "rows" in r]
+    simulated = kept(o.out, "sync_simulated")
+    bench_sync.print_simulated(simulated)
+    picture(o.out, "sync_simulated", draw_simulated, simulated)
+    measured = [kept(o.out, file.stem) for file in sorted(Path(o.out, "results").glob("sync_measured_*"))]
     for r in measured:
         bench_sync.print_measured(r)
     if measured:

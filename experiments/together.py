@@ -151,8 +151,7 @@ def table(found):
     for label, seeds in runs.items():
         if seeds[0].o.method != "ddp" and seeds[0].o.wire != "int8":      # results/ has more
             continue
-        times = [timing(found, run) for run in seeds]
-        iteration, sync = statistics.mean(t[0] for t in times), times[0][1]
+        iteration, sync = map(statistics.mean, zip(*(timing(found, run) for run in seeds)))
         show_row(label, len(seeds), spread_of(finals(seeds)), f"{iteration:.1f}",
                  f"{sync:.1f} every {seeds[0].o.every}", f"{clock(found, seeds[0])[-1]:.1f}",
                  *(shares(found, seeds, *other) for other in bases))
