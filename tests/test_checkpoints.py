@@ -15,8 +15,8 @@ import train
 from plumbing import checkpoints, signals
 from plumbing.processes import BadInput
 from plumbing.report import Log
-from tests.harness import (NEEDS_MUON, SMALL, assert_same, captured, checkpoint, errors_of, metrics,
-                           options, processes, run, store_host, train_main)
+from tests.harness import (NEEDS_MUON, SMALL, assert_same, captured, checkpoint, metrics, options, processes,
+                           refused, run, store_host, train_main)
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,6 @@ def done(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("done")
     run(2, "--steps", 4, "--data", corpus, "--name", "x", *SMALL, cwd=folder)
     return folder
-
-
-def refused(world, *argv, cwd, main=train.main):
-    return errors_of(world, (main, *argv), cwd=cwd)[0]
 
 
 # ---- going on

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import shutil
 import time
 from collections import Counter
 from dataclasses import replace
@@ -29,9 +28,9 @@ from planning.training import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
 from plumbing.processes import BadInput, Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
-from tests.harness import (SMALL, SMALL_CONFIG, assert_same, checkpoint, connected_job, metrics, options,
-                           processes, run, train_main)
-from tests.oracles import random_network, replay, scaled_blocks, worst_gradient
+from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit, metrics,
+                           options, processes, run, train_main)
+from tests.oracles import random_network, replay, scaled_blocks, through, worst_gradient
 from tools import emulate
 
 
@@ -63,9 +62,8 @@ def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
         assert replay(paths * 2, range(7), order)
     # rank 1 runs the second microbatch first, though the first is sent first
     order = [[(0, 0), (1, 0), (1, 2), (0, 2), (1, 4), (0, 4)], [(1, 1), (0, 1), (1, 3), (0, 3)]]
-    assert train.incoming([chain((0, 1))] * 2, 1, order[1], order) == [
-        (0, 0, 1), (0, 1, 1), (0, 1, 3), (0, 0, 3)
-    ]
+    posted = [(0, 0, 1), (0, 1, 1), (0, 1, 3), (0, 0, 3)]
+    assert train.incoming([chain((0, 1))] * 2, 1, order[1], order) == posted
     assert replay([(0, 1)] * 2, range(2), order)
 
 
@@ -90,13 +88,10 @@ def test_the_rho_rule_scales_what_layers_add_and_leaves_no_trace():
     assert torch.equal(model.blocks(x), before)
 
 
-def test_shares_of_visits_by_hand():
+def test_shares_of_visits_and_what_stages_add_where_some_are_missing_by_hand():
     stages, paths = [[0, 1], [2, 3], [4], [5]], [(0, 2, 4), (1, 4), (0, 3), (1, 4, 2)]
     assert shares(paths, stages) == [1, 0.75, 0.75, 0]
     assert shares([], stages) == [0, 0, 0, 0]       # every path had a dead node: there is no task either
-
-
-def test_with_stages_missing_each_adds_more_by_hand():
     rho = [1, 0.75, 0.5, 0]                     # nobody visits the last one
     assert with_stages_missing(rho, 4) == with_stages_missing(rho, 3) == rho
     assert with_stages_missing(rho, 2) == with_stages_missing(rho, 1) == [1, 1, 1, 0]
@@ -151,14 +146,10 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
         for _, grad in flats:
             grad.zero_()
         for path in paths:
-            batch = readers[path[0]].next(o.batch)
-            x = models[path[0]].embed(batch[:, :-1])
-            for rank in path:
-                x = models[rank].blocks(x)
-            models[path[0]].loss(x, batch[:, 1:]).backward()
+            batch, visited = readers[path[0]].next(o.batch), [models[rank] for rank in path]
+            visited[0].loss(through(visited, batch[:, :-1]), batch[:, 1:]).backward()
         for rank, (_, grad) in enumerate(flats):
-            visits = sum(rank in p for p in paths)
-            if visits:
+            if visits := sum(rank in p for p in paths):
                 grad /= visits * o.batch * o.seq_len
                 grad *= min(1.0, 1.0 / grad.norm().item())
                 adams[rank].param_groups[0]["lr"] = train.schedule(step, o)
@@ -228,8 +219,7 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(replan, trained, tmp_pa
     trained(4, "--stages", "2,1,1", "--skip", 0.33, "--replan", replan, "--steps", 2, "--save-every", 1,
             "--eval-every", 1)
     plan = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]
-    shutil.rmtree(tmp_path / "runs/x/checkpoints/00000002")
-    run(4, "--resume", "runs/x", cwd=tmp_path)
+    goes_on_to_the_bit(tmp_path / "runs/x", 2)
     assert checkpoint(tmp_path / "runs/x", 2, 3)["plan"] == plan and 0 < plan["makespan"] < 60
 
 
@@ -322,10 +312,7 @@ def test_training_goes_round_a_node_that_becomes_slow(trained, tmp_path):
     assert rows[16]["simulated_seconds"] == new["makespan"]
     for step, plan in ((12, first), (16, new)):
         assert rows[step]["iteration_seconds"] > 0.999 * takes(slow, plan)
-    whole = shutil.copytree(folder, tmp_path / "runs/whole")
-    shutil.rmtree(folder / "checkpoints/00000016")
-    run(5, "--resume", "runs/x", cwd=tmp_path)
-    assert_same(folder, whole, 16, world=5)         # on the new plan
+    goes_on_to_the_bit(folder, 16, world=5)         # on the new plan
 
 
 class Clocked:
