@@ -237,19 +237,3 @@ def test_cities():
     assert (mbit[0, 2], latency[0, 2]) == (speed * 8e-6, seconds * 1000)
     assert (mbit[()], mbit[5,], latency[0, 1], latency[0, 12]) == (0, 20, 7, 1)
     assert (latency[2, 12], mbit[2, 12]) == (latency[0, 2], mbit[0, 2])
-
-
-@pytest.mark.parametrize("arguments", [
-    "", "4", "4 --", "1 -- true", "201 -- true", "x -- true", *(f"4 {option} -- true" for option in (
-        "--mbit -1", "--mbit abc", "--slow 2", "--rate 5", "--slow 4=2", "--slow 2-2=5", "--latency 1-4=5",
-        "--latency 2=", "--cpu 0", "--cpu 1-2=1", "--cpu 1@5=1", "--rate 1-4@3=5", "--rate 3@1", "--cut 3",
-        "--cut 4@1", "--cut 1-2@1"
-    ))
-])
-def test_bad_arguments_give_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        read(arguments.split())
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert ("--slow/--rate: takes LINK[@WHEN]=NUMBER, not 2" in error) == ("--slow 2 " in arguments)
