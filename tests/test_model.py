@@ -15,6 +15,7 @@ from plumbing.huggingface import load_weights, read_config, save_pretrained
 from plumbing.processes import BadInput
 from tests.harness import error_of, metrics, options, run
 from tests.oracles import heldout_rows, reference_logits, through
+from tests.test_options import LLAMA
 from tools import export
 
 
@@ -131,37 +132,12 @@ def test_a_stage_reads_its_own_tensors_only(tmp_path):
         load_weights(Llama(Config(intermediate_size=256), [2], ends=False), tmp_path / "whole")
 
 
-LLAMA = dict(model_type="llama", vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
-             num_attention_heads=4)
-
-
-@pytest.mark.parametrize("change, error", [
-    (dict(model_type="mistral"), "model_type mistral is not supported, only llama"),
-    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_type llama3"),
-    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "rope_type yarn"),
-    (dict(rope_scaling=dict(type="linear", factor=2.0)), "type linear"),
-    (dict(attention_bias=True), "attention_bias True"), (dict(mlp_bias=True), "mlp_bias True"),
-    (dict(head_dim=64), "head_dim 64 is not supported, only 32"),
-    (dict(hidden_act="gelu"), "hidden_act gelu"),
-    (dict(quantization_config=dict(bits=4)), "quantization_config"),
-    (dict(hidden_size=None), "no hidden_size"), (dict(vocab_size=None), "no vocab_size"),
-    (dict(num_key_value_heads=3), "multiple of 3 key-value heads"),
-    (dict(vocab_size="many"), "must be positive, got many"),
-    (dict(hidden_size=100), "multiple of 2 x 4 heads"),
-], ids=str)
-def test_init_from_refuses_what_this_llama_has_not(change, error, tmp_path):
-    config = {name: value for name, value in {**LLAMA, **change}.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match=f"{tmp_path}: .*{error}"):
-        options("--init-from", tmp_path)
-
-
 def test_what_config_json_leaves_out_is_as_in_transformers_and_a_missing_package_names_the_extra(
         tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
     o = options("--init-from", ".")
-    assert (o.hidden, o.kv_heads, o.norm_eps, o.rope_theta, o.tied) == (128, 4, 1e-6, 1e4, False)
+    assert (o.hidden, o.kv_heads, o.norm_eps, o.rope_theta, o.tied) == (32, 2, 1e-6, 1e4, False)
     for package, argv in ("safetensors", ["--init-from", "."]), ("tokenizers", ["--tokenizer", "x.json"]):
         monkeypatch.setitem(sys.modules, package, None)
         assert f"needs the {package} package: pip install '.[hf]'" in error_of(train.main, *argv)

@@ -56,6 +56,10 @@ def program_of(line):
 
 @pytest.mark.parametrize("line, error", BAD)
 def test_bad_input_is_one_line_of_rank_0_and_status_2(line, error, files):
+    if line.startswith("{"):
+        config = {name: value for name, value in (LLAMA | json.loads(line)).items() if value is not None}
+        Path("llama/config.json").write_text(json.dumps(config))
+        line = "--init-from llama"
     main, *argv = program_of(line.removeprefix("2: "))
     told = refused(2, *argv, main=main, cwd=Path()) if line.startswith("2: ") else error_of(main, *argv)
     assert error in told
