@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 from collections import Counter, deque
 from itertools import accumulate, pairwise
 
@@ -14,7 +15,7 @@ from model import Config, Llama, rotary
 from noloco import flatten
 from plumbing.data import load_corpus
 from skippipe import chain
-from tests.harness import SMALL_CONFIG, connected_job, processes
+from tests.harness import HERE, SMALL_CONFIG, connected_job, processes
 
 
 def reference_logits(tokens, w, config):
@@ -194,23 +195,9 @@ def replay(paths, ranks, order=None):
 # The published routes and times (released code of arXiv 2502.19913):
 # method -> (rounds, {seconds of a forward: seconds of an iteration}, a path per microbatch of a round).
 PUBLISHED_ROUTES = {
-    "SkipPipe": (2, {0.44: 33.3138, 0.88: 44.7538, 1.76: 68.5538}, 3 * [
-        (0, 14, 6, 12), (3, 15, 17, 5), (4, 7, 13, 19), (10, 1, 18, 2), (11, 8, 16, 9),
-    ]),
-    "no TC2": (2, {0.44: 35.4348, 0.88: 48.4934, 1.76: 76.2072}, [
-        (0, 12, 5, 19), (0, 1, 19, 18), (0, 6, 18, 17), (3, 12, 6, 2), (3, 14, 12, 2), (3, 6, 14, 13),
-        (4, 15, 13, 7), (4, 15, 5, 17), (4, 15, 13, 7), (10, 1, 17, 5), (10, 1, 7, 2), (10, 14, 18, 19),
-        *[(11, 8, 16, 9)] * 3,
-    ]),
-    "random": (2, {0.44: 48.9157, 0.88: 60.3667, 1.76: 86.8002}, [
-        (0, 12, 7, 17), (0, 14, 16, 9), (0, 1, 8, 19), (3, 12, 7, 17), (3, 15, 6, 5), (3, 1, 8, 19),
-        (4, 13, 18, 2), (4, 15, 6, 5), (4, 1, 8, 19), (10, 13, 18, 2), (10, 15, 6, 5), (10, 14, 16, 9),
-        (11, 13, 18, 2), (11, 12, 7, 17), (11, 14, 16, 9),
-    ]),
-    "full": (3, {0.44: 79.9397, 0.88: 105.6097, 1.76: 154.2028}, [
-        p for p in [(0, 15, 1, 16, 5, 17), (3, 8, 9, 12, 18, 2), (4, 14, 6, 13, 7, 19)] for _ in range(3)
-    ]),
-}
+    method: (row["rounds"], {float(forward): seconds for forward, seconds in row["times"].items()},
+             [tuple(path) for path in row["paths"]])
+    for method, row in json.loads((HERE / "tests/published_routes.json").read_text()).items()}
 
 
 def random_network(draw, shape, speeds=(1.0,), memory=(1, 2, 3)):
