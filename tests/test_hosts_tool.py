@@ -167,17 +167,13 @@ def test_half_the_processors_compute_half_as_fast():
     assert within(0.15, 0.5, half_over_full)
 
 
-def test_version_2_of_control_groups(monkeypatch, tmp_path):
-    monkeypatch.setattr(tool, "CGROUPS", tmp_path)
-    tool.limit(tmp_path / "x", 0.25)
-    assert (tmp_path / "x/cpu.max").read_text() == "5000 20000"
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-
-
-def test_without_control_groups_one_line_says_so(monkeypatch, tmp_path):
+def test_control_groups_of_version_2_and_none(monkeypatch, tmp_path):
     monkeypatch.setattr(tool, "CGROUPS", tmp_path)
     with pytest.raises(OSError, match="^--cpu: no control groups, version 1 or 2, in"):
         Hosts(2, cpu={(): 0.5})
+    tool.limit(tmp_path / "x", 0.25)
+    assert (tmp_path / "x/cpu.max").read_text() == "5000 20000"
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
 
 
 def test_cut_drops_both_directions_until_restored():

@@ -1,6 +1,6 @@
 """Outer steps beyond the equations: refusals, one byte a weight, the docs' recipes, Gloo's interface."""
 
-import copy
+import itertools
 import os
 import re
 import shutil
@@ -236,7 +236,7 @@ def test_a_rule_of_ones_own_mixes_as_it_says():
 
 
 def _transformers(rank, world, folder):
-    """(this rank's weights after each step, whether each gradient was its own to the bit)."""
+    """This rank's weights after each step. The batches differ, so equal weights tell averaged gradients."""
     transformers = pytest.importorskip("transformers")
     noloco_trainer = recipe("trainers.md", "transformers.Trainer")["noloco_trainer"]
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
@@ -247,33 +247,23 @@ def _transformers(rank, world, folder):
         folder, max_steps=6, per_device_train_batch_size=2, ddp_backend="gloo", report_to=[], use_cpu=True,
         average_tokens_across_devices=False, max_grad_norm=0, save_strategy="no", logging_strategy="no",
         disable_tqdm=True, learning_rate=1e-2)
-    seen, weights, own = {}, [], []
+    weights = []
 
     class Watch(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            again = copy.deepcopy(model)
-            again.zero_grad()
-            again(**seen).loss.backward()
-            pairs = zip(model.parameters(), again.parameters())
-            own.append(all(torch.equal(a.grad, b.grad) for a, b in pairs))
-
         def on_step_end(self, args, state, control, model=None, **kwargs):
             weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
 
     dataset = [dict(input_ids=row, labels=row) for row in tokens]
     trainer = noloco_trainer(model, args, dataset, inner_steps=3, alpha=0, beta=1)
     trainer.add_callback(Watch)
-    model.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
     trainer.train()
     dist.barrier()
-    return weights, own
+    return weights
 
 
 def test_the_transformers_trainer_keeps_replicas_apart_between_outer_steps(tmp_path):
     pytest.importorskip("accelerate")
-    (first, own), (second, others) = processes(2, _transformers, str(tmp_path))
-    assert own == others == [True] * 6
-    assert [a == b for a, b in zip(first, second)] == [False, False, True] * 2
+    assert [a == b for a, b in zip(*processes(2, _transformers, str(tmp_path)))] == [False, False, True] * 2
 
 
 # ---------------- gloo_interface
@@ -300,17 +290,13 @@ def launch(monkeypatch, local, world, master, names=None):
     monkeypatch.setattr(os, "environ", {name: value for name, value in given.items() if value is not None})
 
 
-@pytest.mark.parametrize("names", ["lo", "lo,lo", ""])
-@pytest.mark.parametrize("local", ["2", "4"])
-def test_gloo_interface_keeps_what_is_set(names, local, monkeypatch):
-    launch(monkeypatch, local, "4", "127.0.0.1", names)
-    assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == names
-
-
-@pytest.mark.parametrize("master", ["127.0.0.1", "198.51.100.7", "no-such-host.invalid", None])
-def test_gloo_interface_of_one_host_is_the_loopback_whatever_the_master(master, monkeypatch):
-    launch(monkeypatch, "4", "4", master)
-    assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == own_addresses()["127.0.0.1"]
+@pytest.mark.parametrize("local, master, names", [
+    *itertools.product(["2", "4"], ["127.0.0.1"], ["lo", "lo,lo", ""]),
+    *itertools.product(["4"], ["127.0.0.1", "198.51.100.7", "no-such-host.invalid", None], [None])])
+def test_gloo_interface_keeps_what_is_set_and_is_one_hosts_loopback(local, master, names, monkeypatch):
+    launch(monkeypatch, local, "4", master, names)
+    want = own_addresses()["127.0.0.1"] if names is None else names
+    assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == want
 
 
 @pytest.mark.parametrize("local, world", [("2", "4"), (None, None)])
