@@ -205,8 +205,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_one_line_of_one_rank(corpus, tm
     codes, texts = zip(*results)
     assert codes == (2,) * 4 and not any("Traceback" in text or "stopped" in text for text in texts)
     (line,) = [line for line in "".join(texts).splitlines() if "runs/x/" in line]
-    error = "error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File too large; "
-    assert line == error + "once that is put right remove runs/x, which holds no checkpoint yet, and start again"
+    assert line == ("error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File too "
+                    "large; once that is put right remove runs/x, which holds no checkpoint yet, and start "
+                    "again")
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".tmp", ".pt")]
 
 
