@@ -40,7 +40,6 @@ from planning.training import PLANNERS, idle, measure, plan_paths, read_links
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
 from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import Adam, FastLlama
-from plumbing.huggingface import load_weights
 from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
@@ -88,7 +87,6 @@ class Options:
     rope_theta: float = option(10000.0, "base of the rotary positions")
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     tied: bool = option(False, "the head is the embedding")
-    init_from: str = option(None, "start from a folder in Hugging Face's form, its dimensions and weights")
     # the inner optimizer
     optimizer: str = option("adam", "muon: for layers' matrices, Adam for the rest", choices=["adam", "muon"])
     steps: int = option(None, "inner steps in all", least=1)
@@ -433,8 +431,6 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
         job.together(read_links, o.links, stages)                       # refused before any work
     corpus, reader = job.together(load_data, o, job.rank, stages[0])
     model = FastLlama(config, layers[stage], ends, o.seed, job.device)
-    if o.init_from and not o.resume:
-        job.together(load_weights, model, o.init_from)
     theta, grad = flatten(model.parameters())
     inner = job.together(Muon, grad, model, o.beta2) if o.optimizer == "muon" else Adam(theta, grad, o.beta2)
     run = Run(job, o, stages, stage, config, corpus, reader, model, theta, inner, take_folder(o, job))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from plumbing.processes import BadInput, one_line, restarts
+from plumbing.processes import BadInput, forbid, one_line, restarts
 from plumbing.report import Log, Meter, atomic
 
 FORM = 3        # the version of what is saved; other versions are refused
@@ -127,8 +127,7 @@ def load(file):
 def state_of(run):
     return dict(step=run.step, cursor=run.cursor, theta=run.theta, adam=run.inner.state_dict(),
                 outer=run.outer and run.outer.state_dict(), owed=run.average and run.average.owed,
-                rng=torch.get_rng_state(), plan=run.routes.plan,
-                rho=run.rho, corpus=run.corpus and run.corpus.digest,
+                plan=run.routes.plan, rho=run.rho, corpus=run.corpus and run.corpus.digest,
                 meter=run.meter.state(run))
 
 
@@ -147,7 +146,6 @@ def restore(run, state):
     run.theta.copy_(state["theta"])
     run.inner.load_state_dict(state["adam"])
     run.meter = Meter(**state["meter"])
-    torch.set_rng_state(state["rng"].cpu())
     if run.outer:
         run.outer.load_state_dict(state["outer"])
     if run.average:
@@ -164,7 +162,7 @@ def rho_of(o, state):
 
 def begin(run):
     """The log of a run that begins or resumes. A run that has done all its steps says so, and ends here."""
-    if run.step == run.o.steps and not run.job.joining:
+    if run.step >= run.o.steps and not run.job.joining:
         run.job.say([f"{run.folder} has done all its {run.step} steps: give more --steps to go on"])
         run.job.close()
         sys.exit(0)
@@ -174,8 +172,6 @@ def begin(run):
 
 def fits(run, state):
     """Raises BadInput if the run cannot go on from this checkpoint."""
-    if state["step"] > run.o.steps:
-        raise BadInput(f"--steps {run.o.steps}: {run.folder} has done {state['step']} already; give more")
     if run.corpus and state["corpus"] != run.corpus.digest:
         raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, then "
                        f"{state['corpus']}): give the same --data or start a new run")
@@ -192,9 +188,8 @@ def new_folder(o):
     """The name of a folder in runs/, taken by its config.json. A restarted run finds its folder again."""
     name = o.name or f"{o.method}-{'x'.join(map(str, o.stages))}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = Path("runs", name, "config.json")
+    forbid((config.exists() and not restarts(),
+            f"{config.parent} exists: go on with --resume {config.parent}, or give another --name"))
     config.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        config.touch(exist_ok=restarts() > 0)
-    except FileExistsError:
-        raise BadInput(f"{config.parent} exists: go on with --resume {config.parent}, or give another --name")
+    config.touch()
     return name

@@ -1,54 +1,6 @@
 """The folders of Hugging Face's transformers: config.json, model.safetensors, tokenizer.json."""
 import json
-from dataclasses import fields
 from pathlib import Path
-
-from model import Config
-from plumbing.processes import BadInput
-
-
-def read_config(folder):
-    """The Config of a folder that transformers wrote.
-
-    Raises ValueError on what this Llama does not have, OSError without a config.json.
-    """
-    found = json.loads((Path(folder) / "config.json").read_text())
-    for rope in ("rope_scaling", "rope_parameters"):            # of transformers 4, 5
-        found = {**found, **(found.get(rope) or {})}
-    found = {"model_type": None, **{name: value for name, value in found.items() if value is not None}}
-    wanted = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False,
-                  quantization_config=None, rope_type="default", type="default", partial_rotary_factor=1.0,
-                  head_dim=found.get("hidden_size", 0) // (found.get("num_attention_heads") or 1))
-    for name, value in wanted.items():
-        if found.get(name, value) != value:
-            raise ValueError(f"{name} {found[name]} is not supported, only {value}")
-    unsaid = dict(rope_theta=10000.0, rms_norm_eps=1e-6, tie_word_embeddings=False,
-                  num_key_value_heads=found.get("num_attention_heads"))
-    found = {**unsaid, **found}
-    names = [f.name for f in fields(Config)]
-    if missing := [name for name in names if name not in found]:
-        raise ValueError(f"config.json has no {missing[0]}")
-    return Config(**{name: found[name] for name in names})
-
-
-def load_weights(model, folder):
-    """Fill the tensors that this module holds from model.safetensors, or the files that its index names.
-
-    No other tensors are read. Raises BadInput on a missing tensor, another shape or a damaged file, OSError
-    on a missing file, ImportError without safetensors.
-    """
-    from safetensors import SafetensorError, safe_open
-    index = Path(folder, "model.safetensors.index.json")
-    try:
-        files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
-        for name, parameter in model.named_parameters():    # a tied head goes by the name of the embedding
-            with safe_open(Path(folder, files.get(name, "model.safetensors")), "pt") as tensors:
-                found = tensors.get_tensor(name)
-            if found.shape != parameter.shape:
-                raise ValueError(f"{name} has shape {[*found.shape]}, by config.json {[*parameter.shape]}")
-            parameter.data.copy_(found)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise BadInput(f"--init-from {folder}: {error}")
 
 
 def save_pretrained(model, folder, positions, end=None):

@@ -7,7 +7,6 @@ from itertools import accumulate
 from pathlib import Path
 
 from model import Config
-from plumbing.huggingface import read_config
 from plumbing.processes import BadInput, forbid
 
 
@@ -38,14 +37,9 @@ def option(default, help, choices=None, least=0):
     return field(default=default, metadata=dict(help=help, choices=choices, least=least))
 
 
-def numbers(kind):
-    """An argument type: numbers with commas between them."""
-    def read(text):
-        try:
-            return [kind(x) for x in text.strip("[]").split(",")]       # [] in a config.json
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"takes numbers with commas, not {text}")
-    return read
+def integers(text):
+    """An argument type: whole numbers with commas between them."""
+    return [int(number) for number in text.strip("[]").split(",")]      # [] in a config.json
 
 
 def steps_or_half(text):
@@ -81,21 +75,21 @@ FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "ski
 # In the order of Config's fields.
 DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
 # A checkpoint fits only a run that agrees in these, and in the hash of its corpus.
-LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "delay", "model", "init_from", "seq_len",
-          "seed", "tokenizer", "routing", "skip", "microbatches", "batch", "optimizer")
+LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "delay", "model", "seq_len", "seed",
+          "tokenizer", "routing", "skip", "microbatches", "batch", "optimizer")
 
 
 def parse_options(Options, argv, world, description):
     """The Options that the command line asks for. Raises BadInput."""
     parser = make_parser(Options, description)
     given = vars(parser.parse_args(argv))
-    folder, found = from_folder(Options, parser, given)
+    run = given.get("resume")
+    found = vars(from_folder(Options, parser, run)) if run else {}
     for name in LAYOUT:
         if name in found and given.get(name, found[name]) != found[name]:
-            raise BadInput(f"{flag(name)} {given[name]} differs from the {found[name]} of {folder}: drop it")
+            raise BadInput(f"{flag(name)} {given[name]} differs from the {found[name]} of {run}: drop it")
     o = Options(**{**found, **given})
-    tiny_run = o.model == "tiny" and ("model" in given or not o.init_from)      # else as in the papers
-    outer = TINY.get(o.method, {}) if tiny_run else {}
+    outer = TINY.get(o.method, {}) if o.model == "tiny" else {}
     more = dict(stages=[world], routing="skippipe" if o.skip else "random")
     for name, value in {**MODELS[o.model], **METHODS[o.method], **outer, **more}.items():
         if getattr(o, name) is None:
@@ -140,7 +134,7 @@ def make_parser(Options, description):
     parser = Parser(description, argument_default=argparse.SUPPRESS)
     first, more = parser.add_argument_group("what most runs need"), parser.add_argument_group("more")
     for f in sorted(fields(Options), key=lambda f: f.name not in FIRST):
-        kind = numbers(int) if f.type is list else f.type
+        kind = integers if f.type is list else f.type
         how = dict(action="store_true") if kind is bool else dict(type=kind, choices=f.metadata["choices"])
         group = first if f.name in FIRST else more
         group.add_argument(flag(f.name), help=f.metadata["help"] + default_text(f), **how)
@@ -154,19 +148,15 @@ def default_text(f):
     return "" if text is None or text is False else f" (default: {text})"
 
 
-def from_folder(Options, parser, given):
-    """(folder, the options that its config.json gives), of --resume or else --init-from. Raises BadInput."""
-    run, weights = given.get("resume"), given.get("init_from")
-    try:
-        if run:         # by the parser, as if the command line gave them, which finds values of a wrong type
-            config = json.loads((Path(run) / "config.json").read_text())
-            argv = [flag(name) if value is True else f"{flag(name)}={value}"
-                    for name, value in config.items() if value is not None and value is not False]
-            return run, vars(Options(**vars(parser.parse_args(argv))))
-        return weights, dict(zip(DIMENSIONS, vars(read_config(weights)).values() if weights else ()))
-    except (OSError, ValueError, TypeError, AttributeError, BadInput) as error:
-        place = f"{run}: no readable config.json there" if run else f"--init-from {weights}"
-        raise BadInput(f"{place}: {error}")
+def from_folder(Options, parser, run):
+    """The Options of a run's config.json. Raises BadInput."""
+    try:                # by the parser, as if the command line gave them, which finds values of a wrong type
+        config = json.loads((Path(run) / "config.json").read_text())
+        argv = [flag(name) if value is True else f"{flag(name)}={value}"
+                for name, value in config.items() if value is not None and value is not False]
+        return Options(**vars(parser.parse_args(argv)))
+    except (OSError, ValueError, AttributeError, BadInput) as error:
+        raise BadInput(f"{run}: no readable config.json there: {error}")
 
 
 # ---- what the options mean

@@ -56,16 +56,14 @@ class PhiAhead(Travelling, NoLoCo):
     @torch.no_grad()
     def step(self):
         self.flying = self.flying or self.post(self.group(), {"phi": self.phi}, self.lane)
-        due = super().step()
-        if due:
-            self.flying = None
-        return due
+        return super().step()
 
     def exchange(self):
         (thetas,), works = self.post(self.group(), {"theta": self.theta})
         (phis,), more = self.flying
         for work in works + more:
             work.wait()
+        self.flying = None
         self.notice(thetas)
         return thetas, phis, len(thetas)
 

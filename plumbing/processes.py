@@ -90,8 +90,7 @@ class Job:
         except (BadInput, OSError) as error:
             problem = one_line(error)
         except ModuleNotFoundError as error:
-            extra = "plot" if error.name == "matplotlib" else "hf"
-            problem = f"this needs the {error.name} package: pip install '.[{extra}]'"
+            problem = f"this needs the {error.name} package: pip install '.[hf]'"
         for line in filter(None, self.share(f"problem/{name or function.__name__}", problem)):
             self.refuse(line)
         return result
@@ -186,12 +185,10 @@ class Job:
             print(end="\n" if self.rank else "", file=sys.stderr)           # leave rank 0's progress bar
             if not isinstance(error, RuntimeError):                         # most often a full disk
                 complain(f"{one_line(error)}; once that is put right {next_command(run)}")
-                sys.exit(2)
-            lost = any(words in str(error) for words in BROKEN)
-            why = ": another process is gone; " if lost else "; if another process is gone, "
-            print(f"stopped: rank {self.rank} at step {run.step}{why}{next_command(run)}", file=sys.stderr,
-                  flush=True)
-            if not (lost or self.signals.number):
+            elif self.signals.number or any(words in str(error) for words in BROKEN):
+                print(f"stopped: rank {self.rank} at step {run.step}: another process is gone; "
+                      f"{next_command(run)}", file=sys.stderr, flush=True)
+            else:
                 raise
             sys.exit(2)
 
@@ -211,27 +208,6 @@ class Job:
             if dist.is_initialized():
                 dist.barrier()
                 dist.destroy_process_group()
-
-
-class Average:
-    """Of gradients over the replicas, for ddp."""
-
-    def __init__(self, replicas):
-        self.group, self.replicas = dist.new_group(replicas, use_local_synchronization=True), len(replicas)
-        self.bytes_sent = 0
-        self.owed = ()              # what a checkpoint keeps of it (plumbing/wires.py)
-
-    def __call__(self, grad, tokens):
-        """Sum grad in place; returns the sum of tokens."""
-        count = torch.tensor(float(tokens), device=grad.device)
-        work = dist.all_reduce(count, group=self.group, async_op=True)
-        self.add_up(grad)
-        work.wait()
-        return float(count)
-
-    def add_up(self, grad):
-        dist.all_reduce(grad, group=self.group)
-        self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
 
 
 def one_line(error):

@@ -117,7 +117,7 @@ def banner(run):
     tokens = o.microbatches * o.batch * o.seq_len
     yield (f"{o.method}, stages {o.stages}, {o.routing} routing, {job.world} processes on {job.device.type}"
            f"{' with NCCL' if job.nccl else ''}, {o.dtype}")
-    yield f"{o.init_from or o.model} model: {whole:.2f}M parameters, {inner:.2f}M without embedding and head"
+    yield f"{o.model} model: {whole:.2f}M parameters, {inner:.2f}M without embedding and head"
     yield (f"{o.steps} steps of {tokens} tokens per origin, {tokens * len(run.stages[0])} in all; "
            f"{o.optimizer}, peak rate {o.lr:g}, beta2 {o.beta2:g}")
     if o.inner_steps:
@@ -127,23 +127,15 @@ def banner(run):
            f"corpus {corpus.digest}")
     sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
     bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
+    if sizes and not 0 < o.gamma < bound:
+        yield f"warning: gamma {o.gamma} is outside 0 < gamma < {bound:.3f}: replicas may drift apart"
+    if run.outer and 2 * o.delay > o.inner_steps > 1:
+        yield f"warning: --delay {o.delay} is more than half of --inner-steps: replicas come together slowly"
+    if run.outer and o.steps < o.inner_steps:
+        yield f"warning: {o.steps} steps are fewer than --inner-steps: replicas never synchronise"
     before = json.loads((run.folder / "config.json").read_text())["steps"] if run.step else o.steps
-    for found, warning in (
-        (corpus.undecodable,
-         f"{corpus.undecodable} bytes of the text are no UTF-8, and replaced: convert it with iconv"),
-        (sizes and not 0 < o.gamma < bound,
-         f"gamma {o.gamma} is outside 0 < gamma < {bound:.3f} (docs/stability.md): replicas may drift apart"),
-        (before != o.steps,
-         f"--steps {o.steps}, until now {before}: from step {run.step} on the cosine of the learning rate "
-         "is stretched to that"),
-        (run.outer and o.steps < o.inner_steps,
-         f"{o.steps} steps are fewer than --inner-steps {o.inner_steps}: replicas never synchronise"),
-        (run.outer and 2 * o.delay > o.inner_steps > 1,
-         f"--delay {o.delay} is more than half of --inner-steps {o.inner_steps}: differences between "
-         "replicas then die out slowly, see docs/stability.md"),
-    ):
-        if found:
-            yield f"warning: {warning}"
+    if before != o.steps:
+        yield f"warning: --steps {o.steps}, until now {before}: the cosine of the learning rate is stretched"
 
 
 # ---- during the run
@@ -205,8 +197,8 @@ class Log:
         """This rank's numbers since the last evaluation, or so far. heldout: its loss (None: no origin)."""
         meter = self.run.meter
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
-                   syncs=len(meter.syncs), waited=sum(meter.syncs), longest=max(meter.syncs, default=0.0),
-                   iteration=statistics.median_high(meter.iterations), **counts(self.run),
+                   syncs=len(meter.syncs), waited=sum(meter.syncs), **counts(self.run),
+                   iteration=statistics.median_high(meter.iterations),
                    simulated=self.run.routes.makespan())      # before a new plan is made
         meter.loss, meter.home, meter.iterations = 0.0, 0, []
         return row
@@ -244,8 +236,7 @@ class Log:
             gradient_norm=statistics.fmean(now["norm"]),
             held=statistics.fmean(ever["waited"]) / seconds, held_max=max(ever["waited"]) / seconds,
             sync_seconds=sum(ever["waited"]) / max(1, sum(ever["syncs"])),
-            sync_seconds_longest=max(ever["longest"]), simulated_seconds=now["simulated"][0],
-            iteration_seconds=max(now["iteration"]) / run.routes.pace,
+            iteration_seconds=max(now["iteration"]) / run.routes.pace, simulated_seconds=now["simulated"][0],
             tokens_per_second=total["tokens"] / seconds, **total)
 
     def finish(self):

@@ -41,7 +41,8 @@ class Signals:
 
     def __enter__(self):
         self.store.delete_key(f"last/{self.job.rank}")          # of a process whose place this one took
-        self.handlers = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        # the thread does it all; a handler of Python's is what wakes it
+        self.handlers = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)}
         self.ear, self.mouth = socket.socketpair()
         self.mouth.setblocking(False)
         self.before = signal.set_wakeup_fd(self.mouth.fileno())
@@ -56,10 +57,6 @@ class Signals:
         self.mouth.close()                                      # ends the thread
         for number, handler in self.handlers.items():           # torchrun may repeat the signal
             signal.signal(number, signal.SIG_IGN if self.number and self.job.world > 1 else handler)
-
-    def handle(self, number, frame):
-        if self.job.world == 1:
-            signal.signal(number, signal.SIG_DFL)       # a second Ctrl-C ends a single process at once
 
     def listen(self):
         """The thread: it beats until a signal or the end of training comes."""
@@ -106,12 +103,10 @@ class Signals:
     def beat(self):
         """Count this rank's beat in the store. At every tenth rank 0 names the ranks that have not beaten."""
         with contextlib.suppress(RuntimeError):                 # of a lost store; training reports it
-            own = self.store.add(f"alive/{self.job.rank}", 1)
+            own, world = self.store.add(f"alive/{self.job.rank}", 1), range(self.job.world)
             if self.job.rank or not self.job.needs_all or own % 10:
                 return
-            before, self.beats = self.beats, [self.store.add(f"alive/{r}", 0) for r in range(self.job.world)]
-            silent = [str(r) for r, (old, new) in enumerate(zip(before, self.beats)) if old == new]
-            if silent:
-                line = (f"no sign of life from rank {', '.join(silent)} for {10 * BEAT:.0f} s. This run "
-                        f"needs every process: stop it and go on with --resume {self.run.folder}.")
-                self.run.log.bar.write(line, file=sys.stdout)
+            before, self.beats = self.beats, [self.store.add(f"alive/{r}", 0) for r in world]
+            for silent in (r for r, beats in enumerate(before) if beats == self.beats[r]):
+                self.run.log.bar.write(f"no sign of life from rank {silent} for {10 * BEAT:.0f} s: stop this "
+                                       f"run, then {next_command(self.run)}", file=sys.stdout)

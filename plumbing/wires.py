@@ -23,30 +23,38 @@ import torch.distributed as dist
 
 from noloco import DiLoCo, NoLoCo
 from plumbing.onebyte import OneByteNoLoCo
-from plumbing.processes import Average
 
 BLOCK = 512
 
 
-class Bf16:
+class Fp32:
     """Sums vectors over a process group."""
+    width = 4                   # bytes of a value
 
     def __init__(self, group):
         self.group, self.n = group, dist.get_world_size(group)
 
     def bytes(self, size):
         """What a process sends for a sum of `size` values; here by a ring."""
-        return 2 * (self.n - 1) * 2 * size // self.n
+        return 2 * (self.n - 1) * self.width * size // self.n
 
     def add_up(self, vector, owed):
         """Sum in place, with the same bits on all processes. Returns what to give as `owed` the next time."""
+        dist.all_reduce(vector, group=self.group)
+        return owed
+
+
+class Bf16(Fp32):
+    width = 2
+
+    def add_up(self, vector, owed):
         sent = vector.bfloat16()
-        dist.all_reduce(sent, group=self.group)
+        super().add_up(sent, owed)
         vector.copy_(sent)
         return owed
 
 
-class Int8(Bf16):
+class Int8(Fp32):
     """Q1 to Q3. owed: (e_i, f_i), or () before the first sum."""
 
     def bytes(self, size):
@@ -86,16 +94,21 @@ def values(codes):
     return codes[..., :BLOCK].view(torch.int8) * codes[..., BLOCK:].view(torch.float32)
 
 
-class ShortAverage(Average):
-    """Of gradients, by a wire."""
+class Average:
+    """Of gradients over the replicas, for ddp. owed: what a checkpoint keeps of it."""
 
     def __init__(self, wire, replicas):
-        super().__init__(replicas)
-        self.wire = wire(self.group)
+        self.wire = wire(dist.new_group(replicas, use_local_synchronization=True))
+        self.bytes_sent, self.owed = 0, ()
 
-    def add_up(self, grad):
+    def __call__(self, grad, tokens):
+        """Sum grad in place; returns the sum of tokens."""
+        count = torch.tensor(float(tokens), device=grad.device)
+        work = dist.all_reduce(count, group=self.wire.group, async_op=True)
         self.owed = self.wire.add_up(grad, self.owed)
         self.bytes_sent += self.wire.bytes(len(grad))
+        work.wait()
+        return float(count)
 
 
 class ShortDiLoCo(DiLoCo):
@@ -124,6 +137,6 @@ def wired(kind):
 
 
 # What train.py trains with, by method and --wire.
-AVERAGES = {"fp32": Average, **wired(ShortAverage)}
+AVERAGES = {"fp32": partial(Average, Fp32), **wired(Average)}
 KINDS = {"noloco": {"fp32": NoLoCo, "int8": OneByteNoLoCo},
          "diloco": {"fp32": DiLoCo, **wired(ShortDiLoCo)}}

@@ -1,22 +1,16 @@
 """The model beyond test_minimal.py: gradients, memory, stages, sizes, and Hugging Face's form of it."""
 
-import json
-import shutil
 import sys
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 import train
 from model import Config, Llama, count_parameters, rotary
 from plumbing.fast import CrossEntropy, FastLlama
-from plumbing.huggingface import load_weights, read_config, save_pretrained
-from plumbing.processes import BadInput
-from tests.harness import error_of, metrics, options, run
-from tests.oracles import heldout_rows, reference_logits, through
-from tests.test_options import LLAMA
-from tools import export
+from plumbing.huggingface import save_pretrained
+from tests.harness import error_of, options
+from tests.oracles import reference_logits, through
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -78,67 +72,22 @@ def test_model_sizes_are_the_papers():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_init_from_transformers_llama_and_back(tied, corpus, tmp_path, monkeypatch, capsys):
-    """At rate 0 the held-out loss is that of transformers' model; what is exported is the same model.
-
-    A resume does not need the folder.
-    """
+def test_what_is_saved_is_the_same_model_in_transformers(tied, tmp_path):
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, rms_norm_eps=1e-3, initializer_range=0.1, tie_word_embeddings=tied,
-        rope_parameters=dict(rope_type="default", rope_theta=700.0),
-    ))
-    theirs.save_pretrained(tmp_path / "llama", max_shard_size="20KB" if tied else "1GB")
-    assert tied == (tmp_path / "llama/model.safetensors.index.json").exists()
-    tokens, config = torch.randint(256, (2, 20)), read_config(tmp_path / "llama")
-    parts = [Llama(config, held, ends=0 in held, seed=9) for held in ([0, 1], [2, 3])]
-    for part in parts:
-        load_weights(part, tmp_path / "llama")
-    got = parts[0].logits(through(parts, tokens))
-    assert torch.allclose(got, theirs(tokens).logits, rtol=0, atol=1e-5)
+    config = Config(256, 32, 48, 4, 4, 2, rope_theta=700.0, rms_norm_eps=1e-3, tie_word_embeddings=tied)
+    ours, tokens = Llama(config, seed=9), torch.randint(256, (2, 20))
+    for p in ours.parameters():
+        p.data.mul_(5)
+    save_pretrained(ours, tmp_path / "out", 128)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(theirs(tokens).logits, ours.logits(through([ours], tokens)), rtol=0, atol=1e-4)
     assert count_parameters(config)[0] == sum(p.numel() for p in theirs.parameters())
+    same = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+    assert theirs.config.tie_word_embeddings == tied == same
 
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    data = ["--data", corpus, "--seq-len", 32, "--batch", 2, "--eval-sequences", 8, "--device", "cpu"]
-    argv = ["--init-from", "llama", "--stages", "1,1", "--steps", 1, "--lr", 0, "--name", "x", *data]
-    run(2, *argv, cwd=tmp_path)
-    rows = heldout_rows(options(*data))
-    want = cross_entropy(theirs(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten()).item()
-    assert metrics(tmp_path / "runs/x")[-1]["heldout_loss"] == pytest.approx(want, rel=1e-5)
-    shutil.rmtree("llama")
-    run(2, "--resume", "runs/x", "--steps", 2, cwd=tmp_path)
-    export.main(["runs/x", "out"])
-    back = transformers.AutoModelForCausalLM.from_pretrained("out")
-    assert torch.allclose(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-6)
-    same = torch.equal(back.lm_head.weight, back.model.embed_tokens.weight)
-    assert back.config.tie_word_embeddings == tied == same
-
-
-def test_a_stage_reads_its_own_tensors_only(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    whole = Llama(Config(), seed=1)
-    save_pretrained(whole, tmp_path / "whole", 128)
-    assert read_config(tmp_path / "whole") == Config()
-    kept = {name: p.detach() for name, p in whole.named_parameters() if ".layers.2." in name}
-    safetensors.save_file(kept, tmp_path / "whole/model.safetensors")  # the rest is gone
-    part = Llama(Config(), [2], ends=False)
-    load_weights(part, tmp_path / "whole")
-    assert all(torch.equal(p, kept[name]) for name, p in part.named_parameters())
-    with pytest.raises(BadInput, match="model.layers.1"):
-        load_weights(Llama(Config(), [1], ends=False), tmp_path / "whole")
-    with pytest.raises(BadInput, match="has shape"):
-        load_weights(Llama(Config(intermediate_size=256), [2], ends=False), tmp_path / "whole")
-
-
-def test_what_config_json_leaves_out_is_as_in_transformers_and_a_missing_package_names_the_extra(
-        tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    monkeypatch.chdir(tmp_path)
-    o = options("--init-from", ".")
-    assert (o.hidden, o.kv_heads, o.norm_eps, o.rope_theta, o.tied) == (32, 2, 1e-6, 1e4, False)
-    for package, argv in ("safetensors", ["--init-from", "."]), ("tokenizers", ["--tokenizer", "x.json"]):
-        monkeypatch.setitem(sys.modules, package, None)
-        assert f"needs the {package} package: pip install '.[hf]'" in error_of(train.main, *argv)
-    assert not (tmp_path / "runs").exists()
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    line = error_of(train.main, "--tokenizer", "x.json")
+    assert "needs the tokenizers package: pip install '.[hf]'" in line and not (tmp_path / "runs").exists()

@@ -12,7 +12,7 @@ import torch
 from model import Config
 from tests.harness import SMALL, checkpoint, error_of, metrics, options, refused, run
 from tests.oracles import heldout_loss, loaded, through
-from tools import export, partial, plot
+from tools import export, partial
 
 
 def test_export_equals_ours_in_transformers(trained, tmp_path, monkeypatch, capsys):
@@ -105,19 +105,3 @@ def test_dead_ranks_must_leave_an_origin_of_this_run(skip_run):
         line = refused(5, "runs/x", "--dead", ranks, cwd=skip_run, main=partial.main, after=4)
         error = f"error: --dead {ranks}: takes ranks of this run, and must leave one of the origins [0, 1]"
         assert line == error
-
-
-def test_plot_has_four_panels_and_a_note_where_corpora_differ(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    rows = [dict(step=s, tokens=s, sync_bytes=s, seconds=s, heldout_loss=3 / s) for s in (1, 2)]
-    for name, corpus in (("a", "1"), ("b", "1"), ("c", "2")):
-        Path(name).mkdir()
-        lines = [dict(event="joined"), *(dict(row, corpus=corpus) for row in rows)]
-        Path(name, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plotted = plot.draw({name: plot.rows_of(Path(name)) for name in "ab"})
-    assert len(plotted.axes) == 4 and not plotted.get_suptitle()
-    assert all([list(line.get_ydata()) for line in axis.lines] == [[3, 1.5]] * 2 for axis in plotted.axes)
-    assert "different corpora" in plot.draw({name: plot.rows_of(Path(name)) for name in "ac"}).get_suptitle()
-    plot.main(["a", "c", "--out", "out.png"])
-    assert Path("out.png").exists()

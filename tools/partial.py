@@ -11,7 +11,7 @@ import json
 import random
 
 from planning.rho import scaled, some_choices, with_stages_missing
-from plumbing.options import Parser, numbers
+from plumbing.options import Parser, integers
 from plumbing.processes import Job
 from plumbing.report import perplexity, replace
 from train import Options, build, evaluate, parse
@@ -21,8 +21,8 @@ def main(argv=None):
     job = Job(argv)
     parser = Parser(__doc__)
     parser.add_argument("run", help="its folder")
-    parser.add_argument("--shares", type=numbers(share), default=[1.0, 0.75, 0.5], help="of the stages")
-    parser.add_argument("--dead", type=numbers(int), default=[], help="ranks that no path visits")
+    parser.add_argument("--shares", type=shares, default=[1.0, 0.75, 0.5], help="of the stages")
+    parser.add_argument("--dead", type=integers, default=[], help="ranks that no path visits")
     a = job.together(parser.parse_args, argv)
     o = Options(**job.agree(parse, ["--resume", a.run]))
     job.connect(o)
@@ -38,10 +38,12 @@ def main(argv=None):
     job.close()
 
 
-def share(text):
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError("takes shares above 0, at most 1")
-    return float(text)
+def shares(text):
+    """An argument type."""
+    found = [float(share) for share in text.split(",")]
+    if not all(0 < share <= 1 for share in found):
+        raise argparse.ArgumentTypeError("takes shares above 0, at most 1, with commas between them")
+    return found
 
 
 def some_stages(run, alive, kept):
