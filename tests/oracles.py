@@ -48,13 +48,6 @@ def reference_logits(tokens, w, config):
     return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
 
 
-def heldout_rows(o):
-    """The eight sequences on which a small run evaluates."""
-    heldout = load_corpus(o).heldout
-    last = len(heldout) - o.seq_len - 1
-    return torch.stack([heldout[round(i * last / 7) :][: o.seq_len + 1] for i in range(8)]).long()
-
-
 def loaded(theta, layers, config=SMALL_CONFIG):
     """The stage with these layers and these weights, of a checkpoint."""
     model = Llama(config, layers, ends=0 in layers)
@@ -71,7 +64,10 @@ def through(stages, tokens):
 
 
 def heldout_loss(stages, o):
-    rows = heldout_rows(o)
+    """On the eight sequences on which a small run evaluates."""
+    heldout = load_corpus(o).heldout
+    starts = [round(i * (len(heldout) - o.seq_len - 1) / 7) for i in range(8)]
+    rows = torch.stack([heldout[start : start + o.seq_len + 1] for start in starts]).long()
     return stages[0].loss(through(stages, rows[:, :-1]), rows[:, 1:]).item() / rows[:, 1:].numel()
 
 

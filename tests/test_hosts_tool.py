@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from planning.instance import city_links
+from tests.harness import HERE
 from tools import hosts as tool
 from tools.hosts import Hosts, enter, read
 
-ROOT = Path(__file__).parents[1]
 TOOL = [sys.executable, "-m", "tools.hosts"]
 pytestmark = pytest.mark.alone
 UDP, TCP = socket.SOCK_DGRAM, socket.SOCK_STREAM
@@ -39,7 +39,7 @@ def able():
 
 
 def run(*arguments):
-    return subprocess.run([*TOOL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*TOOL, *arguments], cwd=HERE, capture_output=True, text=True, timeout=60)
 
 
 def left():
@@ -199,7 +199,7 @@ def test_cut_drops_both_directions_until_restored():
 def test_nothing_is_left_behind(command, number, status):
     before = left()
     argv = [*TOOL, "2", "--cpu", "0.5", "--", "sh", "-c", command]
-    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(argv, cwd=HERE, stdout=subprocess.PIPE) as process:
         try:
             if number:
                 assert process.stdout.readline() == b"here\n"

@@ -15,8 +15,7 @@ from tests.oracles import reference_logits, through
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_gradients_equal_independent_float64_llama(fast):
-    config = Config(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                    num_attention_heads=4, num_key_value_heads=2)
+    config = Config(50, 32, 48, 2, 4, 2)
     model, generator = (FastLlama if fast else Llama)(config, seed=3), torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.data.add_(torch.randn(p.shape, generator=generator) * 0.2)

@@ -172,8 +172,8 @@ def recipe(page, heading="", **scope):
     return scope
 
 
-def small(seed=0):
-    torch.manual_seed(seed)
+def small():
+    torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
 
 

@@ -13,7 +13,7 @@ import pytest
 import bench_sync
 import train
 from plumbing.processes import BadInput
-from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused, run
+from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused
 from tools import emulate, export, hosts, partial, prepare
 
 PROGRAMS = {main.__module__: main for main in (bench_sync.main, emulate.main, export.main, hosts.read,
@@ -66,9 +66,8 @@ def test_help_of_a_tool_is_rank_0s_alone(main, option):
 
 
 @pytest.mark.parametrize("delay", [5, 6])
-def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, corpus, tmp_path):
-    out = run(2, "--alpha", 0.5, "--gamma", 3.1, "--delay", delay, "--steps", 1, "--data", corpus,
-              "--name", "x", *SMALL, cwd=tmp_path)
+def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, trained):
+    out = trained(2, "--alpha", 0.5, "--gamma", 3.1, "--delay", delay, "--steps", 1)
     late = "warning: --delay 6 is more than half of --inner-steps: replicas come together slowly\n"
     assert (late in out) == ("--delay" in out) == (delay == 6)
     assert "128 tokens per origin, 256 in all" in out

@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -53,12 +54,10 @@ def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
     draw = random.Random(3)
     for trial in range(40):
         network = random_network(draw, (2, 2, 1, 2), speeds=(0.1, 0.5))
-        try:
-            count = draw.randint(1, 4)
+        count = draw.randint(1, 4)
+        with suppress(skippipe.Infeasible):
             paths, order = search.plan(network, 3, count, 2, seconds=None, iterations=30, seed=trial)
-        except skippipe.Infeasible:
-            continue
-        assert replay(paths * 2, range(7), order)
+            assert replay(paths * 2, range(7), order)
     # rank 1 runs the second microbatch first, though the first is sent first
     order = [[(0, 0), (1, 0), (1, 2), (0, 2), (1, 4), (0, 4)], [(1, 1), (0, 1), (1, 3), (0, 3)]]
     posted = [(0, 0, 1), (0, 1, 1), (0, 1, 3), (0, 0, 3)]
