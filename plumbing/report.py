@@ -41,8 +41,7 @@ class Meter:
     def synchronise(self, function, *args):
         """function(*args), an outer step or an all-reduce; it returns something false if it did nothing."""
         start = time.perf_counter()
-        found = function(*args)
-        if found:
+        if found := function(*args):
             self.syncs.append(time.perf_counter() - start)
         return found
 
