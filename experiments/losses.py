@@ -33,8 +33,7 @@ TABLE = {
 
 def runs(steps):
     for label, options in TABLE.items():
-        options += f" --steps {steps}" if steps else ""
-        yield Run(label, options, after=mean_of_replicas)
+        yield Run(label, f"{options} --steps {steps}" if steps else options, after=mean_of_replicas)
 
 
 # ---------------------------------------------------------------- the table

@@ -146,8 +146,7 @@ def table(found):
               "| hours in all | hours to DDP's final loss, over DDP's | ... over planned DDP's "
               "| ... over planned DDP's in bf16, to that one's final loss")
     runs = results(found)
-    bases = [base(found, runs, "DDP"), base(found, runs, "DDP", "planned"),
-             base(found, runs, "DDP, bf16", "planned")]
+    bases = [base(found, runs, *name) for name in (("DDP",), ("DDP", "planned"), ("DDP, bf16", "planned"))]
     for label, seeds in runs.items():
         if seeds[0].o.method != "ddp" and seeds[0].o.wire != "int8":      # results/ has more
             continue
