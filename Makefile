@@ -37,7 +37,7 @@ figures: .venv/ready
 	$(if $(QUICK),,time $(BIN)/python -m planning.growth)
 	time $(MAKE) --no-print-directory emulate
 	time $(BIN)/python bench_sync.py --simulate --out $(OUT) $(if $(QUICK),--draws 0.05)
-	time $(BIN)/python -m experiments.stability --out $(OUT) $(if $(QUICK),--replicas 8)
+	time $(BIN)/python -m experiments.stability --out $(OUT) $(if $(QUICK),--steps 24)
 	$(if $(QUICK),time $(BIN)/python -m experiments.failure --steps 4 --seeds 0 --out $(OUT))
 	for n in 2 8; do time $(BIN)/torchrun --standalone --nproc-per-node $$n -m experiments.sync --out $(OUT) \
 		$(if $(QUICK),--params 1e6 --trials 3) || exit; done

@@ -40,9 +40,9 @@ def lose(share, argv):
 
 
 def runs(steps):
+    options = (f"--method noloco --steps {steps or 300} --lr 4e-3 --microbatches 6 --batch 2 "
+               "--stages 2,2,2,2 --layers 8")
     for share in (0, 0.05, 0.1):
-        options = (f"--method noloco --steps {steps or 300} --lr 4e-3 --microbatches 6 --batch 2 "
-                   "--stages 2,2,2,2 --layers 8")
         program = f"-m experiments.failure --losing {share}"
         yield Run(f"{share:.0%} of the iterations", options, program=program)
 
@@ -57,14 +57,13 @@ def table(found):
 
 def draw(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 4.2), layout="constrained")
-    ends = []
     for colour, (label, seeds) in zip(("NoLoCo", "random", "50%"), results(found).items()):
         x = [tokens / 1e6 for tokens in seeds[0].curves["tokens"]]
-        last = band(axis, [run.losses for run in seeds], x, COLOURS[colour])
-        ends.append((last, f"deaths in {label.split()[0]}\nof the iterations", COLOURS[colour]))
+        band(axis, [run.losses for run in seeds], x, COLOURS[colour],
+             label=f"deaths in {label.split()[0]}\nof the iterations")
     axis.set(xlabel="million tokens that came home (bands: range of three seeds)",
              ylabel="held-out nats per byte", title="NoLoCo trains round dying nodes at little cost")
-    label_ends(axis, ends)
+    label_ends(axis)
     return figure
 
 

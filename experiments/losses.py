@@ -4,7 +4,6 @@
 
 8x1: 8 replicas of one stage; 4x2: 4 of two stages. `local` has no outer step.
 """
-import math
 import statistics
 
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
@@ -34,8 +33,7 @@ TABLE = {
 
 def runs(steps):
     for label, options in TABLE.items():
-        options += f" --steps {steps}" if steps else ""
-        yield Run(label, options, after=mean_of_replicas)
+        yield Run(label, f"{options} --steps {steps}" if steps else options, after=mean_of_replicas)
 
 
 # ---------------------------------------------------------------- the table
@@ -50,18 +48,6 @@ def table(found):
         each, mean = over(finals(seeds), base), over([run.mean for run in seeds], base)
         show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(each, "+.1%"),
                  spread_of(mean, "+.1%"), f"{seeds[0].sent:.0f}")
-    for label, seeds in kinds.items():
-        if seeds[0].o.method == "noloco":
-            rate, step = ([pearson(run, against) for run in seeds] for against in ("lr", "step"))
-            print(f"Pearson(spread, rate), {label}: {spread_of(rate, '.2f')}; "
-                  f"(spread, step): {spread_of(step, '.2f')}")
-
-
-def pearson(run, against):
-    """Correlation of the weight spread from step 100 on, when the warm-up is over."""
-    rows = zip(run.steps, run.curves["weight_spread"], run.curves[against])
-    pairs = [(spread, x) for step, spread, x in rows if spread and step >= 100]
-    return statistics.correlation(*zip(*pairs)) if len(pairs) > 2 else math.nan
 
 
 # ---------------------------------------------------------------- the picture
@@ -73,20 +59,19 @@ def draw(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 5), layout="constrained")
     lines = {"8x1 DDP": "DDP", "8x1 NoLoCo, every 2 steps": "NoLoCo, every 2",
              "8x1 DiLoCo": "DiLoCo, every 20", "8x1 NoLoCo": "NoLoCo, every 10", "8x1 local": "never (local)"}
-    ends = []
     for label, name in lines.items():
         seeds = kinds[label]
         every = 2 if name.startswith("DiLoCo") else 1       # every second evaluation follows an outer step
         colour = COLOURS[label.split(",")[0].removeprefix("8x1 ")]
         x = [tokens / 1e6 for tokens in seeds[0].curves["tokens"][every - 1::every]]
         dashes = "--" if "every 2 steps" in label else "-"
-        last = band(axis, [run.losses[every - 1::every] for run in seeds], x, colour, ls=dashes)
-        ends.append((last, f"{name}: {seeds[0].sent:.0f} MB", colour))
+        band(axis, [run.losses[every - 1::every] for run in seeds], x, colour, ls=dashes,
+             label=f"{name}: {seeds[0].sent:.0f} MB")
     more = statistics.mean(over_runs(kinds["8x1 NoLoCo"], kinds["8x1 DDP"]))
     axis.set(xlabel="million tokens, all 8 replicas", ylabel="held-out nats per byte", ylim=(1.35, 2.4),
              title=f"Every 10 steps NoLoCo ends {more:.0%} perplexity over DDP, every 2 much closer\n"
                    "(bands: range of three seeds; MB: sent per replica to synchronise)")
-    label_ends(axis, ends)
+    label_ends(axis)
     return figure
 
 

@@ -248,12 +248,11 @@ def show_grid(found):
 
 def draw_lines(axis, title, lines):
     """lines: (runs, text, colour, dashes)"""
-    labels = []
     for runs, text, colour, dashes in lines:
         x, curves = timed(runs)
-        labels.append((band(axis, curves, x, COLOURS[colour], ls=dashes), text, COLOURS[colour]))
+        band(axis, curves, x, COLOURS[colour], ls=dashes, label=text)
     axis.set(xlabel="measured seconds", ylabel="held-out nats per byte", title=title)
-    label_ends(axis, labels)
+    label_ends(axis)
 
 
 def draw_grid(plt, found):

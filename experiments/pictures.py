@@ -13,10 +13,10 @@ STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
          "lines.markersize": 4}
 
 
-def save(out, name, result, indent=None):
+def save(out, name, result):
     path = Path(out, "results", f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=indent) + "\n")
+    path.write_text(json.dumps(result) + "\n")
     print(path)
 
 
@@ -54,13 +54,17 @@ def picture(out, name, draw, found):
     print(path)
 
 
-def label_ends(axis, ends, gap=0.065):
-    """Write each line's name right of the axis, at the height of its end; names keep `gap` of the axis apart.
+def label_ends(axis, gap=0.065):
+    """Write each line's label right of the axis, at the height of the line's end.
 
-    ends: [(y in data, text, colour)]; call it once the limits of the axis are set.
+    Labels keep `gap` of the axis apart. Call it once the limits of the axis are set.
     """
-    place = axis.transData + axis.transAxes.inverted()
-    ends = sorted((place.transform((axis.get_xlim()[1], y))[1], text, colour) for y, text, colour in ends)
+    place, ends = axis.transData + axis.transAxes.inverted(), []
+    for handle, text in zip(*axis.get_legend_handles_labels()):
+        line = getattr(handle, "lines", [handle])[0]                # of an errorbar: the line without bars
+        _, height = place.transform((axis.get_xlim()[1], line.get_ydata()[-1]))
+        ends.append((height, text, line.get_color()))
+    ends.sort()
     heights = [height for height, *_ in ends]
     for _ in range(100):                                    # neighbours push each other apart
         for i, (below, above) in enumerate(zip(heights, heights[1:])):

@@ -3,18 +3,17 @@
     python -m experiments.replicas [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 delay       --delay D beside the outer step that waits: m = 1 to 10, fp32 and one byte, Adam and Muon
-many        2 to 64 replicas, groups of 2 and 4, random pairs and hypercube pairs; how the gap to DDP grows
+many        2 to 64 replicas, groups of 2 and 4; how the gap to DDP grows
 
 The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes all
-gradients. Groups, the outer update, Adam, the data's order and the learning rate are those of train.py, so
-a trial's loss is that of `torchrun ... train.py` with the same options, up to rounding
-(tests/test_experiments.py compares them). Nothing is sent. DiLoCo's one byte has a scale for each tensor
-here, and for each block of 512 values in plumbing/wires.py.
+gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1); only NoLoCo has one byte a weight.
+Groups, Adam, the data's order and the learning rate are those of train.py, so a trial's loss is that of
+`torchrun ... train.py` with the same options, up to rounding (tests/test_experiments.py compares them).
+Nothing is sent.
 """
 import itertools
-import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -24,33 +23,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import train
-from experiments.pictures import COLOURS, WIDTH, kept, label_ends, picture, save, show_head, show_row
-from experiments.runs import Part, arguments, over, spread_of
+from experiments.pictures import COLOURS, WIDTH, kept, label_ends, save, show_head, show_row
+from experiments.runs import Part, band, headline, over, spread_of
 from model import Llama
-from noloco import outer_update, random_groups
+from noloco import random_groups
 from plumbing.data import heldout_sequences, load_corpus, reader_of
 from plumbing.fast import Adam
 from plumbing.onebyte import MARGIN
-from plumbing.processes import Job
 
 LEARN = "--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 --eval-sequences 512"
+SEQUENCES = 8                               # of a replica and step
 AT_ONCE = 1 << 17                           # tokens
 RATES = {"adam": 6e-3, "muon": 1.2e-2}      # each the best of three
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One method. `learnt`: the share that is kept of what was learnt while the messages flew."""
-    method: str                 # ddp, local, diloco or noloco
+    """One method."""
+    method: str                 # ddp, diloco or noloco
     every: int = 1              # m
     delay: int = 0              # D
     wire: str = "fp32"
     group: int = 2              # n
-    pairs: str = "random"       # or hypercube
-    learnt: float = 1.0
-    alpha: float = 0.0
-    beta: float = 1.0
-    gamma: float = None         # None: beta
 
 
 class Outer:
@@ -58,10 +52,8 @@ class Outer:
 
     def __init__(self, trial, theta, seeds, lengths):
         self.trial, self.theta, self.seeds, self.lengths = trial, theta, seeds, lengths
-        self.phi, self.delta = theta.clone(), torch.zeros_like(theta)
-        self.gamma = trial.beta if trial.gamma is None else trial.gamma
+        self.phi = theta.clone()
         self.counts = torch.tensor(lengths, device=theta.device)
-        self.left = [0.0, 0.0]          # error feedback of DiLoCo's one byte: of each Delta, of the sum
         self.steps, self.flying = 0, None
 
     def step(self):
@@ -71,74 +63,47 @@ class Outer:
         if self.flying and (self.steps - t.delay) % t.every == 0:
             self.land()
         if self.steps % t.every == 0:
-            self.flying = self.theta.clone(), *self.means()
+            self.flying = self.theta.clone(), self.means()
             if not t.delay:
                 self.land()
 
     def land(self):
-        (sent, *means), t = self.flying, self.trial
-        learnt = self.theta - sent
-        outer_update(self.phi, self.delta, *means, t.alpha, t.beta, self.gamma)
-        torch.add(self.phi, learnt, alpha=t.learnt, out=self.theta)
+        """phi is the mean of what was sent; what was learnt since stays."""
+        sent, self.phi = self.flying
+        torch.add(self.phi, self.theta - sent, out=self.theta)
         self.flying = None
 
     def means(self):
-        """Each replica's mean theta and mean phi (None where gamma = beta)."""
+        """Each replica's mean theta: over all replicas (DiLoCo), or its group."""
         if self.trial.method == "diloco":
-            return self.everyone(), None
+            return self.theta.mean(1, keepdim=True)
         groups = self.groups()                                      # (seeds, N, n)
         seed, replica = (torch.arange(n, device=groups.device) for n in groups.shape[:2])
         there = seed[:, None, None], groups
-        phis = None if self.gamma == self.trial.beta else self.phi[there].mean(2)
         if self.trial.wire == "fp32":
-            return self.theta[there].mean(2), phis
+            return self.theta[there].mean(2)
         codes, scales = self.encoded()
         own = self.theta[:, :, None]
         thetas = decoded(codes[there], scales[there], own)
         mine = groups == replica[:, None]
-        return torch.where(mine[..., None], own, thetas).mean(2), phis
+        return torch.where(mine[..., None], own, thetas).mean(2)
 
     def groups(self):
         """(seeds, N, n): the group of each replica."""
-        count, outer = self.theta.shape[1], self.steps // self.trial.every - 1
-        bit = 1 << outer % max(1, count.bit_length() - 1)
-        found = []
+        found, count = [], self.theta.shape[1]
         for seed in self.seeds:
-            groups = random_groups(range(count), self.trial.group, outer, seed)
-            if self.trial.pairs == "hypercube":
-                groups = [(i, i | bit) for i in range(count) if not i & bit]
+            groups = random_groups(range(count), self.trial.group, self.steps // self.trial.every - 1, seed)
             of = {i: group for group in groups for i in group}
             found.append([of[i] for i in range(count)])
         return torch.tensor(found, device=self.theta.device)
 
     def encoded(self):
-        """M1 and M2 of plumbing/onebyte.py."""
-        moved, size = self.largest(self.theta - self.phi), self.largest(self.theta)
-        scales = self.spread(torch.maximum(moved * (MARGIN / 256), size * 2**-22))
+        """M1 and M2 of plumbing/onebyte.py: each weight's code and scale."""
+        moved, size = (torch.stack([part.amax(-1) for part in x.abs().split(self.lengths, -1)], -1)
+                       for x in (self.theta - self.phi, self.theta))            # (seeds, N, tensors)
+        scales = torch.maximum(moved * (MARGIN / 256), size * 2**-22).clamp(min=1e-30)
+        scales = scales.repeat_interleave(self.counts, -1, output_size=self.theta.shape[-1])
         return (self.theta / scales).round() % 256, scales
-
-    def everyone(self):
-        """DiLoCo's mean theta. In one byte Delta and its sum are rounded, with error feedback: Q1, Q2."""
-        if self.trial.wire == "fp32":
-            return self.theta.mean(1, keepdim=True)
-        total = self.rounded(self.theta - self.phi, 0).sum(1, keepdim=True)
-        return self.phi + self.rounded(total, 1) / self.theta.shape[1]
-
-    def rounded(self, x, which):
-        """Q1 of plumbing/wires.py."""
-        x = x + self.left[which]
-        scales = self.spread(self.largest(x) / 127)
-        sent = (x / scales).round() * scales
-        self.left[which] = x - sent
-        return sent
-
-    def largest(self, x):
-        """max |x| of each tensor: (seeds, N, tensors)."""
-        return torch.stack([part.amax(-1) for part in x.abs().split(self.lengths, -1)], -1)
-
-    def spread(self, scales):
-        """A scale for each weight, of those of the tensors."""
-        return scales.clamp(min=1e-30).repeat_interleave(self.counts, -1, output_size=self.theta.shape[-1])
 
 
 def decoded(codes, scales, own):
@@ -179,12 +144,12 @@ class Fleet:
         self.readers = [[reader_of(corpus, o.seq_len, seed, place, replicas) for place in range(replicas)]
                         for seed in seeds]
         models = [Llama(train.whole_config(o), seed=seed) for seed in seeds]
+        first = torch.stack([torch.nn.utils.parameters_to_vector(m.parameters()).detach() for m in models])
         self.model = models[0].to(device)
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
         lengths = self.lengths = [p.numel() for p in self.model.parameters()]
-        first = torch.stack([torch.cat([p.detach().flatten() for p in m.parameters()]) for m in
-                             (m.to(device) for m in models)])                       # (seeds, P)
-        self.theta = first[None, :, None].repeat(len(trials), 1, replicas, 1)       # (trials, seeds, N, P)
+        # (trials, seeds, N, P)
+        self.theta = first.to(device)[None, :, None].repeat(len(trials), 1, replicas, 1)
         self.grad = torch.zeros_like(self.theta)
         self.adam = Adam(self.theta.view(-1), self.grad.view(-1), o.beta2)
         inside = [name for name, shape in self.shapes.items() if "layers" in name and len(shape) == 2]
@@ -192,7 +157,7 @@ class Fleet:
         self.loss, self.slope = loss_and_slope(self.model, device)
         self.muon = o.optimizer == "muon" and Muon([theta[n] for n in inside], [grads[n] for n in inside])
         self.outers = [Outer(trial, theta, seeds, lengths) for trial, theta in zip(trials, self.theta)
-                       if trial.method in ("noloco", "diloco")]
+                       if trial.method != "ddp"]
 
     def named(self, vectors):
         """{name: (models, *shape)}, views of vectors (..., P)."""
@@ -222,29 +187,22 @@ class Fleet:
             outer.step()
 
     @torch.no_grad()
-    def evaluate(self, vectors):
-        """Held-out nats per token of models (..., P): (...)."""
-        weights, found = self.named(vectors), []
+    def evaluate(self):
+        """Held-out nats per token of all models: (trials, seeds, N)."""
+        weights, found = self.named(self.theta), []
         some = max(1, 2 * AT_ONCE // self.heldout.numel())
         for a in range(0, len(next(iter(weights.values()))), some):
             part = {name: w[a:a + some] for name, w in weights.items()}
             found.append(vmap(self.loss, in_dims=(0, None))(part, self.heldout))
-        return torch.cat(found).view(vectors.shape[:-1])
+        return torch.cat(found).view(self.theta.shape[:-1])
 
-    def train(self, evaluations=4):
-        """A row for each trial and seed."""
-        curves, gap = [], max(1, self.o.steps // evaluations)
+    def train(self):
+        """A row for each trial and seed; losses: the last one, mean over the replicas."""
         for number in tqdm(range(self.o.steps), dynamic_ncols=True):
             self.step(number)
-            if (number + 1) % gap == 0 or number + 1 == self.o.steps:
-                curves.append((number + 1, self.evaluate(self.theta).mean(-1).cpu()))
-        middle = self.theta.mean(2, keepdim=True)
-        spread = (self.theta - middle).square().mean((2, 3)).sqrt().cpu()
-        merged = self.evaluate(middle[:, :, 0]).cpu()
+        last = self.evaluate().mean(-1).cpu()
         return [dict(trial=asdict(trial), seed=seed, replicas=self.N, optimizer=self.o.optimizer,
-                     tokens=self.o.batch * self.o.seq_len, lr=self.o.lr, steps=[n for n, _ in curves],
-                     losses=[round(float(c[i, s]), 5) for _, c in curves],
-                     merged=round(float(merged[i, s]), 5), spread=float(f"{spread[i, s]:.4g}"))
+                     tokens=self.o.batch * self.o.seq_len, lr=self.o.lr, losses=[round(float(last[i, s]), 5)])
                 for i, trial in enumerate(self.trials) for s, seed in enumerate(self.seeds)]
 
 
@@ -261,24 +219,19 @@ class Whole(torch.nn.Module):
         return self.model.loss(x, tokens[:, 1:]) / tokens[:, 1:].numel()
 
 
-COMPILED = {}
-
-
 def loss_and_slope(model, device):
     """Functions of many models' weights {name: (models, ...)}: the mean loss, and its gradient for tokens
     (models, B, T + 1)."""
-    if (key := (str(model.config), device)) not in COMPILED:
-        whole = Whole(model)
+    whole = Whole(model)
 
-        def loss(weights, tokens):
-            return functional_call(whole, {f"model.{name}": w for name, w in weights.items()}, (tokens,))
+    def loss(weights, tokens):
+        return functional_call(whole, {f"model.{name}": w for name, w in weights.items()}, (tokens,))
 
-        slope = vmap(grad(loss))
-        if device == "cuda":
-            torch.set_float32_matmul_precision("high")              # TF32
-            slope = torch.compile(slope, dynamic=False)
-        COMPILED[key] = loss, slope
-    return COMPILED[key]
+    slope = vmap(grad(loss))
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")              # TF32
+        slope = torch.compile(slope, dynamic=False)
+    return loss, slope
 
 
 # ---------------------------------------------------------------- the parts
@@ -292,81 +245,78 @@ def delays(m):
 
 def delay_trials():
     yield Trial("ddp")
-    for method, every in (("noloco", (1, 2, 4, 10)), ("diloco", (2, 4, 10, 20))):
-        for m, wire in itertools.product(every, ("fp32", "int8")):
-            for delay in delays(m):
-                yield Trial(method, m, delay, wire)
-                if delay and wire == "fp32":
-                    yield Trial(method, m, delay, wire, learnt=0.5)
+    for m, wire in itertools.product((1, 2, 4, 10), ("fp32", "int8")):
+        yield from (Trial("noloco", m, delay, wire) for delay in delays(m))
+    for m in (2, 4, 10):
+        yield from (Trial("diloco", m, delay) for delay in delays(m))
 
 
 def many_trials(replicas):
     yield Trial("ddp")
-    for m in (1, 2, 10):
+    for m in (2, 10):
         yield Trial("noloco", m)
         yield Trial("diloco", 2 * m)
         if replicas > 4:
             yield Trial("noloco", m, group=4)
-            yield Trial("noloco", m, pairs="hypercube")
 
 
-def delay_fleets():
-    """(optimizer, replicas, sequences a replica and step, steps, trials, seeds at most) of each."""
+def delay_fleets(steps):
+    """(optimizer, replicas, steps, trials, seeds at most) of each."""
     for optimizer in RATES:
-        yield optimizer, 8, 8, 1200, delay_trials(), None
+        yield optimizer, 8, steps or 1200, delay_trials(), None
 
 
-def many_fleets():
+def many_fleets(steps):
     """As above."""
     for optimizer, replicas in itertools.product(RATES, REPLICAS):
-        yield optimizer, replicas, 8, 600, many_trials(replicas), 1 if replicas == 64 else None
-    for batch in (4, 32):
-        yield "adam", 16, batch, 600, many_trials(16), None
+        yield optimizer, replicas, steps or 600, many_trials(replicas), 1 if replicas == 64 else None
 
 
-def run(name, o):
+def train_all(name, part, o):
     """Train the fleets that OUT/results does not have yet, and save after each."""
     file = Path(o.out, "results", f"headline_{name}.json")
-    found = kept(o.out, f"headline_{name}") if file.exists() else dict(fleets={})
+    found = kept(o.out, f"headline_{name}") if file.exists() else dict(fleets={}, machines={})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for optimizer, replicas, batch, steps, trials, most in PARTS[name].runs():
-        steps, seeds = o.steps or steps, (o.seeds or list(PARTS[name].seeds))[:most]
-        key = f"{optimizer}, {replicas} replicas, {batch} sequences, {steps} steps, seeds {seeds}"
+    for optimizer, replicas, steps, trials, most in part.runs(o.steps):
+        seeds = (o.seeds or list(part.seeds))[:most]
+        key = f"{optimizer}, {replicas} replicas, {SEQUENCES} sequences, {steps} steps, seeds {seeds}"
         if key in found["fleets"] or o.only not in key:
             continue
         print(key)
-        words = f"{LEARN} --batch {batch} --steps {steps} --lr {RATES[optimizer]} --optimizer {optimizer}"
+        words = f"{LEARN} --batch {SEQUENCES} --steps {steps} --lr {RATES[optimizer]} --optimizer {optimizer}"
         fleet = Fleet(train.parse(words.split()), list(trials), replicas, seeds, device)
         start = time.perf_counter()
         found["fleets"][key] = fleet.train()
         machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-        took = round(time.perf_counter() - start)
-        found.setdefault("machines", {})[key] = [machine, torch.__version__, took]
+        found["machines"][key] = [machine, torch.__version__, round(time.perf_counter() - start)]
         found["digest"] = fleet.digest
         save(o.out, f"headline_{name}", found)
+    return found
 
 
 # ---------------------------------------------------------------- tables and picture
 
 
 def by_trial(found):
-    """{(optimizer, replicas, sequences): {Trial: {seed: row}}}"""
-    runs = {}
-    for rows in found["fleets"].values():
-        for row in rows:
-            trials = runs.setdefault((row["optimizer"], row["replicas"], row["tokens"] // 128), {})
-            trials.setdefault(Trial(**row["trial"]), {})[row["seed"]] = row
+    """{(optimizer, replicas): {Trial: {seed: row}}}. results/ has more trials than this program."""
+    runs, known = {}, [field.name for field in fields(Trial)]
+    for row in itertools.chain(*found["fleets"].values()):
+        trial = row["trial"]
+        plain = trial.get("pairs", "random") == "random" and trial.get("learnt", 1) == 1
+        if plain and row["tokens"] == SEQUENCES * 128:
+            trials = runs.setdefault((row["optimizer"], row["replicas"]), {})
+            trials.setdefault(Trial(*(trial[name] for name in known)), {})[row["seed"]] = row
     return runs
 
 
 def over_ddp(trials, trial):
     """Perplexity over DDP's with the same optimizer: of each seed that this trial has."""
-    rows, ddp = trials.get(trial, {}), trials[Trial("ddp")]
+    rows, ddp = trials.get(trial, {}), trials.get(Trial("ddp"))
     return over(*([there[seed]["losses"][-1] for seed in rows] for there in (rows, ddp)))
 
 
 def cell(trials, trial):
-    values = trials and over_ddp(trials, trial)
+    values = over_ddp(trials, trial)
     return spread_of(values, "+.1%") if values else ""
 
 
@@ -376,17 +326,15 @@ def show_delay(found):
               "| DiLoCo, Muon, fp32")
     for m in (1, 2, 4, 10):
         for delay in delays(m):
-            noloco = [cell(runs[optimizer, 8, 8], Trial("noloco", m, delay, wire))
+            noloco = [cell(runs[optimizer, 8], Trial("noloco", m, delay, wire))
                       for optimizer in RATES for wire in ("fp32", "int8")]
-            diloco = [cell(runs[optimizer, 8, 8], Trial("diloco", m, delay)) for optimizer in RATES]
+            diloco = [cell(runs[optimizer, 8], Trial("diloco", m, delay)) for optimizer in RATES]
             show_row(f"{m}, {delay}", *noloco, *diloco)
 
 
 SHOWN = {
     "NoLoCo, every 2": Trial("noloco", 2), "DiLoCo, every 4": Trial("diloco", 4),
     "NoLoCo, every 2, groups of 4": Trial("noloco", 2, group=4),
-    "NoLoCo, every 2, hypercube": Trial("noloco", 2, pairs="hypercube"),
-    "NoLoCo, every step": Trial("noloco", 1), "DiLoCo, every 2": Trial("diloco", 2),
     "NoLoCo, every 10": Trial("noloco", 10), "DiLoCo, every 20": Trial("diloco", 20),
 }
 DRAWN = {"NoLoCo, every 2": "NoLoCo", "NoLoCo, every 2, groups of 4": "50%", "DiLoCo, every 4": "DiLoCo"}
@@ -394,46 +342,29 @@ DRAWN = {"NoLoCo, every 2": "NoLoCo", "NoLoCo, every 2, groups of 4": "50%", "Di
 
 def show_many(found):
     runs = by_trial(found)
-    columns = [(optimizer, n, 8) for optimizer in RATES for n in REPLICAS if (optimizer, n, 8) in runs]
-    show_head("method | " + " | ".join(f"{n} replicas, {optimizer.title()}" for optimizer, n, _ in columns))
+    columns = [(optimizer, n) for optimizer in RATES for n in REPLICAS if (optimizer, n) in runs]
+    show_head("method | " + " | ".join(f"{n} replicas, {optimizer.title()}" for optimizer, n in columns))
     for name, trial in SHOWN.items():
         show_row(name, *(cell(runs[column], trial) for column in columns))
 
 
 def draw_many(plt, found):
-    runs, labels = by_trial(found), []
+    runs = by_trial(found)
     figure, axis = plt.subplots(figsize=(WIDTH, 4.8), layout="constrained")
     for (name, colour), optimizer in itertools.product(DRAWN.items(), RATES):
-        points = {n: [100 * x for x in over_ddp(runs[optimizer, n, 8], SHOWN[name])]
-                  for n in REPLICAS if SHOWN[name] in runs.get((optimizer, n, 8), ())}
-        middle = [statistics.mean(seeds) for seeds in points.values()]
-        dashes = "-" if optimizer == "adam" else "--"
-        axis.plot(list(points), middle, dashes, marker="o", color=COLOURS[colour])
-        axis.fill_between(list(points), *([edge(seeds) for seeds in points.values()] for edge in (min, max)),
-                          color=COLOURS[colour], alpha=0.15, lw=0)
-        labels.append((middle[-1], f"{name}, {optimizer.title()}", COLOURS[colour]))
+        gaps = {n: over_ddp(runs.get((optimizer, n), {}), SHOWN[name]) for n in REPLICAS}
+        x = [n for n in REPLICAS if gaps[n]]
+        curves = [[100 * gaps[n][seed] for n in x if seed < len(gaps[n])] for seed in range(3)]
+        band(axis, curves, x, COLOURS[colour], ls="-" if optimizer == "adam" else "--", marker="o",
+             label=f"{name}, {optimizer.title()}")
     axis.set_xscale("log", base=2)
     axis.set(xlabel="replicas (bands: range of three seeds; 64 replicas: one seed)",
              xticks=REPLICAS, xticklabels=REPLICAS, ylabel="% perplexity over DDP's with as many replicas",
              title="The gap to DDP grows with the replicas; with Muon (dashed) by half as much")
-    label_ends(axis, labels)
+    label_ends(axis)
     return figure
 
 
-def main():
-    o = arguments(__doc__, PARTS)
-    for name in o.parts or PARTS:
-        part = PARTS[name]
-        if not o.plot:
-            run(name, o)
-        found = kept(o.out, f"headline_{name}")
-        part.table(found)
-        if part.draw:
-            picture(o.out, f"headline_{name}", part.draw, found)
-
-
-PARTS = {"delay": Part(delay_fleets, show_delay), "many": Part(many_fleets, show_many, draw_many)}
-
-
 if __name__ == "__main__":
-    Job().together(main)
+    headline(__doc__, {"delay": Part(delay_fleets, show_delay, measure=train_all),
+                       "many": Part(many_fleets, show_many, draw_many, measure=train_all)})

@@ -73,6 +73,7 @@ class Part:
     seconds: Callable = None    # -> simulated seconds, kept beside the runs
     picture: str = None         # its name (default: the part's)
     seeds: tuple = (0, 1, 2)    # without --seeds
+    measure: Callable = None    # (name, part, o) -> found (default: `run_all`)
 
 
 class Result:
@@ -98,8 +99,7 @@ def options_of(command, ranks):
         method=method, skip=skip, routing=given.get("--routing", "skippipe" if skip else "random"),
         every=int(given.get("--inner-steps", often)), wire=given.get("--wire", wire),
         stages=[int(n) for n in given.get("--stages", str(ranks)).split(",")],
-        seed=int(given.get("--seed", 0)), warm_start=int(given.get("--warm-start", 0)),
-        group_size=int(given.get("--group-size", 2)))
+        seed=int(given.get("--seed", 0)))
 
 
 def results(found):
@@ -132,10 +132,7 @@ def headline(description, parts):
         for name in o.parts or parts:
             part = parts[name]
             if not o.plot:
-                runs = [run for run in part.runs(o.steps) if o.only in run.label]
-                found = run_all(name, runs, o.seeds or part.seeds, o.steps)
-                if part.seconds:
-                    found["seconds"] = part.seconds()
+                found = (part.measure or run_all)(name, part, o)
                 if o.only:
                     continue
                 save(o.out, f"headline_{name}", found)
@@ -163,14 +160,17 @@ def arguments(description, parts):
     return o
 
 
-def run_all(name, runs, seeds, steps=None):
-    """{"cpu_hours", "runs": {label: [a row per seed]}} of all runs."""
+def run_all(name, part, o):
+    """{"cpu_hours", "runs": {label: [a row per seed]}, "seconds" if the part has any} of the part's runs."""
+    runs, seeds = [run for run in part.runs(o.steps) if o.only in run.label], o.seeds or part.seeds
     found = dict(cpu_hours=0.0, runs={run.label: [] for run in runs})
+    if part.seconds:
+        found["seconds"] = part.seconds()
     with tqdm(total=len(seeds) * len(runs), unit="run") as progress:
         for seed, run in itertools.product(seeds, runs):
             progress.set_postfix_str(run.label)
-            own = f"-of-{steps}-steps" if steps else ""         # a try keeps to folders of its own
-            row = train_once(run, identity(run, f"{name}-{run.label}-{seed}{own}", seed))
+            own = f"-of-{o.steps}-steps" if o.steps else ""     # a try keeps to folders of its own
+            row = train_once(run, f"{name}-{run.label}-{seed}{own}", seed)
             found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
             found["runs"][run.label].append(row)
             progress.update()
@@ -181,7 +181,7 @@ def run_all(name, runs, seeds, steps=None):
 
 
 def torchrun(processes, *words, hosts=(), **kwargs):
-    """Run words, `-m MODULE` or a script and its options, to the end; returns what stdout=PIPE caught.
+    """Run words, `-m MODULE` or a script and its options, to the end. kwargs: of Popen.
 
     hosts: options of tools/hosts.py. Raises CalledProcessError. An interrupt ends the processes too.
     """
@@ -193,25 +193,19 @@ def torchrun(processes, *words, hosts=(), **kwargs):
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
     with subprocess.Popen([*line, *words], env=env, text=True, **kwargs) as process:
         try:
-            out, _ = process.communicate()
+            process.wait()
         finally:
             process.terminate()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, line)
-    return out
 
 
-def identity(run, name, seed):
-    """The command and hosts with which a row of results begins."""
+def train_once(run, name, seed):
+    """The run's row of results: command, hosts, curves, CPU hours, and what `after` finds in its folder."""
     name = "headline-" + re.sub(r"[^\w.]+", "-", name)
     row = dict(command=f"{run.program} --name {name} {SMALL} {run.options} --seed {seed}")
-    return {**row, "hosts": run.hosts} if run.hosts else row
-
-
-def train_once(run, row):
-    """The run's row of results: its identity, curves, CPU hours, and what `after` finds in its folder."""
-    words = row["command"].split()
-    folder = Path("runs", words[words.index("--name") + 1])
+    row |= dict(hosts=run.hosts) if run.hosts else {}
+    folder = Path("runs", name)
     done = folder / "headline.json"
     if done.exists() and (found := json.loads(done.read_text())).items() >= row.items():
         return found
@@ -219,7 +213,7 @@ def train_once(run, row):
     start = sum(os.times()[:4])      # CPU seconds, also of processes waited for
     with tempfile.TemporaryFile("w+") as log:
         try:
-            torchrun(run.processes, *words, hosts=run.hosts.split(), stdout=log, stderr=log)
+            torchrun(run.processes, *row["command"].split(), hosts=run.hosts.split(), stdout=log, stderr=log)
         except subprocess.CalledProcessError:
             log.seek(0)
             raise BadInput(f"{row['command']} failed: {log.read()[-2000:]}")
@@ -242,33 +236,16 @@ def built(job, argv, **parts):
     return train.build(job, o, **parts)
 
 
-# ---------------------------------------------------------------- the model that a run leaves
-
-
-def mean_model(folder):
-    """(options, the mean model of each stage's replicas as a whole model, corpus, rho of each stage).
-
-    The rho rule is not yet in its weights.
-    """
+def mean_of_replicas(folder):
+    """Held-out loss of the mean over the replicas, which one all-reduce at the very end would give."""
     o = train.parse(["--resume", str(folder)])
     stages, layers = train.layout(o, sum(o.stages))
     _, parts = export.newest(Job(), folder, stages)
     model = Llama(train.whole_config(o))
     for flat, ranks in zip(export.by_stage(model, layers), stages):
         flat.copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
-    return o, model, load_data(o, 0, [0])[0], export.rho_of(o, parts[0])
-
-
-def heldout(o, model, corpus):
-    """The model's held-out loss, computed in this process."""
     pipeline = train.Pipeline(model, Job(), [[0]], (o.batch, o.seq_len, o.hidden))
-    return train.evaluate(pipeline, [[0]], corpus, o)
-
-
-def mean_of_replicas(folder):
-    """Held-out loss of the mean over the replicas, which one all-reduce at the very end would give."""
-    o, model, corpus, _ = mean_model(folder)
-    return dict(mean=heldout(o, model, corpus))
+    return dict(mean=train.evaluate(pipeline, [[0]], load_data(o, 0, [0])[0], o))
 
 
 # ---------------------------------------------------------------- tables
@@ -327,13 +304,11 @@ def over_runs(runs, others):
 
 
 def band(axis, curves, x, colour, **style):
-    """Draw the mean of the curves, one per seed, as a line and their range as a band; returns its end."""
-    points = list(zip(*curves))
+    """Draw the mean of the curves, one per seed, as a line and their range as a band; some may end early."""
+    points = [[curve[i] for curve in curves if i < len(curve)] for i in range(max(map(len, curves)))]
     x = x[:len(points)]
-    middle = [statistics.mean(values) for values in points]
-    axis.plot(x, middle, color=colour, **{"lw": 1.5, **style})
-    axis.fill_between(x, [min(v) for v in points], [max(v) for v in points], color=colour, alpha=0.15, lw=0)
-    return middle[-1]
+    axis.plot(x, [*map(statistics.mean, points)], color=colour, **{"lw": 1.5, **style})
+    axis.fill_between(x, [*map(min, points)], [*map(max, points)], color=colour, alpha=0.15, lw=0)
 
 
 def timed(runs, count=60):

@@ -9,28 +9,22 @@ scale       the same runs under the rho rule (planning/rho.py), beside those of 
 are averaged at every step, so only the paths differ. 0% skipped is DT-FM's pipeline; "in order" means no
 swapped neighbours; "equal time" has as many steps as fit into the full pipeline's time.
 """
-import random
+import itertools
+import json
 import statistics
+import subprocess
 from dataclasses import replace
 
+import train
 from experiments.pictures import COLOURS, WIDTH, kept, label_ends, show_head, show_row
-from experiments.runs import (ROOT, Part, Run, band, finals, headline, heldout, mean_model, over, over_runs,
-                              published, results, same_seeds, spread_of)
+from experiments.runs import (ROOT, Part, Run, band, finals, headline, over, over_runs, published, results,
+                              same_seeds, spread_of, torchrun)
 from experiments.together import hours, keep_links, makespan, slowest_all_reduce
-from model import Llama
 from planning.instance import CITIES, city_delays, city_links
-from planning.rho import multiply, some_choices, with_stages_missing
 from skippipe import Network
-from train import layout
 
-# (share skipped, routing) for each number of stages; the first is the full pipeline
 FULL = (0.0, "dtfm")
-KINDS = {
-    4: (FULL, (0.0, "no-swaps"), (0.25, "skippipe"), (0.25, "no-swaps"), (0.5, "skippipe")),
-    8: (FULL, (0.0, "no-swaps"), (0.0, "skippipe"), (0.25, "skippipe"), (0.25, "no-swaps"),
-        (0.375, "skippipe"), (0.5, "skippipe")),
-}
-SCALED = ("25% skipped, in order", "37.5% skipped", "50% skipped")
+KINDS = FULL, (0.0, "no-swaps"), (0.25, "no-swaps"), (0.5, "skippipe")      # (share skipped, routing)
 UNSCALED = " --unscaled"
 # The nodes of each stage, as `assign_stages` found them for the full pipeline. Pinned, so that the tables can
 # be made again.
@@ -49,20 +43,18 @@ def network_of(stages):
 
 def runs(steps):
     steps = steps or 300
-    for stages, kinds in KINDS.items():
-        for skip, routing in kinds:
-            how = {"no-swaps": ", in order", "skippipe": "" if skip else ", with swaps", "dtfm": ""}
-            label = f"{stages} stages, {100 * skip:g}% skipped{how[routing]}"
-            if skip or (skip, routing) == FULL:     # a plan that skips nothing gains time only
-                yield run(label, stages, skip, routing, steps)
-            if (skip, routing) != FULL:
-                more = equal_time(steps, stages, skip, routing)
-                yield run(f"{label}, equal time", stages, skip, routing, more)
+    for stages, (skip, routing) in itertools.product(STAGES, KINDS):
+        label = f"{stages} stages, {100 * skip:g}% skipped" + ", in order" * (routing == "no-swaps")
+        if skip or (skip, routing) == FULL:         # a plan that skips nothing gains time only
+            yield run(label, stages, skip, routing, steps)
+        if (skip, routing) != FULL:
+            more = equal_time(steps, stages, skip, routing)
+            yield run(f"{label}, equal time", stages, skip, routing, more)
 
 
 def scaled_runs(steps):
     for run in runs(steps):
-        if run.label.split(", ", 1)[1].removesuffix(", equal time") in SCALED:
+        if UNSCALED in run.options:
             yield replace(run, label=f"{run.label} (rho rule)", options=run.options.replace(UNSCALED, ""))
 
 
@@ -85,36 +77,21 @@ def equal_time(steps, stages, skip, routing):
 
 def seconds():
     """{stages: (None: each seed's plan says, seconds of an all-reduce)}"""
-    return {f"{stages} stages": (None, slowest_all_reduce(*network_of(stages))) for stages in KINDS}
+    return {f"{stages} stages": (None, slowest_all_reduce(*network_of(stages))) for stages in STAGES}
 
 
 def missing_stages(folder):
-    """Held-out loss of the mean of all replicas with only some of its stages.
+    """{"shares": {share of the stages: [held-out loss of each choice of so many]}} of the last checkpoint.
 
-    shares: with three shares of the stages (0.5: the paper's case, half of the stages gone).
+    DDP keeps a stage's replicas equal, so one replica's loss is that of all.
     """
-    o, whole, corpus, rho = mean_model(folder)
-    weights = whole.state_dict()
-    _, layers = layout(o, sum(o.stages))
-    draw = random.Random(0)
-    count = len(o.stages)
-    losses = {}
-
-    def loss(stages):
-        if stages not in losses:
-            model = Llama(whole.config, [i for s in stages for i in layers[s]])
-            model.load_state_dict({name: weights[name] for name in model.state_dict()})
-            raised = with_stages_missing(rho, len(stages))
-            for s in stages:
-                multiply(raised[s], [model.model.layers[str(i)] for i in layers[s]])
-            losses[stages] = heldout(o, model, corpus)
-        return losses[stages]
-
-    missing = {}
-    for share in (1.0, 0.75, 0.5):
-        choices = some_choices(range(1, count), round(share * count) - 1, draw)
-        missing[str(share)] = [loss((0, *choice)) for choice in choices]
-    return dict(mean=loss(tuple(range(count))), shares=missing)
+    stages = train.parse(["--resume", str(folder)]).stages
+    torchrun(sum(stages), "-m", "tools.partial", str(folder), stdout=subprocess.DEVNULL)
+    rows, found = json.loads((folder / "partial.json").read_text()), {}
+    for row in rows:
+        share = str(len(row["stages"]) / len(stages))
+        found.setdefault(share, []).append(row["heldout_loss"])
+    return dict(shares=found)
 
 
 # ---------------------------------------------------------------- the tables
@@ -129,12 +106,6 @@ def losses_without(runs, key):
 def missing_over(runs, key):
     """Perplexity with stages missing over that of the run's whole model, seed by seed, less 1."""
     return over(losses_without(runs, key), [run.shares["1.0"][0] for run in runs])
-
-
-def timing(found, run):
-    """(seconds of an iteration, of an all-reduce)"""
-    _, sync = found["seconds"][f"{len(run.o.stages)} stages"]
-    return run.curves["simulated_seconds"][0], sync
 
 
 def table(found):
@@ -172,42 +143,35 @@ def draw(plt, found):
     own, published = results(found), kept(ROOT, "headline_skip")
     theirs = results(published)
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 8), layout="constrained", sharey="row")
-    for stages, above, below in zip(KINDS, *axes):
+    for stages, above, below in zip(STAGES, *axes):
+        _, sync = published["seconds"][f"{stages} stages"]
         lines = [("0% skipped, in order", "", "all stages,\nplanned", "planned", "-"),
                  ("25% skipped, in order", "", "25% skipped,\nas the papers", "25%", ":"),
                  ("25% skipped, in order", " (rho rule)", "25% skipped,\nrho rule", "25%", "-"),
                  ("50% skipped", "", "50% skipped,\nas the papers", "50%", ":"),
                  ("50% skipped", " (rho rule)", "50% skipped,\nrho rule", "50%", "-")]
-        ends = []
         for label, rule, name, colour, dashes in lines:
             seeds = (own if rule else theirs)[f"{stages} stages, {label}, equal time{rule}"]
-            x = hours(seeds[0], *timing(published, seeds[0]))
-            last = band(above, [run.losses for run in seeds], x, COLOURS[colour], ls=dashes)
-            ends.append((last, name, COLOURS[colour]))
+            x = hours(seeds[0], seeds[0].curves["simulated_seconds"][0], sync)
+            band(above, [run.losses for run in seeds], x, COLOURS[colour], ls=dashes, label=name)
         above.set(xlabel="simulated hours, all-reduce included", title=f"{stages} stages", ylim=(1.65, 2.4))
         missing = [(theirs[f"{stages} stages, 0% skipped"], "none skipped", "full")]
         missing += [(own[f"{stages} stages, {label} (rho rule)"], f"{label[:3]} skipped", label[:3])
                     for label in ("25% skipped, in order", "50% skipped")]
-        ends_below = [(draw_missing(below, seeds, COLOURS[colour]), name, COLOURS[colour])
-                      for seeds, name, colour in missing]
+        for seeds, name, colour in missing:
+            columns = [missing_over(seeds, share) for share in ("1.0", "0.75", "0.5")]
+            curves = [[100 * x for x in row] for row in zip(*columns)]
+            band(below, curves, (100, 75, 50), COLOURS[colour], marker="o", label=name)
         below.set(xlabel="% of the stages that run", xticks=(100, 75, 50), xlim=(103, 47), ylim=(-3, 62))
     axes[0, 0].set_ylabel("held-out nats per byte, whole model")
     axes[1, 0].set(ylabel="perplexity over its own whole model, %",
                    title="Trained with skipping (rho rule)\na model bears missing stages")
-    label_ends(axes[0, 1], ends, gap=0.055)
-    label_ends(axes[1, 1], ends_below)
+    label_ends(axes[0, 1], gap=0.055)
+    label_ends(axes[1, 1])
     figure.suptitle("Half of the stages skipped, under the rho rule, beats the planned full pipeline "
-                    "in equal time\n(below: after equal steps; bands and bars: range of three seeds)",
+                    "in equal time\n(below: after equal steps; bands: range of three seeds)",
                     fontsize=10.5)
     return figure
-
-
-def draw_missing(axis, seeds, colour):
-    columns = [[100 * x for x in missing_over(seeds, share)] for share in ("1.0", "0.75", "0.5")]
-    mean = [statistics.mean(v) for v in columns]
-    errors = [[m - min(v) for m, v in zip(mean, columns)], [max(v) - m for m, v in zip(mean, columns)]]
-    axis.errorbar((100, 75, 50), mean, errors, marker="o", capsize=3, color=colour)
-    return mean[-1]
 
 
 if __name__ == "__main__":

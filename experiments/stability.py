@@ -1,6 +1,6 @@
 """Where replicas stay together: N2 and N3 on the quadratic loss, the theory of gamma beside simulations.
 
-    python -m experiments.stability [--seed 0] [--replicas 64] [--out DIR] [--plot]
+    python -m experiments.stability [--steps N] [--out DIR] [--plot]
 
 m inner steps on 1/2 lambda theta^2 give Delta = -p phi, p = 1 - (1 - omega lambda)^m (`pull`). N
 replicas in G groups of n; x and d are what phi and delta differ from their means over all replicas.
@@ -13,16 +13,17 @@ second with gamma.
     moments of x, d     (V, C, D) = E (x^2, x d, d^2): `moment_matrix`
     stable where        (1 + alpha) r2 < 2 r1 (1 - alpha^2) + 2 alpha r1^2: `exact_bound`, for gamma = beta
 """
-import argparse
+import itertools
 
 import torch
 from tqdm import tqdm
 
-from experiments.pictures import COLOURS, WIDTH, kept, picture, save, show_head, show_row
-from plumbing.options import TINY, Parser
-from plumbing.processes import BadInput, Job
+from experiments.pictures import COLOURS, WIDTH, show_head, show_row
+from experiments.runs import Part, headline
+from plumbing.options import TINY
 from plumbing.window import gamma_bound
 
+REPLICAS, DRAWS, STEPS = 64, 8, 240          # draws of groups; outer steps, or --steps
 PULLS = (0.0, 0.3)
 ALPHAS = torch.arange(20) * 0.05
 GAMMAS = torch.arange(80) * 0.05 + 0.025
@@ -48,18 +49,12 @@ def rates(k, beta, gamma, pull):
 
 
 def moment_matrix(alpha, k, beta, gamma, pull=0.0):
-    """(..., 3, 3): takes (V, C, D) over one outer step."""
-    alpha, gamma = torch.broadcast_tensors(torch.as_tensor(alpha, dtype=torch.float64),
-                                           torch.as_tensor(gamma, dtype=torch.float64))
+    """(3, 3): takes (V, C, D) over one outer step."""
     r, r2 = rates(k, beta, gamma, pull)
-
-    def row(*entries):
-        return torch.stack([e + torch.zeros_like(alpha) for e in entries], -1)
-
-    D = row(r2, -2 * alpha * r, alpha**2)
-    E = row(-r, alpha, 0.0)                 # of x d'
-    V = row(1.0, 0.0, 0.0)
-    return torch.stack([V + 2 * E + D, E + D, D], -2)
+    V, E, D = torch.tensor([[1.0, 0.0, 0.0],
+                            [-r, alpha, 0.0],                               # of x d'
+                            [r2, -2 * alpha * r, alpha**2]], dtype=torch.float64)
+    return torch.stack([V + 2 * E + D, E + D, D])
 
 
 def exact_bound(alpha, k, pull=0.0):
@@ -79,24 +74,24 @@ def paper_window(alpha, n):
 # ---------------------------------------------------------------- simulations
 
 
-def growth(alpha, gamma, n, pull, generator, replicas=64, draws=8, steps=240):
+def growth(alpha, gamma, n, pull, generator, steps):
     """log of the RMS difference between replicas per outer step, over the last half of the steps,
     noise-free, beta = gamma; alpha, gamma: (points).
 
-    `draws` independent sequences of groups, the same for all points, are pooled: what grows is the mean
+    DRAWS independent sequences of groups, the same for all points, are pooled: what grows is the mean
     square. Once centred and scaled at every step, which a linear map does not feel, nothing overflows.
     """
-    phi, delta = (torch.randn((draws * replicas, len(alpha)), generator=generator) for _ in range(2))
+    phi, delta = (torch.randn((DRAWS * REPLICAS, len(alpha)), generator=generator) for _ in range(2))
     total = torch.zeros_like(alpha)
-    start = replicas * torch.arange(draws)[:, None]
+    start = REPLICAS * torch.arange(DRAWS)[:, None]
     for step in range(steps):
-        order = (torch.rand((draws, replicas), generator=generator).argsort(1) + start).flatten()
+        order = (torch.rand((DRAWS, REPLICAS), generator=generator).argsort(1) + start).flatten()
         phi, delta = phi[order], delta[order]                           # groups are neighbours
         phis, deltas = (v.view(-1, n, len(alpha)) for v in (phi, delta))
         mean = phis.mean(1, keepdim=True)
         deltas.mul_(alpha).sub_(gamma * phis).add_((gamma - gamma * pull) * mean)       # N2
         phi += delta                                                                    # N3
-        for v in (phi.view(draws, replicas, -1), delta.view(draws, replicas, -1)):
+        for v in (phi.view(DRAWS, REPLICAS, -1), delta.view(DRAWS, REPLICAS, -1)):
             v -= v.mean(1, keepdim=True)
         square = (phi.square().mean(0) + delta.square().mean(0)) / 2
         scale = square.sqrt().clamp(min=1e-6)                   # alpha 0, gamma 1, n = N: all gone at once
@@ -110,28 +105,21 @@ def growth(alpha, gamma, n, pull, generator, replicas=64, draws=8, steps=240):
 # ---------------------------------------------------------------- what is found
 
 
-def stability(seed, replicas):
+def stability(name, part, o):
     """Where differences between replicas die out over (alpha, gamma)."""
-    generator = torch.Generator().manual_seed(seed)
-    result = dict(replicas=replicas, pulls=PULLS, alphas=ALPHAS.tolist(), gammas=GAMMAS.tolist(),
+    generator = torch.Generator().manual_seed(0)
+    result = dict(replicas=REPLICAS, pulls=PULLS, alphas=ALPHAS.tolist(), gammas=GAMMAS.tolist(),
                   default=(0.5, 0.7), groups={})
-    for n in tqdm((2, 4, replicas), desc="maps", dynamic_ncols=True):
-        result["groups"][str(n)] = growth_map(n, replicas, generator)
-    return result
-
-
-def growth_map(n, replicas, generator):
     alpha, gamma = (v.flatten() for v in torch.meshgrid(ALPHAS, GAMMAS, indexing="ij"))
-    k = contraction(replicas, n)
-    row = dict(bound=gamma_bound(ALPHAS, n).tolist(), window=[w.tolist() for w in paper_window(ALPHAS, n)],
-               exact={}, crossing={})
-    for pull in PULLS:
-        rate = growth(alpha, gamma, n, pull, generator, replicas)
+    for n, pull in tqdm([*itertools.product((2, 4, REPLICAS), PULLS)], desc="maps", dynamic_ncols=True):
+        k, rate = contraction(REPLICAS, n), growth(alpha, gamma, n, pull, generator, o.steps or STEPS)
+        row = result["groups"].setdefault(str(n), dict(exact={}, crossing={}))
         row["exact"][str(pull)] = exact_bound(ALPHAS, k, pull).tolist()
         row["crossing"][str(pull)] = first_growth(rate.view(len(ALPHAS), -1)).tolist()
         if pull == 0.0:
-            row.update(beside_bounds(rate, alpha, gamma, n, k))
-    return row
+            row.update(beside_bounds(rate, alpha, gamma, n, k), bound=gamma_bound(ALPHAS, n).tolist(),
+                       window=[w.tolist() for w in paper_window(ALPHAS, n)])
+    return result
 
 
 def first_growth(rate):
@@ -197,21 +185,5 @@ def draw(plt, r):
     return figure
 
 
-def show(argv=None):
-    p = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--replicas", type=int, default=64, help="a multiple of 4, more than 4")
-    p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
-    p.add_argument("--plot", action="store_true", help="only show what OUT/results has")
-    o = p.parse_args(argv)
-    if o.replicas < 8 or o.replicas % 4:
-        raise BadInput(f"--replicas must be a multiple of 4 from 8 on, got {o.replicas}")
-    if not o.plot:
-        save(o.out, "headline_stability", stability(o.seed, o.replicas))
-    found = kept(o.out, "headline_stability")
-    table(found)
-    picture(o.out, "headline_stability", draw, found)
-
-
 if __name__ == "__main__":
-    Job().together(show)
+    headline(__doc__, {"stability": Part(None, table, draw, measure=stability)})

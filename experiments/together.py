@@ -19,11 +19,11 @@ from experiments.runs import (Part, Run, band, finals, headline, reaches, result
 from noloco import random_groups
 from planning.instance import city_delays, city_links, published_network
 from planning.training import plan_paths
-from skippipe import full_paths, random_paths, simulate
+from skippipe import full_paths, simulate
 
 MODEL_BYTES = 4 * 500e6         # the 500M model whose messages the published instance has, fp32
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-NOLOCO = {"fp32": "NoLoCo, SkipPipe", "int8": "NoLoCo, SkipPipe, one byte"}
+NOLOCO = "NoLoCo, SkipPipe, one byte"
 
 
 # ---------------------------------------------------------------- simulated time
@@ -89,14 +89,10 @@ def seconds():
     network, names = published_network()
     everyone, half = (slowest_all_reduce(network, names, BYTES[form]) for form in ("fp32", "bf16"))
     full = simulate(network, full_paths(network.stages, 6)).makespan
-    routed = [simulate(network, random_paths(network.stages, 6, step, 0)).makespan for step in range(100)]
-    some, short = (slowest_groups(network, stage_delays(network, names, size=BYTES[wire])) for wire in NOLOCO)
     planned = makespan(network, "no-swaps", 0.0)
     return {"DDP, full pipeline": (full, everyone), "DDP, planned": (planned, everyone),
             "DDP, bf16, full pipeline": (full, half), "DDP, bf16, planned": (planned, half),
-            "DiLoCo, full pipeline": (full, everyone),
-            "NoLoCo, random routing": (statistics.mean(routed), some),
-            NOLOCO["fp32"]: (None, some), NOLOCO["int8"]: (None, short)}
+            NOLOCO: (None, slowest_groups(network, stage_delays(network, names, size=BYTES["int8"])))}
 
 
 # ---------------------------------------------------------------- the runs
@@ -108,7 +104,7 @@ def runs(steps):
     links = keep_links(network, "headline-links-20.json")
     found = seconds()
     time = steps * sum(found["DDP, full pipeline"])
-    _, short = found[NOLOCO["int8"]]
+    _, short = found[NOLOCO]
 
     def run(label, steps, options):
         return Run(label, "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 4e-3 "
@@ -124,8 +120,6 @@ def runs(steps):
 
     ddp = run("DDP, full pipeline", steps, "--method ddp --routing fixed")
     yield ddp
-    yield run("DiLoCo, full pipeline", steps, "--method diloco --inner-steps 50 --routing fixed")
-    yield run("NoLoCo, random routing", steps, "--method noloco --inner-steps 50")
     yield skipping(0.33, "", 1.0)
     for share in (1.0, 0.4):
         yield skipping(0.5, "50% skipped, rho rule, ", share)
@@ -137,11 +131,8 @@ def runs(steps):
 
 def timing(found, run):
     """(seconds of an iteration, of a synchronisation)"""
-    o = run.o
-    name = "NoLoCo, random routing" if o.routing == "random" else NOLOCO.get(o.wire)
-    if o.method != "noloco":
-        short = ", bf16" if o.wire == "bf16" else ""
-        name = {"ddp": f"DDP{short}, full pipeline", "diloco": "DiLoCo, full pipeline"}[o.method]
+    short = ", bf16" if run.o.wire == "bf16" else ""
+    name = NOLOCO if run.o.method == "noloco" else f"DDP{short}, full pipeline"
     iteration, sync = found["seconds"][name]
     return iteration or run.curves["simulated_seconds"][0], sync
 
@@ -155,13 +146,11 @@ def table(found):
               "| hours in all | hours to DDP's final loss, over DDP's | ... over planned DDP's "
               "| ... over planned DDP's in bf16, to that one's final loss")
     runs = results(found)
-    bases = [base(found, runs, "DDP"), base(found, runs, "DDP", "planned"),
-             base(found, runs, "DDP, bf16", "planned")]
+    bases = [base(found, runs, *name) for name in (("DDP",), ("DDP", "planned"), ("DDP, bf16", "planned"))]
     for label, seeds in runs.items():
-        if "warm start" in label:       # an option of older versions
+        if seeds[0].o.method != "ddp" and seeds[0].o.wire != "int8":      # results/ has more
             continue
-        times = [timing(found, run) for run in seeds]
-        iteration, sync = statistics.mean(t[0] for t in times), times[0][1]
+        iteration, sync = map(statistics.mean, zip(*(timing(found, run) for run in seeds)))
         show_row(label, len(seeds), spread_of(finals(seeds)), f"{iteration:.1f}",
                  f"{sync:.1f} every {seeds[0].o.every}", f"{clock(found, seeds[0])[-1]:.1f}",
                  *(shares(found, seeds, *other) for other in bases))

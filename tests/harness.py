@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import random
+import shutil
 import socket
 import time
 import traceback
@@ -142,26 +143,21 @@ def error_of(main, *argv):
     return text
 
 
-def _in_turn(rank, world, cases, ports):
-    """captured() of each case, with a store of its own."""
-    found = []
-    for (main, *argv), port in zip(cases, ports):
-        os.environ["MASTER_PORT"] = str(port)
-        found.append(captured(rank, world, main, argv))
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return found
+def refused(world, *argv, cwd, main=train.main, after=0):
+    """The one line of rank 0, after so many others, for this bad input. All ranks end with status 2."""
+    (code, text), *others = processes(world, captured, main, argv, cwd=cwd)
+    *_, line = told = text.splitlines()
+    assert code == 2 and line.startswith("error: ") and len(told) == after + 1, (argv, code, text)
+    assert others == [(2, "")] * (world - 1), (argv, others)
+    return line
 
 
-def errors_of(world, *cases, cwd, after=0):
-    """The one line of rank 0, after so many others, for each case (main, *argv). All end with status 2."""
-    lines, by_rank = [], processes(world, _in_turn, cases, [free_port() for _ in cases], cwd=cwd)
-    for case, ((code, text), *others) in zip(cases, zip(*by_rank)):
-        *_, line = told = text.splitlines()
-        assert code == 2 and line.startswith("error: ") and len(told) == after + 1, (case, code, text)
-        assert others == [(2, "")] * (world - 1), (case, others)
-        lines.append(line)
-    return lines
+def goes_on_to_the_bit(folder, step, world=4):
+    """Without its last checkpoint, that of this step, the run goes on from the one before, as it did."""
+    whole = shutil.copytree(folder, folder.with_name("whole"))
+    shutil.rmtree(folder / f"checkpoints/{step:08d}")
+    run(world, "--resume", folder, cwd=folder.parents[1])
+    assert_same(folder, whole, step, world)
 
 
 def write_corpus(folder):

@@ -15,8 +15,8 @@ import train
 from plumbing import checkpoints, signals
 from plumbing.processes import BadInput
 from plumbing.report import Log
-from tests.harness import (NEEDS_MUON, SMALL, assert_same, captured, checkpoint, errors_of, metrics,
-                           options, processes, run, store_host, train_main)
+from tests.harness import (NEEDS_MUON, SMALL, assert_same, captured, checkpoint, metrics, options, processes,
+                           refused, run, store_host, train_main)
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,6 @@ def done(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("done")
     run(2, "--steps", 4, "--data", corpus, "--name", "x", *SMALL, cwd=folder)
     return folder
-
-
-def refused(world, *argv, cwd, main=train.main):
-    return errors_of(world, (main, *argv), cwd=cwd)[0]
 
 
 # ---- going on
@@ -60,10 +56,9 @@ def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_pa
 
 @pytest.mark.parametrize("kind", ["--gamma 1.0", pytest.param("--optimizer muon", marks=NEEDS_MUON),
                                   "--wire int8"])
-def test_resume_is_bit_exact(kind, corpus, tmp_path):
-    argv = [*kind.split(), "--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--eval-every", 3,
-            "--save-every", 6, "--data", corpus, "--name", "x", *SMALL]
-    run(4, *argv, cwd=tmp_path)
+def test_resume_is_bit_exact(kind, trained, tmp_path):
+    trained(4, *kind.split(), "--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--eval-every", 3,
+            "--save-every", 6)
     whole = tmp_path / "runs/x"
     again = shutil.copytree(whole, tmp_path / "runs/y")
     for rank in (1, 2, 3):  # as if killed while they wrote
@@ -132,9 +127,9 @@ def _main_in_own_folder(argv):
     train.main(argv)
 
 
-def test_machines_without_a_shared_folder_resume_and_one_without_its_part_refuses(corpus, tmp_path):
+def test_machines_without_a_shared_folder_resume_and_one_without_its_part_refuses(trained, tmp_path):
     in_own = dict(cwd=tmp_path, main=_main_in_own_folder)
-    run(2, "--steps", 4, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL, **in_own)
+    trained(2, "--steps", 4, "--save-every", 2, main=_main_in_own_folder)
     assert not (tmp_path / "machine1/runs/x/config.json").exists()
     assert "from step 4" in run(2, "--resume", "runs/x", "--steps", 6, **in_own)
     shutil.rmtree(tmp_path / "machine1")
@@ -205,13 +200,12 @@ def test_a_disk_without_room_for_a_checkpoint_is_one_line_of_one_rank(corpus, tm
     argv = ["--steps", 4, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]
     with store_host() as (port, _):
         results = processes(4, _small_disk, argv, 100_000, cwd=tmp_path, port=port)
-    assert [code for code, _ in results] == [2] * 4
-    lines = [line for _, text in results for line in text.splitlines() if "runs/x/" in line]
-    assert lines == [
-        "error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File too large; once "
-        "that is put right remove runs/x, which holds no checkpoint yet, and start again"
-    ]
-    assert not any("Traceback" in text or "stopped" in text for _, text in results)
+    codes, texts = zip(*results)
+    assert codes == (2,) * 4 and not any("Traceback" in text or "stopped" in text for text in texts)
+    (line,) = [line for line in "".join(texts).splitlines() if "runs/x/" in line]
+    assert line == ("error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File too "
+                    "large; once that is put right remove runs/x, which holds no checkpoint yet, and start "
+                    "again")
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".tmp", ".pt")]
 
 
@@ -223,8 +217,7 @@ def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monke
     line = "error: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"
     with monkeypatch.context() as patch:
         patch.setattr(Log, "line_of", full)
-        argv = ["--steps", 4, "--data", corpus, "--name", "x", *SMALL]
-        code, said = captured(0, 1, train.main, argv)
+        code, said = captured(0, 1, train.main, ["--steps", 4, "--data", corpus, "--name", "x", *SMALL])
     assert code == 2
     assert said.splitlines()[-1] == f"{line}; once that is put right go on with --resume runs/x"
     monkeypatch.setattr("plumbing.report.os.replace", full)

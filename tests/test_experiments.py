@@ -17,7 +17,7 @@ from experiments import failure, losses, network, replicas, runs, skip, stabilit
 from noloco import outer_update
 from plumbing.options import layout
 from plumbing.window import gamma_bound
-from tests.harness import HERE, SMALL, checkpoint, metrics, run
+from tests.harness import HERE, SMALL, checkpoint, metrics, options, run
 
 
 @pytest.mark.parametrize("replicas, n", [(4, 2), (5, 2), (6, 3), (4, 4)])
@@ -40,13 +40,12 @@ def test_moment_recursion_equals_the_average_over_all_groupings(replicas, n):
 
 
 def test_spectral_radius_crosses_one_exactly_at_the_bound():
-    radius = lambda alpha, k, gamma, pull=0.0: torch.linalg.eigvals(
-        stability.moment_matrix(alpha, k, gamma, gamma, pull)).abs().max().item()
+    radius = lambda *settings: torch.linalg.eigvals(stability.moment_matrix(*settings)).abs().max()
     for alpha, n, pull in itertools.product((0.0, 0.5, 0.9), (2, 4, 16), (0.0, 0.3)):
         for k in (1 - 1 / n, stability.contraction(16, n)):
             bound = stability.exact_bound(alpha, k, pull)
-            assert radius(alpha, k, 0.999 * bound, pull) < 1 < radius(alpha, k, 1.001 * bound, pull)
-        assert radius(alpha, 1 - 1 / n, gamma_bound(alpha, n)) == pytest.approx(1, abs=1e-6)
+            low, high = 0.999 * bound, 1.001 * bound
+            assert radius(alpha, k, low, low, pull) < 1 < radius(alpha, k, high, high, pull)
         assert stability.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
         for count in (2, 3, 4, 5, 16, 17):
             if n <= count:
@@ -105,10 +104,8 @@ def test_intervals_and_predicted_seconds_by_hand():
 
 def test_a_clock_gives_the_steps_that_fit():
     """11 steps in 30 s, then steps of 2.5 s; at a slower pace fewer. Every rank does what rank 0 says."""
-    job = mock.Mock()
-    job.agree_on.side_effect = lambda key, function: function()
-    o = types.SimpleNamespace(inner_steps=3, steps=10**6, eval_every=10**6, warmup=network.FIRST)
-    o.survive = 0.0
+    job = mock.Mock(agree_on=mock.Mock(side_effect=lambda key, function: function()))
+    o = types.SimpleNamespace(inner_steps=3, steps=10**6, eval_every=10**6, warmup=network.FIRST, survive=0.0)
     of_rank = types.SimpleNamespace(o=o, job=job)
     meter = network.Clock(run=of_rank, whole=100.0, gap=100 / 6)
     for of_rank.step, seconds in ((10, 30.0), (20, 55.0)):
@@ -166,8 +163,8 @@ def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps
 def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_path):
     """Every row of a docs table whose head a program prints is a row that it prints from results/."""
     monkeypatch.setattr(sync, "picture", lambda *_: None)
-    alone = {"stability": stability.table, "delay": replicas.show_delay, "many": replicas.show_many}
-    for name, (_, table) in [*PARTS.items(), *((name, (None, table)) for name, table in alone.items())]:
+    tables = dict(stability=stability.table, delay=replicas.show_delay, many=replicas.show_many)
+    for name, table in (tables | {name: table for name, (_, table) in PARTS.items()}).items():
         if measured(name):
             table(runs.load(HERE, name))
     sync.show(["--out", str(HERE)])
@@ -204,8 +201,9 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp
 
     monkeypatch.setattr(runs, "torchrun", torchrun)
     kinds = [runs.Run("a b", "--steps 4"), runs.Run("c", "--steps 4", after=lambda folder: dict(mean=2.0))]
-    found = runs.run_all("x", kinds, [0, 5], 4)
-    assert runs.run_all("x", kinds, [0, 5], 4)["runs"] == found["runs"]
+    part, o = runs.Part(lambda steps: kinds, None), types.SimpleNamespace(seeds=[0, 5], steps=4, only="")
+    found = runs.run_all("x", part, o)
+    assert runs.run_all("x", part, o)["runs"] == found["runs"]
     names = [f"headline-x-{run}-of-4-steps" for run in ("a-b-0", "a-b-5", "c-0", "c-5")]
     assert sorted(p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
@@ -221,18 +219,15 @@ def test_losing_drops_what_visits_the_victim(trained, tmp_path):
 
 
 def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
-    """One byte, delayed, Adam and Muon, and the papers' own outer step: train.py's held-out loss."""
+    """One byte, delayed, Adam and Muon: train.py's held-out loss."""
     small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", 6]
-    papers = dict(alpha=0.5, beta=0.7, gamma=0.4)
-    for i, (optimizer, trial) in enumerate((
-            ("muon", replicas.Trial("noloco", 2, 1, "int8")), ("adam", replicas.Trial("noloco", 3, **papers)),
-            ("adam", replicas.Trial("diloco", 2, wire="int8")), ("adam", replicas.Trial("ddp")))):
-        argv = [*small, "--optimizer", optimizer]
-        fleet = replicas.Fleet(train.parse([str(word) for word in argv]), [trial], 4, [0], "cpu")
+    for i, (trial, *optimizer) in enumerate((
+            (replicas.Trial("noloco", 2, 1, "int8"), "--optimizer", "muon"), (replicas.Trial("noloco", 3),),
+            (replicas.Trial("diloco", 2),), (replicas.Trial("ddp"),))):
+        fleet = replicas.Fleet(options(*small, *optimizer), [trial], 4, [0], "cpu")
         (found,) = fleet.train()
-        more = ["--method", trial.method, "--wire", trial.wire, "--inner-steps", trial.every]
-        more += ["--delay", trial.delay] if trial.delay else []
-        more += [f"--{name}={value}" for name, value in papers.items() if trial.gamma]
-        run(4, *argv, *(more if trial.method != "ddp" else more[:2]), "--name", f"x{i}", cwd=tmp_path)
+        outer = ["--wire", trial.wire, "--inner-steps", trial.every] if trial.method != "ddp" else []
+        outer += ["--delay", trial.delay] if trial.delay else []
+        run(4, *small, *optimizer, "--method", trial.method, *outer, "--name", f"x{i}", cwd=tmp_path)
         told = metrics(tmp_path / f"runs/x{i}")[-1]["heldout_loss"]
         assert found["losses"][-1] == pytest.approx(told, abs=2e-4)

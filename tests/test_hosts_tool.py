@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from planning.instance import city_links
+from tests.harness import HERE
 from tools import hosts as tool
 from tools.hosts import Hosts, enter, read
 
-ROOT = Path(__file__).parents[1]
 TOOL = [sys.executable, "-m", "tools.hosts"]
 pytestmark = pytest.mark.alone
 UDP, TCP = socket.SOCK_DGRAM, socket.SOCK_STREAM
@@ -39,7 +39,7 @@ def able():
 
 
 def run(*arguments):
-    return subprocess.run([*TOOL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*TOOL, *arguments], cwd=HERE, capture_output=True, text=True, timeout=60)
 
 
 def left():
@@ -167,17 +167,13 @@ def test_half_the_processors_compute_half_as_fast():
     assert within(0.15, 0.5, half_over_full)
 
 
-def test_version_2_of_control_groups(monkeypatch, tmp_path):
-    monkeypatch.setattr(tool, "CGROUPS", tmp_path)
-    tool.limit(tmp_path / "x", 0.25)
-    assert (tmp_path / "x/cpu.max").read_text() == "5000 20000"
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-
-
-def test_without_control_groups_one_line_says_so(monkeypatch, tmp_path):
+def test_control_groups_of_version_2_and_none(monkeypatch, tmp_path):
     monkeypatch.setattr(tool, "CGROUPS", tmp_path)
     with pytest.raises(OSError, match="^--cpu: no control groups, version 1 or 2, in"):
         Hosts(2, cpu={(): 0.5})
+    tool.limit(tmp_path / "x", 0.25)
+    assert (tmp_path / "x/cpu.max").read_text() == "5000 20000"
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
 
 
 def test_cut_drops_both_directions_until_restored():
@@ -203,7 +199,7 @@ def test_cut_drops_both_directions_until_restored():
 def test_nothing_is_left_behind(command, number, status):
     before = left()
     argv = [*TOOL, "2", "--cpu", "0.5", "--", "sh", "-c", command]
-    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(argv, cwd=HERE, stdout=subprocess.PIPE) as process:
         try:
             if number:
                 assert process.stdout.readline() == b"here\n"
@@ -237,19 +233,3 @@ def test_cities():
     assert (mbit[0, 2], latency[0, 2]) == (speed * 8e-6, seconds * 1000)
     assert (mbit[()], mbit[5,], latency[0, 1], latency[0, 12]) == (0, 20, 7, 1)
     assert (latency[2, 12], mbit[2, 12]) == (latency[0, 2], mbit[0, 2])
-
-
-@pytest.mark.parametrize("arguments", [
-    "", "4", "4 --", "1 -- true", "201 -- true", "x -- true", *(f"4 {option} -- true" for option in (
-        "--mbit -1", "--mbit abc", "--slow 2", "--rate 5", "--slow 4=2", "--slow 2-2=5", "--latency 1-4=5",
-        "--latency 2=", "--cpu 0", "--cpu 1-2=1", "--cpu 1@5=1", "--rate 1-4@3=5", "--rate 3@1", "--cut 3",
-        "--cut 4@1", "--cut 1-2@1"
-    ))
-])
-def test_bad_arguments_give_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        read(arguments.split())
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert ("--slow/--rate: takes LINK[@WHEN]=NUMBER, not 2" in error) == ("--slow 2 " in arguments)

@@ -9,12 +9,12 @@ import pytest
 
 from tests.harness import HERE
 
-# Aims: plumbing/ 1150, tools/ 420, experiments/ 1350, tests/ 3000. They may only shrink.
+# Aims: plumbing/ 1150, tools/ 420, tests/ 3000. They may only shrink.
 BUDGETS = {
     "code": {       # lines without docstrings, comments and blanks, of a file or of all files of a folder
         "noloco.py": 140, "model.py": 115, "skippipe.py": 400, "train.py": 380, "bench_sync.py": 270,
         "test_minimal.py": 420, "plumbing": 1204, "planning": 650, "survive": 760, "tools": 419,
-        "experiments": 1531, "tests": 3325,
+        "experiments": 1350, "tests": 3015,
     },
     "words": {"README.md": 1750, "docs/*.md": 13000, "docs/results.md": 4500},
     "lines": {"README.md": 200},
@@ -57,12 +57,6 @@ COUNT = {"code": code_lines, "words": lambda text: len(text.split()),
 def test_a_room_is_within_its_budget(unit, room):
     counts = {file: COUNT[unit](text) for file, text in sources(room).items()}
     assert 0 < sum(counts.values()) <= BUDGETS[unit][room], counts
-
-
-@pytest.mark.parametrize("room", BUDGETS["code"])
-def test_lines_have_at_most_110_columns(room):
-    wide = [file for file, text in sources(room).items() if re.search(".{111}", text)]
-    assert wide == []
 
 
 @pytest.mark.parametrize("room", IMPORTS)

@@ -46,11 +46,10 @@ def run_alone(folder, *command):
     return done.stdout
 
 
-def readme_programs(module):
-    """Its whole programs that use the module."""
+def readme_program(module):
+    """The README's whole program that uses the module."""
     blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    found = [block for block in blocks if re.search(rf"^(import|from) {module}\b", block, re.M)]
-    assert found
+    (found,) = [block for block in blocks if re.search(rf"^(import|from) {module}\b", block, re.M)]
     return found
 
 
@@ -67,21 +66,18 @@ assert not any(importlib.util.find_spec(m) for m in {sorted(others)})
     return run_alone(folder, *launcher, "mine.py")
 
 
-def test_noloco_alone_runs_the_readmes_examples(tmp_path):
-    for program in readme_programs("noloco"):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        out = copied(tmp_path, program, "noloco", launcher=launcher)    # the two may print into one line
-        assert sorted(re.findall(r"rank (\d): loss 0\.00", out)) == ["0", "1"]
+def test_noloco_alone_runs_the_readmes_example(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    out = copied(tmp_path, readme_program("noloco"), "noloco", launcher=launcher)
+    assert sorted(re.findall(r"rank (\d): loss 0\.00", out)) == ["0", "1"]   # they may print into one line
 
 
-def test_skippipe_alone_runs_the_readmes_examples_without_torch(tmp_path):
+def test_skippipe_alone_runs_the_readmes_example_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch')")
-    for program in readme_programs("skippipe"):
-        lines = copied(tmp_path, program, "skippipe").splitlines()
-        promised = [line.split("# ")[1] for line in program.splitlines() if "print(" in line]
-        assert len(lines) == len(promised)
-        for line, words in zip(lines, promised):
-            assert all(number in line for number in re.findall(r"\d+\.\d+", words)), (line, words)
+    program = readme_program("skippipe")
+    promised = [line.split("# ")[1] for line in program.splitlines() if "print(" in line]
+    for line, words in zip(copied(tmp_path, program, "skippipe").splitlines(), promised, strict=True):
+        assert all(number in line for number in re.findall(r"\d+\.\d+", words)), (line, words)
 
 
 def test_model_alone_runs(tmp_path):

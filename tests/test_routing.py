@@ -6,9 +6,9 @@ import json
 import os
 import random
 import re
-import shutil
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -29,9 +29,9 @@ from planning.training import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
 from plumbing.processes import BadInput, Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
-from tests.harness import (SMALL, SMALL_CONFIG, assert_same, checkpoint, connected_job, metrics, options,
-                           processes, run, train_main)
-from tests.oracles import random_network, replay, scaled_blocks, worst_gradient
+from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit, metrics,
+                           options, processes, run, train_main)
+from tests.oracles import random_network, replay, scaled_blocks, through, worst_gradient
 from tools import emulate
 
 
@@ -46,8 +46,7 @@ def test_paths_visit_every_stage_as_evenly_as_possible(sizes):
             assert set(visits) <= set(stage)
             assert max(visits[r] for r in stage) - min(visits[r] for r in stage) <= 1
     if len(set(sizes)) == 1:
-        straight = lambda origin: tuple(s[stages[0].index(origin)] for s in stages)
-        assert all(path == straight(path[0]) for path in full_paths(stages, 3))
+        assert set(full_paths(stages, 3)) == set(zip(*stages))          # each straight through
     assert random_paths(stages, 3, 5, 0) == random_paths(stages, 3, 5, 0)
 
 
@@ -55,17 +54,14 @@ def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
     draw = random.Random(3)
     for trial in range(40):
         network = random_network(draw, (2, 2, 1, 2), speeds=(0.1, 0.5))
-        try:
-            count = draw.randint(1, 4)
+        count = draw.randint(1, 4)
+        with suppress(skippipe.Infeasible):
             paths, order = search.plan(network, 3, count, 2, seconds=None, iterations=30, seed=trial)
-        except skippipe.Infeasible:
-            continue
-        assert replay(paths * 2, range(7), order)
+            assert replay(paths * 2, range(7), order)
     # rank 1 runs the second microbatch first, though the first is sent first
     order = [[(0, 0), (1, 0), (1, 2), (0, 2), (1, 4), (0, 4)], [(1, 1), (0, 1), (1, 3), (0, 3)]]
-    assert train.incoming([chain((0, 1))] * 2, 1, order[1], order) == [
-        (0, 0, 1), (0, 1, 1), (0, 1, 3), (0, 0, 3)
-    ]
+    posted = [(0, 0, 1), (0, 1, 1), (0, 1, 3), (0, 0, 3)]
+    assert train.incoming([chain((0, 1))] * 2, 1, order[1], order) == posted
     assert replay([(0, 1)] * 2, range(2), order)
 
 
@@ -90,13 +86,10 @@ def test_the_rho_rule_scales_what_layers_add_and_leaves_no_trace():
     assert torch.equal(model.blocks(x), before)
 
 
-def test_shares_of_visits_by_hand():
+def test_shares_of_visits_and_what_stages_add_where_some_are_missing_by_hand():
     stages, paths = [[0, 1], [2, 3], [4], [5]], [(0, 2, 4), (1, 4), (0, 3), (1, 4, 2)]
     assert shares(paths, stages) == [1, 0.75, 0.75, 0]
     assert shares([], stages) == [0, 0, 0, 0]       # every path had a dead node: there is no task either
-
-
-def test_with_stages_missing_each_adds_more_by_hand():
     rho = [1, 0.75, 0.5, 0]                     # nobody visits the last one
     assert with_stages_missing(rho, 4) == with_stages_missing(rho, 3) == rho
     assert with_stages_missing(rho, 2) == with_stages_missing(rho, 1) == [1, 1, 1, 0]
@@ -110,10 +103,10 @@ def test_stages_that_are_there_add_on_average_what_paths_added_in_training(there
     paths = random_valid_paths(network, 5, 13, seed=1)
     rho = shares(paths, stages)
     assert sum(rho) == pytest.approx(5) and len(set(rho)) > 2
-    raised = with_stages_missing(rho, there)
-    assert max(raised[1:]) < 1
-    choices = [(raised[0], *chosen) for chosen in itertools.combinations(raised[1:], there - 1)]
-    assert sum(map(sum, choices)) / len(choices) == pytest.approx(5)
+    always, *raised = with_stages_missing(rho, there)
+    assert max(raised) < 1
+    sums = [always + sum(chosen) for chosen in itertools.combinations(raised, there - 1)]
+    assert sum(sums) / len(sums) == pytest.approx(5)
 
 
 # ---- paths in a run
@@ -129,8 +122,8 @@ def test_random_routing_in_training_is_random_paths(corpus, tmp_path):
     results = processes(4, _traced, argv, cwd=tmp_path)
     trace = re.findall(r"(rank \d -> \d: microbatch \d+, hop \d+),", "\n".join(results))
     stages = [[0, 1], [2, 3]]
-    runs = [(random_paths(stages, 2, step, 5), None) for step in range(3)]
-    runs.append((full_paths(stages, 1) * 4, 3))         # the evaluation: forward, and home for the loss
+    # the evaluation: forward, and home for the loss
+    runs = [*((random_paths(stages, 2, step, 5), None) for step in range(3)), (full_paths(stages, 1) * 4, 3)]
     assert Counter(trace) == Counter(
         f"rank {a} -> {b}: microbatch {u}, hop {hop}" for paths, end in runs for u, path in enumerate(paths)
         for hop, (a, b) in enumerate(itertools.pairwise(chain(path)[:end]), 1))
@@ -151,14 +144,10 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
         for _, grad in flats:
             grad.zero_()
         for path in paths:
-            batch = readers[path[0]].next(o.batch)
-            x = models[path[0]].embed(batch[:, :-1])
-            for rank in path:
-                x = models[rank].blocks(x)
-            models[path[0]].loss(x, batch[:, 1:]).backward()
+            batch, visited = readers[path[0]].next(o.batch), [models[rank] for rank in path]
+            visited[0].loss(through(visited, batch[:, :-1]), batch[:, 1:]).backward()
         for rank, (_, grad) in enumerate(flats):
-            visits = sum(rank in p for p in paths)
-            if visits:
+            if visits := sum(rank in p for p in paths):
                 grad /= visits * o.batch * o.seq_len
                 grad *= min(1.0, 1.0 / grad.norm().item())
                 adams[rank].param_groups[0]["lr"] = train.schedule(step, o)
@@ -228,8 +217,7 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(replan, trained, tmp_pa
     trained(4, "--stages", "2,1,1", "--skip", 0.33, "--replan", replan, "--steps", 2, "--save-every", 1,
             "--eval-every", 1)
     plan = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]
-    shutil.rmtree(tmp_path / "runs/x/checkpoints/00000002")
-    run(4, "--resume", "runs/x", cwd=tmp_path)
+    goes_on_to_the_bit(tmp_path / "runs/x", 2)
     assert checkpoint(tmp_path / "runs/x", 2, 3)["plan"] == plan and 0 < plan["makespan"] < 60
 
 
@@ -322,10 +310,7 @@ def test_training_goes_round_a_node_that_becomes_slow(trained, tmp_path):
     assert rows[16]["simulated_seconds"] == new["makespan"]
     for step, plan in ((12, first), (16, new)):
         assert rows[step]["iteration_seconds"] > 0.999 * takes(slow, plan)
-    whole = shutil.copytree(folder, tmp_path / "runs/whole")
-    shutil.rmtree(folder / "checkpoints/00000016")
-    run(5, "--resume", "runs/x", cwd=tmp_path)
-    assert_same(folder, whole, 16, world=5)         # on the new plan
+    goes_on_to_the_bit(folder, 16, world=5)         # on the new plan
 
 
 class Clocked:

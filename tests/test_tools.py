@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from model import Config
-from tests.harness import SMALL, checkpoint, error_of, errors_of, metrics, options, run
+from tests.harness import SMALL, checkpoint, error_of, metrics, options, refused, run
 from tests.oracles import heldout_loss, loaded, through
 from tools import export, partial
 
 
-def test_export_equals_ours_in_transformers(corpus, tmp_path, monkeypatch, capsys):
+def test_export_equals_ours_in_transformers(trained, tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
-    run(3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local", "--kv-heads", 1,
-        "--rope-theta", 500, "--steps", 6, "--lr", 0.01, "--data", corpus, "--name", "x", *SMALL,
-        cwd=tmp_path)
+    trained(3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local", "--kv-heads", 1,
+            "--rope-theta", 500, "--steps", 6, "--lr", 0.01)
     monkeypatch.chdir(tmp_path)
     config = Config(256, 32, 64, 4, 2, 1, 500.0)
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -102,7 +101,6 @@ def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monke
 
 
 def test_dead_ranks_must_leave_an_origin_of_this_run(skip_run):
-    dead = ["7", "0,1", "0,1,2,3,4"]
-    told = errors_of(5, *((partial.main, "runs/x", "--dead", ranks) for ranks in dead), cwd=skip_run, after=4)
-    line = "error: --dead {}: takes ranks of this run, and must leave one of the origins [0, 1]"
-    assert told == [line.format(ranks) for ranks in dead]
+    for ranks in ("7", "0,1", "0,1,2,3,4"):
+        error = f"error: --dead {ranks}: takes ranks of this run, and must leave one of the origins [0, 1]"
+        assert refused(5, "runs/x", "--dead", ranks, cwd=skip_run, main=partial.main, after=4) == error

@@ -25,14 +25,14 @@ from tests.oracles import heldout_loss, loaded
 
 @pytest.mark.parametrize("method", list(train.METHODS))
 def test_every_method_trains_on_unequal_stages(method, trained, tmp_path):
+    every = ["--inner-steps", 5] if method in ("noloco", "diloco") else []
     out = trained(3, "--method", method, "--stages", "2,1", "--layers-per-stage", "1,3", "--steps", 12,
-                  "--eval-every", 6, "--warmup", 2,
-                  *(["--inner-steps", 5] if method in ("noloco", "diloco") else []))
+                  "--eval-every", 6, "--warmup", 2, *every)
     lines = metrics(tmp_path / "runs/x")
     thetas = [checkpoint(tmp_path / "runs/x", 12, rank)["theta"] for rank in range(3)]
-    assert [line["step"] for line in lines] == [6, 12] and lines[-1]["heldout_loss"] < 5.2 < math.log(256)
-    assert lines[-1]["perplexity"] == pytest.approx(math.exp(lines[-1]["heldout_loss"]))
-    assert "perplexity" in out
+    loss = lines[-1]["heldout_loss"]
+    assert [line["step"] for line in lines] == [6, 12] and loss < 5.2 < math.log(256)
+    assert lines[-1]["perplexity"] == pytest.approx(math.exp(loss)) and "perplexity" in out
     # per rank of the pair: a ring of two sends 2 (n-1)/n = 1
     exchanges = dict(local=0, ddp=12, noloco=2, diloco=2)[method]
     assert lines[-1]["sync_bytes"] == 2 * exchanges * thetas[0].nbytes
@@ -148,8 +148,7 @@ def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
     # 0.2, as Adam's are in training; the first step of Adam is lr for every weight
     assert all(float(d.square().mean().sqrt()) == pytest.approx(0.2, rel=0.3) for d in matrices)
     assert all(torch.allclose(d.abs(), torch.ones_like(d), atol=1e-2) for d in others)
-    for name, p in model.named_parameters():
-        assert (moved[name] * p.grad).sum() < 0, name
+    assert all((moved[name] * p.grad).sum() < 0 for name, p in model.named_parameters())
 
 
 @NEEDS_MUON
@@ -168,8 +167,7 @@ def test_muons_adam_is_ours_and_a_reset_muon_is_a_new_one():
         return {name: p.detach() - before[name] for name, p in model.named_parameters()}, optimizer
 
     muon = lambda theta, grad, model: Muon(grad, model, 0.5)
-    ours, _ = moved(muon)
-    adam, _ = moved(lambda theta, grad, _: Adam(theta, grad, 0.5))
+    (ours, _), (adam, _) = moved(muon), moved(lambda theta, grad, _: Adam(theta, grad, 0.5))
     rest = [name for name, d in ours.items() if "layers" not in name or d.ndim == 1]
     assert all(torch.allclose(ours[name], adam[name], rtol=1e-3, atol=1e-6) for name in rest)
     # all that it remembers of the first step is gone: its second is the step of a new one

@@ -1,6 +1,5 @@
 """plumbing/wires.py: sums in bf16 and in one byte, against float64, and runs that go on to the bit."""
 
-import shutil
 from functools import partial
 from unittest import mock
 
@@ -12,7 +11,7 @@ from noloco import DiLoCo
 from plumbing.overlap import DelayedDiLoCo, DelayedShortDiLoCo
 from plumbing.wires import BLOCK, Bf16, Int8, ShortDiLoCo, rounded, values
 from test_minimal import _noloco
-from tests.harness import checkpoint, gloo, metrics, processes, run
+from tests.harness import checkpoint, gloo, goes_on_to_the_bit, metrics, processes
 
 WORLD, ROUNDS = 3, 4
 SIZE, WHOLE = 2 * WORLD * BLOCK - 300, 2 * WORLD * BLOCK        # parts of two blocks, the last one not full
@@ -105,7 +104,4 @@ def test_a_run_goes_on_to_the_bit_and_its_replicas_are_equal(how, trained, tmp_p
     size, sums = len(whole[0]["theta"]), 10 if "ddp" in how else 2
     each = 8 * size // 3 if "bf16" in how else 4 * -(-size // (3 * BLOCK)) * (BLOCK + 4)
     assert metrics(tmp_path / "runs/x")[-1]["sync_bytes"] == 3 * sums * each
-    shutil.rmtree(tmp_path / "runs/x/checkpoints/00000010")
-    run(4, "--resume", "runs/x", cwd=tmp_path)
-    for rank, before in enumerate(whole):
-        assert torch.equal(checkpoint(tmp_path / "runs/x", 10, rank)["theta"], before["theta"])
+    goes_on_to_the_bit(tmp_path / "runs/x", 10)
