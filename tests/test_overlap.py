@@ -78,7 +78,6 @@ def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(trained, tmp_p
     goes_on_to_the_bit(tmp_path / "runs/x", 10)
 
 
-
 def departing(q, m, delay, rounds=4):
     """The differences of two replicas at departures: SGD on a quadratic loss, plain averaging, delayed."""
     theta, sent, left = torch.tensor([1.0, -1.0], dtype=torch.float64), None, []
