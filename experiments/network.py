@@ -256,14 +256,15 @@ def draw_lines(axis, title, lines):
 
 
 def draw_grid(plt, found):
-    networks = dict.fromkeys(row[0] for row in rows_of(found))
-    rows = -(-len(networks) // 2)
-    figure, axes = plt.subplots(rows, 2, figsize=(WIDTH, 3.6 * rows), layout="constrained")
-    axes.flat[-1].axis("off")                               # an odd number of networks
-    for axis, network in zip(axes.flat, networks):
-        draw_lines(axis, network, [(seeds, f"{method}, {way}".replace(", ", "\n", 2), method,
-                                    "--" if "survive" in way else "-")
-                                   for name, method, way, seeds in rows_of(found) if name == network])
+    """The first two networks."""
+    rows = rows_of(found)
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.4), layout="constrained")
+    for axis, network in zip(axes, dict.fromkeys(row[0] for row in rows)):
+        here = {method: (way, seeds) for name, method, way, seeds in rows if name == network}
+        (_, diloco), (_, noloco) = here["DiLoCo"], here["NoLoCo"]
+        draw_lines(axis, f"{network}: NoLoCo over DiLoCo at the end,\n{more_than(diloco, noloco)}",
+                   [(seeds, f"{method}, {way}".replace(", ", "\n"), method, "-")
+                    for method, (way, seeds) in here.items()])
     return figure
 
 
