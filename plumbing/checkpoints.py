@@ -55,7 +55,7 @@ class Checkpoints:
         """
         store, held = self.job.store, list(self.parts(self.rank))
         store.set(f"saved/{held[-1]}/{self.rank}", "=")         # a store may refuse an empty value
-        if self.rank == 0:
+        if self.job.leads:
             self.mark(held)
         whole, sealed = (int(store.get(key)) if store.check([key]) else 0 for key in ("whole", "sealed"))
         self.forget({step for step in held[:-2] if step < sealed} - {whole})

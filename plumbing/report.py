@@ -190,11 +190,11 @@ class Log:
         self.run, self.o, self.job = run, run.o, run.job
         self.file = run.folder / "metrics.jsonl"
         self.latest = {}                        # rank: its last row, also of those that answer no longer
-        if self.job.rank == 0:
+        if self.job.leads:
             replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
             replace(self.file, "".join(line + "\n" for line in self.kept()))
             print(f"{run.folder}{f', from step {run.step}' if run.step else ''}")
-        self.bar = tqdm(total=self.o.steps, initial=run.step, disable=self.job.rank != 0, unit="step",
+        self.bar = tqdm(total=self.o.steps, initial=run.step, disable=not self.job.leads, unit="step",
                         dynamic_ncols=True)
         run.meter.go_on()
 
@@ -229,7 +229,7 @@ class Log:
         key = f"spread/{self.run.stage}/{moment}"
         row["squares"], row["weights"] = weight_spread(self.run.theta, replicas[:64], self.job, key)
         rows = self.job.collect(f"row/{moment}", row)
-        if self.job.rank > 0:
+        if not self.job.leads:
             return
         self.latest.update(rows)
         line, events = self.line_of(rows, self.latest), self.job.news()

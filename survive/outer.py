@@ -14,7 +14,6 @@ that waits for it in turn then waits twice as long.
 import contextlib
 import os
 import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -22,6 +21,7 @@ import torch
 from noloco import NoLoCo, random_groups
 from plumbing.processes import gloo_interface
 from survive.meeting import Gone, absent, announce, come_back, connect, meet, members_of, position
+from survive.standby import too_few
 
 
 class SurvivingNoLoCo(NoLoCo):
@@ -55,7 +55,7 @@ class SurvivingNoLoCo(NoLoCo):
         self.last_stale_list = -1           # the last outer step whose list may name an absent replica
         self.alone = self.alone_in_a_row = 0
         self.unreached = set()              # since the last exchange: partners that came, but sent nothing
-        self.last_met = time.monotonic()    # when this replica last exchanged anything
+        self.history = []                   # how many replicas there were, see `too_few`
         self.joins_seen = store.add(f"joins/{self.ranks[0]}", 0)
         self.open_joins = set()             # requests to join that this replica has not answered yet
 
@@ -77,11 +77,10 @@ class SurvivingNoLoCo(NoLoCo):
         return self.steps // self.inner_steps
 
     def stop_if_cut_off(self):
-        """Rank 0 hosts the store, so only rank 0 could train alone for ever without an error."""
-        lonely = self.alone_in_a_row >= 3 and time.monotonic() - self.last_met > 4 * self.timeout
+        """A minority stops, although it has the store."""
         living = self.living()
-        if self.rank == 0 and lonely and absent(self.store, living) == set(living) - {0} != set():
-            raise Gone("no other replica has been met for long: they are gone, or this host is cut off")
+        if too_few(self.history, len(living) - len(absent(self.store, living)), 10 * self.timeout):
+            raise Gone("this host is cut off with less than half of the replicas")
 
     # ---- who meets whom
 
@@ -214,7 +213,6 @@ class SurvivingNoLoCo(NoLoCo):
     def count(self, n, unreached):
         """Count outer steps done alone, and warn if partners that came, so they live, are never reached."""
         if n > 1:
-            self.last_met = time.monotonic()
             self.alone_in_a_row, self.unreached = 0, set()
             return
         self.alone += len(self.living()) > 1
@@ -290,7 +288,6 @@ class SurvivingNoLoCo(NoLoCo):
                 announce(self.store, self.rank, self.current, "in")
                 with contextlib.suppress(RuntimeError):         # the joining replica may die again
                     self.hand_over(key, joining, gives=True)
-                    self.last_met = time.monotonic()
                 announce(self.store, self.rank, self.current, "out")
 
     def hand_over(self, key, peer, gives):

@@ -39,6 +39,7 @@ from survive.meeting import Gone, Left, absent, come_back, meet, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
+from survive.standby import Moved, host_standby, move
 
 KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 
@@ -47,16 +48,27 @@ class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
     needs_all = False
 
-    def __init__(self, job, timeout, joining):
+    standby, addresses, latest = None, {}, -1   # latest: the step at which a job at another store goes on
+
+    def __init__(self, job, timeout, asks):
         vars(self).update(vars(job))        # the same process, so the same rank, store and device
         self.timeout = timeout
         self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
-        self.joining = joining
+        self.asks = asks                    # to join
+        self.joining = asks or self.latest >= 0
         self.excluded = set()               # in pipelines: the dead that the present iteration leaves out
         self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
         self.events_read = 0
+        self.away = set()                   # the ranks that were gone at the last evaluation
         if self.world > 1:
             notice_silence(self.store, timeout)
+            self.standby = self.standby or host_standby()
+            self.know_addresses()
+
+    def know_addresses(self):
+        """Again at each evaluation, since a rank that joins has a new one."""
+        found = self.share("standby", self.standby[1])
+        self.addresses = {**self.addresses, **dict(zip(self.members, found))}
 
     def refuse(self, line):
         if self.joining:                    # the other ranks are training
@@ -79,7 +91,9 @@ class SurvivingJob(Job):
         If rank 0 waited longer, its partner would do the next outer step without it.
         """
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
-        if self.rank:
+        self.away = self.gone()
+        self.know_addresses()
+        if not self.leads:
             return None
         awaited = set(range(self.world)) - self.gone() - self.unanswered
         with contextlib.suppress(dist.DistStoreError):
@@ -112,11 +126,20 @@ class SurvivingJob(Job):
                 except (Gone, dist.DistError) as error:
                     with contextlib.suppress(RuntimeError):     # `save` ends with a message to the lost store
                         save()
-                    reason = str(error) if isinstance(error, Gone) else "the store on node 0 is lost"
-                    sys.exit(f"stopped: rank {self.rank} at step {run.step}: {reason}; go on with --resume "
-                             f"{run.folder}")
+                    self.end(run, error)
         finally:
             run.pipeline.stop()
+
+    def end(self, run, error):
+        """Raise Moved if the store is lost but the survivors are many. Otherwise this process ends."""
+        try:
+            if isinstance(error, Gone):
+                raise error
+            self.away |= self.excluded
+            run.o.resume = str(run.folder)
+            raise Moved(move(self, run.step, json.dumps(run.routes.plan)))
+        except Gone as gone:
+            sys.exit(f"stopped: rank {self.rank} at step {run.step}: {gone}; go on with --resume {run.folder}")
 
 
 def run(job, o, argv):
@@ -126,12 +149,15 @@ def run(job, o, argv):
             return train.train(build(job, o, argv))
         except Left as left:
             print(f"{left}: it joins again", file=sys.stderr, flush=True)
-        argv = [*argv, "--join"]
+            argv = [*argv, "--join"]
+        except Moved as moved:
+            print(moved, file=sys.stderr, flush=True)
+            job = moved.job
 
 
 def build(job, o, argv):
     """As train.build, with surviving parts. With --join this rank then takes a living replica's weights."""
-    o.join = job.rank > 0 and "--join" in argv
+    o.join = "--join" in argv or job.rank not in job.members
     job = SurvivingJob(job, o.survive, o.join)
     if not o.survive:
         job.refuse("--join is for a run with --survive SECONDS: a run without it needs every process")
@@ -144,6 +170,11 @@ def build(job, o, argv):
     job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
     if o.join:
         join(run)
+    elif job.joining:
+        own_checkpoint(run)
+        run.step = job.latest if run.pipeline.peers else run.step
+        if run.outer:
+            run.outer.steps = run.step
     return run
 
 
@@ -179,16 +210,20 @@ def join(run):
         run.reader.cursor = run.step * run.o.microbatches * run.o.batch
 
 
+def own_checkpoint(run):
+    own = run.checkpoints.parts(run.job.rank)
+    if not own:
+        run.job.refuse(f"no rank has the weights of rank {run.job.rank}, and {run.folder} has no checkpoint")
+    restore(run, load(own[max(own)]))
+
+
 def join_pipeline(run):
     job, rank, step = run.job, run.job.rank, run.pipeline.ask()
     if step >= run.o.steps:
         job.refuse("--join: training is over")
     giver = run.pipeline.take_weights()
     if giver == rank:
-        own = run.checkpoints.parts(rank)
-        if not own:
-            job.refuse(f"--join: no replica has rank {rank}'s weights, nor has {run.folder} a checkpoint")
-        restore(run, load(own[max(own)]))
+        own_checkpoint(run)
         print(f"no replica of its stage lives: rank {rank} has its weights of step {run.step}", flush=True)
     run.step, outer = step, step // (run.o.inner_steps or 1)
     job.excluded.add(rank)              # until it begins, so that it makes new paths as all ranks do

@@ -173,13 +173,8 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
     results = failing(job, [(fault, victim, 22)], tmp_path, "--data", corpus, fallen=[victim] if dies else [])
     print(*results, sep="\n")
     rows = metrics(tmp_path / "runs/x")
-    # all write a checkpoint and stop with one line; a new job goes on from there
     if fault is Fault.LOSE_STORE:
-        for r, (code, _) in enumerate(results):  # at the latest at the next outer step
-            assert re.fullmatch(rf"stopped: rank {r} at step 2[2-5]: the store on node 0 is lost; "
-                                "go on with --resume runs/x", code)
-        results = processes(world, train_main, ["--resume", "runs/x"], cwd=tmp_path)
-        rows = metrics(tmp_path / "runs/x")
+        assert all(f"rank {r} goes on at the store of rank 0" in text for r, (_, text) in enumerate(results))
     ends = [result for rank, result in enumerate(results) if rank != victim or not dies]
     assert all(result and result[0] == 0 for result in ends)
     events = [row for row in rows if "event" in row]
