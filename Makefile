@@ -10,9 +10,11 @@ export MALLOC_TRIM_THRESHOLD_ = 4294967296
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
 
+# two files of tests at a time; then, by themselves, the tests that measure rates and times
 test: .venv/ready
 	$(BIN)/ruff check --quiet .
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not alone and not faults and not soak"
+	$(BIN)/python -m pytest -q -m alone
 
 # every failure in every kind of job; then 200 outer steps with a random one every ten
 faults: .venv/ready
@@ -47,10 +49,10 @@ headline: .venv/ready
 	for part in losses skip failure together stability; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
 
-# loss against real time between 8 hosts of this machine, three seeds: about six hours on 2 idle cores, as
-# root. QUICK=1: a try between two, into runs/quick
+# loss against real time between 8 hosts of this machine: about eight hours on 2 idle cores, as root.
+# QUICK=1: a try between two by the same clock, into runs/quick
 hosts: .venv/ready
-	$(BIN)/python -m experiments.network $(if $(QUICK),hosts --steps 5 --seeds 0) --out $(OUT)
+	$(BIN)/python -m experiments.network $(if $(QUICK),grid --steps 5 --seeds 0) --out $(OUT)
 
 # the published instance on 20 processes over emulated links, four ways, about 4 minutes
 # (random paths with a seed that avoids the broken link)

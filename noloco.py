@@ -67,8 +67,10 @@ class NoLoCo:
     def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=None,
                  group_size=2, seed=0):
         alone = ranks is None and dist.is_torchelastic_launched() and not dist.is_initialized()
-        if inner_steps < 1 or group_size < 2 or alone:
-            raise ValueError("NoLoCo needs inner_steps >= 1, group_size >= 2 and init_process_group before")
+        self.rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.ranks = list(range(world) if ranks is None else ranks)
+        if inner_steps < 1 or group_size < 2 or alone or world > 1 and self.rank not in self.ranks:
+            raise ValueError("needs init_process_group, its rank in ranks, inner_steps >= 1, group_size >= 2")
         self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
         self.alpha, self.beta, self.gamma = alpha, beta, beta if gamma is None else gamma
         self.params = list(params)
@@ -78,8 +80,6 @@ class NoLoCo:
         self.pieces = 1 << 24 if self.theta.is_cuda else 1 << 17   # floats at once; on CPUs they fit in cache
         self.steps = self.bytes_sent = self.alike = 0
         self.buffers = {}
-        self.rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.ranks = list(range(world) if ranks is None else ranks)
         nccl = world > 1 and "nccl" in str(dist.get_backend_config())
         self.message_device = self.theta.device if nccl else torch.device("cpu")    # Gloo sends host memory
 

@@ -23,7 +23,7 @@ import train
 from model import Config, Llama, count_parameters
 from noloco import DiLoCo, NoLoCo, flatten, outer_update, random_groups
 from plumbing.data import load_data
-from plumbing.overlap import PhiAhead
+from plumbing.overlap import DelayedNoLoCo, PhiAhead
 from plumbing.window import gamma_bound
 from planning.bound import lower_bound
 from planning.instance import published_network
@@ -126,44 +126,56 @@ def inner(model, optimizer, x, y):
 
 
 @gloo
-def _noloco(rank, world, kind, kwargs, steps):
+def _noloco(rank, world, kind, kwargs, steps, still=()):
+    """still: the inner steps without a gradient."""
     model, xs, ys = quadratic(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = kind(model.parameters(), **kwargs)
     barrier = dist.barrier
-    no_collectives()
+    if not isinstance(outer, DiLoCo):
+        no_collectives()
     for step in range(steps):
-        inner(model, optimizer, xs[step], ys[step])
+        if step not in still:
+            inner(model, optimizer, xs[step], ys[step])
         outer.step()
     dist.barrier = barrier
     outer.settle()
     return [p.detach().numpy() for p in model.parameters()], outer.bytes_sent
 
 
-def simulated(world, steps, m, n, gamma=0.7, seen=lambda theta, phi, own: theta):
-    """Every replica's tensors at the end, in float64. seen: as what a replica reads a partner's theta."""
+def simulated(
+    world, steps, m, n, gamma=0.7, seen=lambda theta, phi, own: theta, alpha=0.5, beta=0.7, delay=0
+):
+    """Every replica's tensors at the end, in float64.
+
+    seen: as what a replica reads a partner's theta. delay: inner steps from a departure to its merge, where
+    theta becomes phi plus what was learnt since (plumbing/overlap.py).
+    """
     models = [quadratic(r) for r in range(world)]
     replicas = [list(model.double().parameters()) for model, *_ in models]
     optimizers = [torch.optim.SGD(tensors, lr=0.05) for tensors in replicas]
     copies = lambda: [[p.detach().clone() for p in tensors] for tensors in replicas]
     phis, deltas = copies(), [[0 * p.detach() for p in tensors] for tensors in replicas]
+    after = []
     for step in range(steps):
         for optimizer, (model, xs, ys) in zip(optimizers, models):
             inner(model, optimizer, xs[step].double(), ys[step].double())
-        if (step + 1) % m:
-            continue
-        thetas, befores = copies(), [(list(phis[r]), list(deltas[r])) for r in range(world)]
-        for group in random_groups(range(world), n, step // m, 0):
+        left = step - delay
+        merges = left > 0 and (left + 1) % m == 0
+        thetas = after[left] if delay and merges else copies()
+        befores = [(list(phis[r]), list(deltas[r])) for r in range(world)]
+        for group in random_groups(range(world), n, left // m, 0) if merges else []:
             for r, i in itertools.product(group, range(len(replicas[0]))):
                 before = [befores[o][0][i] for o in group], [befores[o][1][i] for o in group]
                 mine = [
                     thetas[r][i] if o == r else seen(thetas[o][i], befores[o][0][i], thetas[r][i])
                     for o in group
                 ]
-                news = brute_force(mine, *before, 0.5, 0.7, gamma)
+                news = brute_force(mine, *before, alpha, beta, gamma)
                 phis[r][i], deltas[r][i] = (new[group.index(r)] for new in news)
-                replicas[r][i].data.copy_(phis[r][i])
-    return copies()
+                replicas[r][i].data.add_(phis[r][i] - thetas[r][i])
+        after.append(copies())
+    return after[-1]
 
 
 def assert_replicas(found, want):
@@ -236,6 +248,20 @@ def _state_dict(rank, world, kind):
 def test_state_dict_round_trips_to_the_bit(kind):
     for whole, resumed in processes(4, _state_dict, kind):
         assert whole == resumed
+
+
+def test_delayed_plain_averaging_keeps_the_mean_but_for_what_is_learnt_meanwhile():
+    params = [[torch.nn.Parameter(torch.randn(1000))] for _ in range(2)]
+    replicas = [DelayedNoLoCo(own, inner_steps=1, delay=1, alpha=0.0, beta=1.0) for own in params]
+    for outer in replicas:
+        outer.step()                        # theta leaves
+    for outer in replicas:
+        outer.flying = [[other.sent.clone() for other in replicas]], []
+        outer.theta.add_(torch.randn_like(outer.theta))
+    want = sum(outer.theta for outer in replicas)
+    for outer in replicas:
+        outer.step()                        # the two thetas land
+    assert torch.allclose(sum(outer.theta for outer in replicas), want, rtol=0, atol=1e-5)
 
 
 def test_flatten_keeps_values_pads_and_refuses():

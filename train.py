@@ -33,26 +33,24 @@ import torch
 import torch.distributed as dist
 
 from model import Config, Llama
-from noloco import DiLoCo, NoLoCo, flatten
+from noloco import flatten
 from planning.replan import Replanning, Timed
 from planning.rho import scaled, shares, with_stages_missing
 from planning.training import PLANNERS, idle, measure, plan_paths, read_links
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
 from plumbing.data import heldout_sequences, load_data
-from plumbing.fast import Adam, speed_up
+from plumbing.fast import Adam, FastLlama
 from plumbing.huggingface import load_weights
 from plumbing.lanes import lanes
 from plumbing.muon import Muon
-from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
 from plumbing.overlap import overlapping
-from plumbing.processes import Average, Job, restarts
+from plumbing.processes import Job, restarts
 from plumbing.report import Meter, banner
+from plumbing.wires import AVERAGES, KINDS
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
 # ---------------------------------------------------------------- options
-
-KINDS = {"noloco": {"fp32": NoLoCo, "int8": OneByteNoLoCo}, "diloco": {"fp32": DiLoCo}}
 
 
 @dataclass
@@ -65,7 +63,7 @@ class Options:
     beta: float = option(None, "outer learning rate (N2)")
     gamma: float = option(None, "pull between slow weights (N2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)", least=2)
-    wire: str = option("fp32", "of a weight to a partner; int8: one byte (noloco)", choices=["fp32", "int8"])
+    wire: str = option("fp32", "of a weight, Delta or gradient", choices=["fp32", "bf16", "int8"])
     delay: steps_or_half = option(0, "inner steps that messages travel; half: m // 2; 0: the paper's")
     # the pipeline
     stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)")
@@ -261,7 +259,7 @@ class Pipeline:
 
     def connect(self, pairs):
         """pairs: the ranks between which a path may lead."""
-        self.lane = lanes(self.job, pairs)
+        self.lane = lanes(self, pairs)
 
     def send(self, tensor, to, u, hop):
         """(work, tensor, peer)"""
@@ -393,7 +391,8 @@ def make_outer(job, o, params, replicas, inner, kinds=KINDS, **more):
     settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, **more)
     if o.method == "noloco":
         settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
-    return kinds[o.method][o.wire](params, replicas, **settings)
+    wire = o.wire if len(replicas) > 1 else "fp32"
+    return kinds[o.method][wire](params, replicas, **settings)
 
 
 @dataclass
@@ -410,7 +409,7 @@ class Run:
     theta: torch.Tensor     # all its parameters, in one vector
     inner: object           # Adam or Muon
     folder: Path            # runs/NAME
-    outer: object = None            # NoLoCo or DiLoCo; None for ddp and local
+    outer: object = None            # plumbing/wires.py lists the classes; None for ddp and local
     average: object = None          # of gradients over the stage's replicas, for ddp
     pipeline: object = None
     routes: object = None
@@ -433,7 +432,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     if o.links and not o.resume:
         job.together(read_links, o.links, stages)                       # refused before any work
     corpus, reader = job.together(load_data, o, job.rank, stages[0])
-    model = speed_up(Llama(config, layers[stage], ends, o.seed, job.device))
+    model = FastLlama(config, layers[stage], ends, o.seed, job.device)
     if o.init_from and not o.resume:
         job.together(load_weights, model, o.init_from)
     theta, grad = flatten(model.parameters())
@@ -443,7 +442,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
         for layer in model.model.layers.values():
             layer.compile()
     run.outer = make_outer(job, o, model.parameters(), replicas, inner)
-    run.average = Average(replicas) if o.method == "ddp" and len(replicas) > 1 else None
+    run.average = AVERAGES[o.wire](replicas) if o.method == "ddp" and len(replicas) > 1 else None
     run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     run.checkpoints = Checkpoints(job, run.folder)
     plan = go_on(run) if (o.resume or restarts()) and not job.joining else None
@@ -511,9 +510,7 @@ class ReplanningRoutes(Replanning, Routes):
 
 
 def main(argv=None):
-    job = Job()
-    if job.leaves_help(argv):
-        return
+    job = Job(argv)
     o = Options(**job.agree(parse, argv))
     argv = sys.argv if argv is None else argv
     if o.survive or "--join" in argv:

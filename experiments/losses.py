@@ -1,179 +1,56 @@
-"""Loss against tokens and bytes: 8 replicas of one stage (8x1) and 4 of two stages (4x2).
+"""Figs. 2 to 4 and Table 2 of arXiv 2506.10911, tiny: loss against tokens, and the weight spread.
 
-    python -m experiments.losses [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+    python -m experiments.losses [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-convergence     Figs. 2 to 4 and Table 2 of arXiv 2506.10911, tiny. `local` has no outer step.
-onebyte         NoLoCo every m steps and DiLoCo every 2m, in fp32 and in one byte a weight
-momentum        the papers' own outer step, and that step without a term of Eq. N2
-closing         what narrows NoLoCo's gap to DDP, on 64 kB of held-out text
-
-The baselines get fewer bytes too, each in the form that fits it. DDP averages gradients in bf16. DiLoCo
-rounds Delta on each replica, with what its last rounding left over (error feedback), and then the sum:
-
-    k = round((Delta + e) / s) ,   s = max |Delta + e| / 127 ,   e <- Delta + e - s k                   (Q)
-
-for each tensor. DiLoCo's loss is that of such messages; its bytes are counted and not sent, as Gloo cannot
-sum such numbers.
-
-    python -m experiments.losses --short ...        train.py's options, with these two baselines
+8x1: 8 replicas of one stage; 4x2: 4 of two stages. `local` has no outer step.
 """
-import itertools
 import math
 import statistics
-import sys
 
-import torch
-import torch.distributed as dist
-
-import train
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import (Part, Run, band, built, finals, headline, mean_of_replicas, over, over_runs,
-                              published, results, spread_of)
-from noloco import DiLoCo
-from plumbing.onebyte import lengths
-from plumbing.processes import Average, Job
-
-SHORT = "-m experiments.losses --short"
+from experiments.runs import (Part, Run, band, finals, headline, mean_of_replicas, over, over_runs,
+                              results, spread_of)
 
 LEARN = "--layers 2 --warmup 50 --lr 6e-3 --batch 8 --microbatches 1"
 EIGHT = f"{LEARN} --steps 1200"
 FOUR = f"{LEARN} --steps 600 --microbatches 2 --stages 4,4"
-BRIEF = f"{LEARN} --steps 800"
-CLOSER = f"{EIGHT} --routing fixed --eval-every 200 --eval-sequences 512"
 NOLOCO, DILOCO = "--method noloco --inner-steps", "--method diloco --inner-steps"
-PAPERS, THEIRS = "--alpha 0.5 --beta 0.7", "--alpha 0.3 --beta 0.7"
-MUON = "--optimizer muon --lr 1.2e-2"           # the best of three rates
-SHAPES = {"8x1": EIGHT, "4x2": FOUR}
-BYTE = "one byte"
-
-# Of results/headline_tuning.json: what tuned best, which momentum shows too.
-PLAIN = ("DDP, rate 6e-3", "DiLoCo, rate 6e-3, alpha 0, beta 1.0", "NoLoCo, rate 4e-3, alpha 0, beta 1.0",
-         "NoLoCo, rate 6e-3, alpha 0, beta 1.0")
-# Runs of convergence that onebyte shows too: {its label: the label there}.
-THERE = {
-    "8x1 DDP": "8x1 DDP", "4x2 DDP": "4x2 DDP, fixed routing",
-    "8x1 DiLoCo, every 20": "8x1 DiLoCo", "4x2 DiLoCo, every 20": "4x2 DiLoCo, fixed routing",
-    "8x1 DiLoCo, every 4": "8x1 DiLoCo, every 4 steps", "8x1 NoLoCo, every 2": "8x1 NoLoCo, every 2 steps",
-    "8x1 NoLoCo, every 10": "8x1 NoLoCo", "4x2 NoLoCo, every 10": "4x2 NoLoCo, random routing",
-}
 
 TABLE = {
-    "convergence": {
-        "8x1 DDP": f"{EIGHT} --method ddp",
-        "8x1 DiLoCo": f"{EIGHT} {DILOCO} 20",
-        "8x1 NoLoCo": f"{EIGHT} {NOLOCO} 10",
-        "8x1 local": f"{EIGHT} --method local",
-        "8x1 DiLoCo, every 4 steps": f"{EIGHT} {DILOCO} 4",
-        "8x1 NoLoCo, every 2 steps": f"{EIGHT} {NOLOCO} 2",
-        "4x2 DDP, fixed routing": f"{FOUR} --method ddp --routing fixed",
-        "4x2 DiLoCo, fixed routing": f"{FOUR} {DILOCO} 20 --routing fixed",
-        "4x2 NoLoCo, random routing": f"{FOUR} {NOLOCO} 10 --routing random",
-        "4x2 NoLoCo, fixed routing": f"{FOUR} {NOLOCO} 10 --routing fixed",
-        "4x2 local, random routing": f"{FOUR} --method local --routing random",
-        "4x2 local, fixed routing": f"{FOUR} --method local --routing fixed",
-    },
-    "onebyte": {f"{shape} {kind}": f"{base} {how}" for shape, base in SHAPES.items() for kind, how in [
-        *[(f"NoLoCo, every {m}, one byte", f"{NOLOCO} {m} --wire int8") for m in (10, 5, 3, 2, 1)],
-        *[(f"NoLoCo, every {m}", f"{NOLOCO} {m}") for m in (10, 5, 2, 1)],
-        *[(f"DiLoCo, every {m}, one byte", f"{DILOCO} {m} --routing fixed") for m in (20, 10, 4, 2)],
-        *[(f"DiLoCo, every {m}", f"{DILOCO} {m} --routing fixed") for m in (20, 10, 4, 2)],
-        ("DDP, bf16", "--method ddp --routing fixed"),
-    ] if f"{shape} {kind}" not in THERE},
-    "momentum": {
-        "NoLoCo, every 10 steps, rate 6e-3": f"{BRIEF} {NOLOCO} 10 {PAPERS}",
-        "NoLoCo, every 50 steps, rate 3e-3": f"{BRIEF} {NOLOCO} 50 {PAPERS} --lr 3e-3",
-        "DiLoCo, every 20 steps, rate 6e-3": f"{BRIEF} {DILOCO} 20 {THEIRS}",
-        "NoLoCo, every 10 steps, without the third term (gamma 0), rate 6e-3":
-            f"{BRIEF} {NOLOCO} 10 {PAPERS} --gamma 0",
-    },
-    "closing": {
-        "DDP, as it is": f"{CLOSER} --method ddp",
-        "DiLoCo, as it is": f"{CLOSER} {DILOCO} 20",
-        "NoLoCo, as it is": f"{CLOSER} {NOLOCO} 10",
-        "DDP, beta2 0.99": f"{CLOSER} --method ddp --beta2 0.99",
-        "NoLoCo, beta2 0.99": f"{CLOSER} {NOLOCO} 10 --beta2 0.99",
-        "DDP, Muon, rate 1.2e-2": f"{CLOSER} --method ddp {MUON}",
-        "DiLoCo, Muon, rate 1.2e-2": f"{CLOSER} {DILOCO} 20 {MUON}",
-        "NoLoCo, Muon, rate 1.2e-2": f"{CLOSER} {NOLOCO} 10 {MUON}",
-        "NoLoCo, Muon, every 2 steps in one byte": f"{CLOSER} {NOLOCO} 2 --wire int8 {MUON}",
-    },
+    "8x1 DDP": f"{EIGHT} --method ddp",
+    "8x1 DiLoCo": f"{EIGHT} {DILOCO} 20",
+    "8x1 NoLoCo": f"{EIGHT} {NOLOCO} 10",
+    "8x1 local": f"{EIGHT} --method local",
+    "8x1 DiLoCo, every 4 steps": f"{EIGHT} {DILOCO} 4",
+    "8x1 NoLoCo, every 2 steps": f"{EIGHT} {NOLOCO} 2",
+    "4x2 DDP, fixed routing": f"{FOUR} --method ddp --routing fixed",
+    "4x2 DiLoCo, fixed routing": f"{FOUR} {DILOCO} 20 --routing fixed",
+    "4x2 NoLoCo, random routing": f"{FOUR} {NOLOCO} 10 --routing random",
+    "4x2 NoLoCo, fixed routing": f"{FOUR} {NOLOCO} 10 --routing fixed",
+    "4x2 local, random routing": f"{FOUR} --method local --routing random",
+    "4x2 local, fixed routing": f"{FOUR} --method local --routing fixed",
 }
 
-def runs_of(part):
-    def runs(steps):
-        for label, options in TABLE[part].items():
-            options += f" --steps {steps}" if steps else ""
-            short = "bf16" in label or "DiLoCo" in label and label.endswith(BYTE)
-            yield Run(label, options, program=SHORT if short else Run.program,
-                      after=mean_of_replicas if part in ("convergence", "momentum") else None)
-    return runs
+
+def runs(steps):
+    for label, options in TABLE.items():
+        options += f" --steps {steps}" if steps else ""
+        yield Run(label, options, after=mean_of_replicas)
 
 
-# ---------------------------------------------------------------- the baselines in fewer bytes
+# ---------------------------------------------------------------- the table
 
 
-class ShortDiLoCo(DiLoCo):
-    """(Q), twice: Delta on each replica, and the sum."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.lengths = lengths(self)
-        self.left = {"Delta": torch.zeros_like(self.theta), "sum": torch.zeros_like(self.theta)}
-
-    def exchange(self):
-        n = len(self.ranks)
-        self.theta.sub_(self.phi)
-        self.round("Delta")
-        dist.all_reduce(self.theta, group=self.everyone)
-        self.round("sum")
-        self.theta.add_(self.phi, alpha=n)
-        self.bytes_sent += 2 * (n - 1) * self.theta.numel() // n
-        return [self.theta], [], n
-
-    def round(self, name):
-        left = self.left[name]
-        left.add_(self.theta)
-        for x, k in zip(left.split(self.lengths), self.theta.split(self.lengths)):
-            s = x.abs().max().clamp_(min=1e-30) / 127
-            torch.div(x, s, out=k).round_().mul_(s)
-        left.sub_(self.theta)
-
-
-class ShortAverage(Average):
-    """Gradients in bf16."""
-
-    def __call__(self, grad, tokens):
-        sent = grad.bfloat16()
-        tokens = super().__call__(sent, tokens)
-        grad.copy_(sent)
-        return tokens
-
-
-def short(argv):
-    """train.main with these two."""
-    def make_outer(job, o, params, replicas, inner):
-        return ShortDiLoCo(params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta) \
-            if o.method == "diloco" else None
-
-    run = built(Job(), argv, make_outer=make_outer)
-    if run.average:
-        run.average = ShortAverage(run.stages[run.stage])
-    train.train(run)
-
-
-# ---------------------------------------------------------------- the tables
-
-
-def show_convergence(found):
-    runs = results(found)
+def table(found):
+    kinds = results(found)
     show_head("replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
               "| ... of the mean of all replicas | MB sent per rank to synchronise")
-    for label, seeds in runs.items():
-        base = finals(runs["8x1 DDP" if label.startswith("8x1") else "4x2 DDP, fixed routing"])
+    for label, seeds in kinds.items():
+        base = finals(kinds["8x1 DDP" if label.startswith("8x1") else "4x2 DDP, fixed routing"])
         each, mean = over(finals(seeds), base), over([run.mean for run in seeds], base)
         show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(each, "+.1%"),
                  spread_of(mean, "+.1%"), f"{seeds[0].sent:.0f}")
-    for label, seeds in runs.items():
+    for label, seeds in kinds.items():
         if seeds[0].o.method == "noloco":
             rate, step = ([pearson(run, against) for run in seeds] for against in ("lr", "step"))
             print(f"Pearson(spread, rate), {label}: {spread_of(rate, '.2f')}; "
@@ -187,67 +64,25 @@ def pearson(run, against):
     return statistics.correlation(*zip(*pairs)) if len(pairs) > 2 else math.nan
 
 
-def with_convergence(found):
-    """{label: [a Result per seed]} of onebyte and of the runs in THERE, fewest bytes first."""
-    there = published("convergence")
-    runs = {label: there[name] for label, name in THERE.items()} | results(found)
-    return dict(sorted(runs.items(), key=lambda item: (item[0][:3], item[1][0].sent)))
+# ---------------------------------------------------------------- the picture
 
 
-def show_onebyte(found):
-    runs = with_convergence(found)
-    show_head("replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
-              "| MB sent per rank to synchronise")
-    for label, seeds in runs.items():
-        more = over_runs(seeds, runs[f"{label[:3]} DDP"])
-        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(more, "+.1%"), f"{seeds[0].sent:.1f}")
-
-
-def show_momentum(found):
-    tuned = published("tuning")
-    runs = {label: tuned[label] for label in PLAIN} | results(found)
-    show_head("outer step | seeds | held-out nats per byte | perplexity over DDP's | ... of the mean of all "
-              "replicas | weight spread at the end | MB sent per rank to synchronise")
-    base = finals(runs["DDP, rate 6e-3"])
-    for label, seeds in runs.items():
-        means = [run.mean for run in seeds] if hasattr(seeds[0], "mean") else []
-        spread = statistics.mean(run.curves["weight_spread"][-1] for run in seeds)
-        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"),
-                 spread_of(over(means, base), "+.1%") if means else "", f"{spread:.1e}",
-                 f"{seeds[0].sent:.0f}")
-
-
-def show_closing(found):
-    runs = results(found)
-    show_head("method, what is tried | seeds | held-out nats per byte | perplexity over the method as it is "
-              "| over DDP's with the same, Muon at its best rate | over DDP's as it is")
-    for label, seeds in runs.items():
-        method, way = label.split(", ", 1)
-        same = "Muon, rate 1.2e-2" if "Muon" in way else way.removeprefix("hypercube").removeprefix(", ")
-        bases = f"{method}, as it is", f"DDP, {same or 'as it is'}", "DDP, as it is"
-        cells = [spread_of(over_runs(seeds, runs[base]), "+.1%") for base in bases]
-        show_row(label, len(seeds), spread_of(finals(seeds)), *cells)
-
-
-# ---------------------------------------------------------------- the pictures
-
-
-def draw_convergence(plt, found):
+def draw(plt, found):
     """Loss against tokens, with the bytes that each method sends."""
-    runs = results(found)
+    kinds = results(found)
     figure, axis = plt.subplots(figsize=(WIDTH, 5), layout="constrained")
     lines = {"8x1 DDP": "DDP", "8x1 NoLoCo, every 2 steps": "NoLoCo, every 2",
              "8x1 DiLoCo": "DiLoCo, every 20", "8x1 NoLoCo": "NoLoCo, every 10", "8x1 local": "never (local)"}
     ends = []
     for label, name in lines.items():
-        seeds = runs[label]
+        seeds = kinds[label]
         every = 2 if name.startswith("DiLoCo") else 1       # every second evaluation follows an outer step
         colour = COLOURS[label.split(",")[0].removeprefix("8x1 ")]
         x = [tokens / 1e6 for tokens in seeds[0].curves["tokens"][every - 1::every]]
         dashes = "--" if "every 2 steps" in label else "-"
         last = band(axis, [run.losses[every - 1::every] for run in seeds], x, colour, ls=dashes)
         ends.append((last, f"{name}: {seeds[0].sent:.0f} MB", colour))
-    more = statistics.mean(over_runs(runs["8x1 NoLoCo"], runs["8x1 DDP"]))
+    more = statistics.mean(over_runs(kinds["8x1 NoLoCo"], kinds["8x1 DDP"]))
     axis.set(xlabel="million tokens, all 8 replicas", ylabel="held-out nats per byte", ylim=(1.35, 2.4),
              title=f"Every 10 steps NoLoCo ends {more:.0%} perplexity over DDP, every 2 much closer\n"
                    "(bands: range of three seeds; MB: sent per replica to synchronise)")
@@ -255,41 +90,5 @@ def draw_convergence(plt, found):
     return figure
 
 
-def draw_onebyte(plt, found):
-    """The 8 x 1 runs: a line through each method's means, a small point per seed."""
-    runs = with_convergence(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
-    for method, short in itertools.product(("DDP", "DiLoCo", "NoLoCo"), (True, False)):
-        form = "fp32" if not short else "bf16" if method == "DDP" else BYTE
-        kinds = {label: seeds for label, seeds in runs.items() if label.startswith(f"8x1 {method}")
-                 and label.endswith((BYTE, "bf16")) == short}
-        sent = [seeds[0].sent for seeds in kinds.values()]
-        more = [[100 * x for x in over_runs(seeds, runs["8x1 DDP"])] for seeds in kinds.values()]
-        middle = [statistics.mean(each) for each in more]
-        axis.plot(sent, middle, "o-" if short else "o:", color=COLOURS[method], ms=6,
-                  mfc=None if short else "white", label=f"{method}, {form}")
-        axis.vlines(sent, list(map(min, more)), list(map(max, more)), COLOURS[method], lw=0.8)
-        for label, x, y in zip(kinds, sent, middle):
-            side = 1 if method == "NoLoCo" else -1
-            every = label.split(", ")[1] if "every" in label else form
-            axis.annotate(every, (x, y), (6 * side, 3 * side), textcoords="offset points", fontsize=9,
-                          ha="left" if side > 0 else "right", va="bottom" if side > 0 else "top",
-                          color=COLOURS[method])
-    axis.set(xscale="log", xlabel="MB sent per replica to synchronise", xlim=(9, 2500), ylim=(-3.5, 19),
-             ylabel="perplexity over DDP's, %",
-             title="One byte a weight costs little: each curve moves left by a factor of four\n"
-                   "(8 replicas; \"every m\": steps per synchronisation; bars: range of three seeds)")
-    axis.set_xticks((10, 30, 100, 300, 1000), ("10", "30", "100", "300", "1000"))
-    axis.minorticks_off()
-    axis.legend(ncols=3, loc="upper right")
-    return figure
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--short"]:
-        short(sys.argv[2:])
-    else:
-        shown = {"convergence": (show_convergence, draw_convergence),
-                 "onebyte": (show_onebyte, draw_onebyte), "momentum": (show_momentum,),
-                 "closing": (show_closing,)}
-        headline(__doc__, {part: Part(runs_of(part), *how) for part, how in shown.items()})
+    headline(__doc__, {"convergence": Part(runs, table, draw)})

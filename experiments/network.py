@@ -1,360 +1,382 @@
-"""Loss against real time on real links: 8 hosts, one clock, real messages.
+"""Loss against real time between hosts with equal processors: real messages, rates and latencies.
 
-    python -m experiments.network [hosts cuts geography] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+    python -m experiments.network [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-hosts       one replica of the tiny model on each host, every method for the same 100 measured seconds
-cuts        one host is cut off for 15 s every minute; beside that the same command without cuts
-geography   SkipPipe on 4 stages of 2 hosts: measured iterations beside the plan's simulated ones
+tries       six settings of each method on each network, one seed, compared on 16 kB of validation  2 h 40
+grid        five seeds of the best setting of each, on 64 kB of test text; --survive on two         3 h 20
+latency     an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms (needs 4 cores)    35 min
+pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 20
 
-The hosts are network namespaces of this machine with a link each (tools/hosts.py; root and iproute2). A step
-is one sequence a replica: two cores compute for eight hosts, and the links are to be measured. Under cuts
-NoLoCo trains with --survive: a replica that misses its partner goes on without it. DDP and DiLoCo wait until
-the link is back and TCP has noticed.
+Hours are estimates for one instance, which needs two idle cores. Several instances share a part by labels:
 
-    python -m experiments.network --train SECONDS ...   train.py's options: about as many steps as fit
-    python -m experiments.network --count ...           train.py's options: evaluations count as time
+    python -m experiments.network tries --only "50 Mbit/s"          (and at the same time the other networks)
+    python -m experiments.network tries --out .                     collects them: `grid` reads results/ here
+
+The hosts are network namespaces of this machine (tools/hosts.py; root and iproute2). Each has CPU of a
+processor; the relay, which is the network, has its own. A step is one sequence of 128 tokens a replica. The
+held-out text has two halves, for validation and test. Each origin evaluates on its own part of a half.
+
+    python -m experiments.network --clock SECONDS ...   train.py's options: about as many steps as fit
+    python -m experiments.network --clock 0 ...         times outer steps alone
 """
+import itertools
 import json
-import math
+import re
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
 import train
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import (Part, Run, band, built, ends, finals, headline, loss_at, over, reaches, results,
-                              same_seeds, spread_of, spread_of_reached, timed)
-from plumbing.processes import BadInput, Job
-from plumbing.report import Meter, replace
+from experiments.runs import (Part, Run, band, built, ends, finals, headline, interval_of, loss_at, published,
+                              reaches, results, same_seeds, spread_of, spread_of_reached, timed)
+from planning.instance import city_links
+from plumbing import report
+from plumbing.options import Parser
+from plumbing.processes import Job
+from plumbing.wires import KINDS
 
-SECONDS, EVALUATIONS, FIRST = 100, 8, 20
-METHODS = {
-    "DDP": "ddp",
-    "DDP, warm-up 5, 6e-3": "ddp --warmup 5 --lr 6e-3",     # few steps fit
-    **{f"DiLoCo, every {m}": f"diloco --inner-steps {m}" for m in (2, 5, 20, 50)},
-    **{f"NoLoCo, every {m}": f"noloco --inner-steps {m}" for m in (5, 20)},
-    **{f"NoLoCo, every {m}, one byte": f"noloco --inner-steps {m} --wire int8" for m in (2, 5)},
-}
-QUICK = "DDP", "DiLoCo, every 5", "NoLoCo, every 5", "NoLoCo, every 5, one byte"
-BEST = ("DDP, warm-up 5, 6e-3", "DiLoCo, every 20", "DiLoCo, every 50", "NoLoCo, every 20",
-        "NoLoCo, every 5, one byte")
+SECONDS, IN_PIPELINES, EVALUATIONS, FIRST, CPU = 60, 100, 6, 20, 0.2
+PROGRAM = "-m experiments.network --clock"
 TINY = "--hidden 128 --mlp 512 --heads 4"       # train.py's own
-COMMON = f"{TINY} --microbatches 1 --batch 1 --eval-sequences 16 --warmup {FIRST}"
+MEGABITS = 8 * 1.115                            # of its weights in one byte each
+COMMON = f"{TINY} --microbatches 1 --batch 1 --eval-sequences 64 --warmup {FIRST}"
 
+# ---------------------------------------------------------------- what is run
 
-TURNS = " ".join(f"--rate {host}@{t}={200 if t % 40 == 0 else 20}" for t in range(20, 300, 20)
+WAYS = {                                        # name: options
+    **{f"every {m}, int8": f"--inner-steps {m} --wire int8" for m in (2, 5, 20)},
+    **{f"every {m}, int8, delay half": f"--inner-steps {m} --wire int8 --delay half" for m in (5, 10)},
+    "every 20, fp32": "--inner-steps 20"}
+METHODS = {         # DDP has a rate of 3e-3 after 20 steps of warm-up, or 6e-3 after 5
+    "DDP": {f"{wire}, rate {rate}": f"--wire {wire} --warmup {warmup} --lr {rate}"
+            for wire in ("fp32", "bf16", "int8") for warmup, rate in ((20, "3e-3"), (5, "6e-3"))},
+    "DiLoCo": WAYS, "NoLoCo": WAYS}
+SURVIVE = "every 5, int8, survive 6", f"{WAYS['every 5, int8']} --survive 6"
+TURNS = " ".join(f"--rate {host}@{t}={200 if t % 40 == 0 else 20}" for t in range(20, 400, 20)
                  for host in (2, 5))
-# name: (options of tools/hosts.py, what did best in a search with one seed)
-LINKS = {
-    "50 Mbit/s": ("--mbit 50", ("DDP", "DiLoCo, every 20", "NoLoCo, every 20",
-                                "NoLoCo, every 2, one byte")),
-    "200 Mbit/s, one host 20": ("--mbit 200 --slow 5=20", BEST),
-    "200 Mbit/s, two hosts 20 by turns": (f"--mbit 200 {TURNS}", ("DDP", *BEST)),
-    "200 Mbit/s": ("--mbit 200", (*QUICK, "DiLoCo, every 2")),
-}
+SLOWER = f"one host with {CPU / 3:.2f} of a processor"
+PLAIN, CUT, QUICK = "200 Mbit/s, 5 ms", "one host cut off twice for 15 s", "1000 Mbit/s, 0 ms"
+NETWORKS = {        # name: (options of tools/hosts.py, ms one way, Mbit/s of the hosts' links by turns)
+    "50 Mbit/s, 25 ms": ("--mbit 50 --latency 25", 25, [[50] * 8]),
+    PLAIN: ("--latency 5", 5, [[200] * 8]),
+    "one host 20 Mbit/s": ("--latency 5 --slow 5=20", 5, [[200] * 7 + [20]]),
+    "two hosts 20 Mbit/s by turns": (f"--latency 5 {TURNS}", 5, [[200] * 8, [200] * 6 + [20] * 2]),
+    SLOWER: (f"--latency 5 --cpu 5={CPU / 3:.3f}", 5, [[200] * 8]),
+    CUT: ("--latency 5 --cut 5@40+15 --cut 5@72+15", 5, [[200] * 8]),
+    QUICK: ("--mbit 1000", 0, [[1000] * 8])}
 
 
-def hosts_runs(steps):
-    """A try (steps): one of each kind between two hosts, by train.py itself."""
-    links = {"50 Mbit/s": ("--mbit 50", QUICK)} if steps else LINKS
-    program, length = how_long(steps)
-    for name, (wires, methods) in links.items():
-        for method in methods:
-            yield Run(f"{name}: {method}", f"{COMMON}{length} --method {METHODS[method]}",
-                      2 if steps else 8, program=program, hosts=wires)
+def between_hosts(name, method, way, options, half="test"):
+    return Run(f"{name}: {method}, {way}", f"{COMMON} --method {method.lower()} {options}",
+               program=f"{PROGRAM} {SECONDS} --half {half}", hosts=f"--cpu {CPU} {NETWORKS[name][0]}")
 
 
-def how_long(steps):
-    """(program, options): as many steps as fit, or in a try so many."""
-    return (Run.program, f" --steps {steps}") if steps else (f"-m experiments.network --train {SECONDS}", "")
+def tries_runs(steps):
+    for name, (method, ways) in itertools.product(NETWORKS, METHODS.items()):
+        for way, options in ways.items() if name != CUT else ():        # the settings of PLAIN
+            yield between_hosts(name, method, way, f"{options} --eval-sequences 16", "validation")
+
+
+def grid_runs(steps):
+    """A try (steps): each method's first way, 3 s by the clock on the last network, between two hosts."""
+    tried = {} if steps else published("tries")
+    for name, (method, ways) in itertools.product(NETWORKS, METHODS.items()):
+        there = f"{PLAIN if name == CUT else name}: {method}"
+        best = min(ways, key=lambda way: tried[f"{there}, {way}"][0].final if tried else 0)
+        run = between_hosts(name, method, best, ways[best])
+        if not steps:
+            yield run
+        elif name == QUICK:
+            yield replace(run, options=f"{run.options} --warmup 4 --eval-sequences 8", processes=2,
+                          program=f"{PROGRAM} 3", hosts=NETWORKS[name][0])
+    for name in () if steps else (SLOWER, CUT):
+        yield between_hosts(name, "NoLoCo", *SURVIVE)
 
 
 # ---------------------------------------------------------------- one clock for all
 
 
 @dataclass
-class Clock(Meter):
-    """Stands still while replicas evaluate, from when the last one has come until all go on. It gives the run
-    as many steps as fit at the pace so far."""
+class Clock(report.Meter):
+    """Gives the run as many steps as fit into `whole` seconds at rank 0's pace since half of the warm-up.
+
+    It stands still while replicas evaluate, from when the last one has come until all go on. With --survive
+    no replica waits: each leaves out its own evaluations, and the first pace holds.
+    """
     run: object = None              # a train.Run
-    whole: float = 0.0              # seconds
+    whole: float = 0.0
+    begun: tuple = ()               # (seconds, steps) at half of the warm-up: the first steps are slower
+    paced: bool = False
 
     def pause(self):
-        dist.barrier()
+        self.meet()
         super().pause()
 
     def go_on(self):
-        if self.run.step:
+        if self.run.step and not self.run.o.survive:
             self.fit(f"pace/{self.run.step}", self.seconds, self.run.step)
-        dist.barrier()
+        self.meet()
         super().go_on()
+
+    def meet(self):
+        if not self.run.o.survive:
+            dist.barrier()
 
     def add(self, *numbers):
         super().add(*numbers)
-        if self.run.step == self.run.o.warmup:              # outer steps of the warm-up are done
-            self.run.o.eval_every = 0                       # not known yet
-            self.fit("first pace", time.perf_counter() - self.clock, self.run.step + 1)
+        now, steps = time.perf_counter() - self.clock, self.run.step + 1
+        if not self.begun and self.run.step >= self.run.o.warmup // 2:
+            self.begun = now, steps
+        elif not self.paced and self.run.step >= self.run.o.warmup:     # outer steps of the warm-up are done
+            self.paced, self.run.o.eval_every = True, 0
+            self.fit("first pace", now, steps)
 
     def fit(self, key, seconds, steps):
         """Set the steps in all and, once, the steps between evaluations, which follow outer steps."""
         o, m, gap = self.run.o, self.run.o.inner_steps or 1, self.whole / EVALUATIONS
 
-        def rounds():                                       # of m steps, in a second; by rank 0's clock
+        def rounds():                       # of m steps: in all (0: the last part stays as planned), in a gap
+            pace = (steps - self.begun[1]) / (seconds - self.begun[0])
+            in_all = max(steps // m + 1, round((steps + (self.whole - seconds) * pace) / m))
             nearly_over = o.eval_every and self.whole - seconds < 1.5 * gap
-            return 0.0 if nearly_over else steps / seconds / m          # the last part stays as planned
+            return 0 if nearly_over else in_all, max(1, round(gap * pace / m))
 
-        pace = self.run.job.agree_on(key, rounds)
-        if pace:
-            o.steps = max(steps // m + 1, round(self.whole * pace)) * m
-        o.eval_every = o.eval_every or max(1, round(gap * pace)) * m
+        in_all, in_a_gap = self.run.job.agree_on(key, rounds)
+        o.steps = in_all * m or o.steps
+        o.eval_every = o.eval_every or in_a_gap * m
 
 
-class Counting(Meter):
-    """Evaluations count, so that a cut that falls into one is not free. Seconds are rank 0's, until that
-    evaluation begins."""
+class Holding(train.Routes):
+    """Plans for nodes that hold `memory` microbatches at once."""
+    memory = 3
 
-    def go_on(self):
-        if not self.seconds:
-            super().go_on()
-
-    def pause(self):
-        super().pause()
-        super().go_on()
+    def links(self):
+        found = super().links()
+        return found and replace(found, memory=self.memory)
 
 
 def clocked(argv):
-    """train.main for argv[0] seconds. The steps of the warm-up are the first measure of the pace."""
+    """train.main for so many seconds, on a part of the held-out text."""
+    p = Parser("train.py's options, and these")
+    p.add_argument("--clock", type=float, help="seconds to train; 0: only time outer steps")
+    p.add_argument("--half", choices=("validation", "test"), default="test", help="of the held-out text")
+    p.add_argument("--memory", type=int, default=3, help="microbatches that a node holds, for the planner")
     job = Job()
-    seconds = job.together(read_seconds, argv)
+    own, argv = job.together(p.parse_known_args, argv)
     if job.world == 1:
-        job.refuse("--train is for several processes: start torchrun with --nproc-per-node 2 or more")
-    if "--survive" in argv:
-        job.refuse("--train has no clock for --survive: use --count")
-    run = built(job, [*argv[1:], "--eval-every", "1000000", "--steps", "1000000"])
-    run.meter = Clock(run=run, whole=seconds)
+        job.refuse("--clock is for several processes: start torchrun with --nproc-per-node 2 or more")
+    Holding.memory = own.memory
+    length = "--eval-every 1000000 --steps 1000000" if own.clock else "--steps 1"
+    run = built(job, [*argv, *length.split()], **({} if "--survive" in argv else dict(Routes=Holding)))
+    if run.corpus:
+        half = run.corpus.heldout.chunk(2)[own.half == "test"]
+        run.corpus.heldout = half.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
+    if own.clock:
+        run.meter = Clock(run=run, whole=own.clock)
+    else:
+        time_alone(run)
     train.train(run)
     if job.rank == 0:
-        replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))  # the steps that fitted
+        report.replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))   # steps that fitted
 
 
-def read_seconds(argv):
-    try:
-        seconds = float(argv[0])
-    except (IndexError, ValueError):
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise BadInput(f"--train takes the seconds to train, then train.py's options, got {argv[:1]}")
-    return seconds
+# ---------------------------------------------------------------- tables and pictures of both
 
 
-def counted(argv):
-    """train.main by the other clock."""
-    run = built(Job(), argv)
-    run.meter = Counting()
-    train.train(run)
+def rows_of(found):
+    """(network, method, way, its runs) of each row, network by network."""
+    rows = [(*re.fullmatch("(.+): (.+?), (.+)", label).groups(), seeds)
+            for label, seeds in results(found).items()]
+    return sorted(rows, key=lambda row: list(NETWORKS).index(row[0]))
 
 
-# ---------------------------------------------------------------- hosts
-
-
-def by_links(found):
-    """{links: {method: [a Result per seed]}}"""
-    runs = {}
-    for label, seeds in results(found).items():
-        links, name = label.split(": ")
-        if links != "no limit":
-            runs.setdefault(links, {})[name] = seeds
-    return runs
-
-
-KINDS = "DDP", "DiLoCo", "NoLoCo", "NoLoCo, one byte"
-
-
-def best(runs, kind):
-    """The name of the kind's try with the least loss at the end, among those with most seeds."""
-    first, one_byte = kind.split(",")[0], kind.endswith("byte")
-    names = [name for name in runs if name.split(",")[0] == first and name.endswith("byte") == one_byte]
-    most = max(len(runs[name]) for name in names)
-    return min((name for name in names if len(runs[name]) == most),
-               key=lambda name: statistics.mean(finals(runs[name])))
-
-
-def seconds_to(others, seeds):
-    """Seconds until each run reaches the loss that the other of its seed ends with; None: never."""
-    return [reaches(other.final, run.losses, run.curves["seconds"])
-            for run, other in zip(seeds, same_seeds(seeds, others))]
+def predicted(method, wire, network):
+    """Seconds of a synchronisation by rates and latencies alone, mean over hosts, at each turn."""
+    _, latency, turns = NETWORKS[network]
+    megabits = MEGABITS * {"fp32": 4, "bf16": 2, "int8": 1}[wire]
+    for mbit in turns:
+        pairs = [megabits / min(pair) for pair in itertools.combinations(mbit, 2)]
+        messages = 2 if wire == "int8" else 2 * (len(mbit) - 1)         # one after the other
+        whole = messages * latency / 1000 + 2 * (1 - 1 / len(mbit)) * megabits / min(mbit)
+        yield latency / 1000 + statistics.mean(pairs) if method == "NoLoCo" else whole
 
 
 def share_of(others, seeds):
-    """The same as shares of the other's time."""
-    found = zip(seconds_to(others, seeds), ends(same_seeds(seeds, others)))
-    return spread_of_reached([second and second / whole for second, whole in found], ".0%")
+    """When each run reaches the loss that the other of its seed ends with, as a share of the other's time."""
+    others = same_seeds(seeds, others)
+    found = [reaches(other.final, run.losses, run.curves["seconds"]) for run, other in zip(seeds, others)]
+    return spread_of_reached([at and at / end for at, end in zip(found, ends(others))], ".0%")
 
 
-def over_at_the_end(others, seeds):
-    """Perplexity over the other's, when the shorter run of both ends."""
-    pairs = list(zip(seeds, same_seeds(seeds, others)))
-    moments = [min(ends(pair)) for pair in pairs]
-    losses = zip(*([loss_at(moment, run) for run in pair] for moment, pair in zip(moments, pairs)))
-    return spread_of(over(*losses), "+.0%")
+def more_than(others, seeds):
+    """Nats per byte over the last of the other of its seed, when that ends (a run that is over: its last)."""
+    if others is seeds:
+        return ""
+    pairs = zip(seeds, same_seeds(seeds, others))
+    return interval_of([loss_at(*ends([other]), run) - other.final for run, other in pairs], "+.3f")
 
 
-def show_hosts(found):
-    runs = by_links(found)
-    show_head("links | method | seeds | DDP's last loss, in so much of its time | DiLoCo's "
-              "| perplexity per byte over DiLoCo's")
-    for links, methods in runs.items():
-        ddp, diloco, *ours = [best(methods, kind) for kind in KINDS]
-        for name in ours:
-            seeds = methods[name]
-            show_row(links, name, len(seeds), share_of(methods[ddp], seeds), share_of(methods[diloco], seeds),
-                     over_at_the_end(methods[diloco], seeds))
+def show_tries(found):
+    show_head("network | method | setting | steps | validation, nats per byte")
+    for name, method, way, seeds in rows_of(found):
+        show_row(name, method, way, f"{seeds[0].steps[-1]:.0f}", f"{seeds[0].final:.3f}")
 
 
-def draw_hosts(plt, found):
-    """Where one host is slow and where none is; in a try, what there is."""
-    runs = by_links(found)
-    shown = {links: title for links, title in {
-        "200 Mbit/s, one host 20": "One of 8 hosts has 20 Mbit/s, the others 200: NoLoCo learns most",
-        "200 Mbit/s": "All 8 hosts have 200 Mbit/s: DiLoCo ends lowest on average"}.items() if links in runs}
-    shown = shown or {links: links for links in runs}
-    figure, axes = plt.subplots(len(shown), 1, figsize=(WIDTH, 3.8 * len(shown)), layout="constrained",
-                                squeeze=False)
-    for axis, (links, title) in zip(axes.flat, shown.items()):
-        labels = []
-        for kind in KINDS:
-            name = best(runs[links], kind)
-            x, curves = timed(runs[links][name])
-            text = name if name.endswith("byte") else f"{name}, fp32"
-            colour = COLOURS[kind.split(",")[0]]
-            last = band(axis, curves, x, colour, ls="--" if kind == "NoLoCo" else "-")
-            labels.append((last, text.replace(", warm-up 5, 6e-3", ""), colour))
-        axis.set(xlabel="measured seconds (bands: range of three seeds; fp32, one byte: a weight sent)",
-                 ylabel="held-out nats per byte", title=title)
-        label_ends(axis, labels)
+def show_grid(found):
+    show_head("network | method | seeds | steps | seconds | seconds of a synchronisation | predicted "
+              "| held-out nats per byte | over DiLoCo's | DiLoCo's last loss, in so much of its time | DDP's")
+    rows = rows_of(found)
+    base = {(name, method): seeds for name, method, _, seeds in rows if method != "NoLoCo"}
+    for name, method, way, seeds in rows:
+        guesses = [f"{seconds:.2f}" for seconds in predicted(method, seeds[0].o.wire, name)]
+        ddp, diloco = base[name, "DDP"], base[name, "DiLoCo"]
+        show_row(name, f"{method}, {way}", len(seeds), spread_of([run.steps[-1] for run in seeds], ".0f"),
+                 spread_of(ends(seeds), ".0f"),
+                 spread_of([run.curves["sync_seconds"][-1] for run in seeds], ".2f"), " or ".join(guesses),
+                 spread_of(finals(seeds)), more_than(diloco, seeds), share_of(diloco, seeds),
+                 share_of(ddp, seeds))
+
+
+def draw_lines(axis, title, lines):
+    """lines: (runs, text, colour, dashes)"""
+    labels = [(band(axis, timed(runs)[1], timed(runs)[0], COLOURS[colour], ls=dashes), text, COLOURS[colour])
+              for runs, text, colour, dashes in lines]
+    axis.set(xlabel="measured seconds", ylabel="held-out nats per byte", title=title)
+    label_ends(axis, labels)
+
+
+def draw_grid(plt, found):
+    networks = dict.fromkeys(row[0] for row in rows_of(found))
+    rows = -(-len(networks) // 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(WIDTH, 3.6 * rows), layout="constrained")
+    axes.flat[-1].axis("off")                               # an odd number of networks
+    for axis, network in zip(axes.flat, networks):
+        draw_lines(axis, network, [(seeds, f"{method}, {way}".replace(", ", "\n", 2), method,
+                                    "--" if "survive" in way else "-")
+                                   for name, method, way, seeds in rows_of(found) if name == network])
     return figure
 
 
-# ---------------------------------------------------------------- cuts
+# ---------------------------------------------------------------- an outer step alone
 
-CUT = {"uncut": "", "cut": "".join(f" --cut 5@{t}+15" for t in range(30, 600, 60))}
-CUT_METHODS = {         # name: (steps, options); an eighth of the steps is of whole rounds
-    "DDP": (200, "ddp"),
-    "DiLoCo, every 20": (640, "diloco --inner-steps 20"),
-    "NoLoCo, every 20": (800, "noloco --inner-steps 20 --survive 6"),
-    "NoLoCo, every 2, one byte": (560, "noloco --inner-steps 2 --wire int8 --survive 6"),
-}
+ALONE = {"all-reduce": ("diloco", "fp32"), "all-reduce, one byte": ("diloco", "int8"),
+         "pair": ("noloco", "fp32"), "pair, one byte": ("noloco", "int8")}
+COUNTS, LATENCIES = (2, 4, 8, 16), (0, 5, 25, 50, 100)
 
 
-def cuts_runs(steps):
-    program = Run.program if steps else "-m experiments.network --count"
-    for name, (whole, method) in CUT_METHODS.items():
-        for links, more in CUT.items():
-            length = f"--steps {steps or whole} --eval-every {max(1, (steps or whole) // EVALUATIONS)}"
-            yield Run(f"{name}: {links}", f"{COMMON} {length} --method {method}", program=program,
-                      hosts=f"--mbit 200{more}")
+def latency_runs(steps):
+    for n, ms in itertools.product(COUNTS, LATENCIES):
+        yield Run(f"{n} hosts, {ms} ms", f"{COMMON} --method local", n, program=f"{PROGRAM} 0",
+                  after=lambda folder: json.loads((folder / "alone.json").read_text()),
+                  hosts=f"--cpu {CPU} --mbit 200 --latency {ms}")
 
 
-def pairs(found):
-    """(method, its runs without cuts, with cuts) of each, with the same seeds."""
+def time_alone(run, first=2, trials=10):
+    """Write the seconds of each kind's trials, until the last rank is through, to alone.json.
+
+    All ranks begin at one moment: hosts share this machine's clock. The first trials connect.
+    """
+    found, params = {}, list(run.model.parameters())
+    for name, (method, wire) in ALONE.items():
+        outer, seconds = KINDS[method][wire](params, inner_steps=1), []
+        for _ in range(first + trials):
+            moment = torch.tensor(time.monotonic() + 1, dtype=torch.float64)
+            dist.broadcast(moment, 0)
+            time.sleep(max(0.0, float(moment) - time.monotonic()))
+            outer.step()
+            seconds.append(time.monotonic() - float(moment))
+        found[name] = [*map(max, zip(*run.job.share(f"alone/{name}", seconds[first:])))]
+    if run.job.rank == 0:
+        report.replace(run.folder / "alone.json", json.dumps(dict(alone=found)))
+
+
+def show_latency(found):
+    show_head("hosts, ms one way | " + " | ".join(ALONE) + " | all-reduce over pair | in one byte")
+    for label, (run, *_) in results(found).items():
+        middle = {name: statistics.median(run.alone[name]) for name in ALONE}
+        show_row(label, *(spread_of(run.alone[name], ".2f") for name in ALONE),
+                 f"{middle['all-reduce'] / middle['pair']:.1f}",
+                 f"{middle['all-reduce, one byte'] / middle['pair, one byte']:.1f}")
+
+
+def draw_latency(plt, found):
     runs = results(found)
-    for name in CUT_METHODS:
-        uncut, cut = (runs[f"{name}: {links}"] for links in CUT)
-        yield name, same_seeds(cut, uncut), cut
-
-
-def show_cuts(found):
-    show_head("method | seeds | steps | seconds uncut | cut over uncut | held-out nats per byte uncut | cut "
-              "| perplexity over uncut's, when uncut ends | replicas in the last loss | tokens over uncut's "
-              "| outer steps alone")
-    for name, uncut, cut in pairs(found):
-        longer = [a / b for a, b in zip(ends(cut), ends(uncut))]
-        then = [loss_at(second, run) for second, run in zip(ends(uncut), cut)]
-        here = min(run.curves["ranks"][-1] for run in cut)
-        seen = [a.curves["tokens"][-1] / b.curves["tokens"][-1] for a, b in zip(cut, uncut)]
-        alone = [run.curves["steps_alone"][-1] for run in cut]
-        show_row(name, len(cut), f"{cut[0].steps[-1]:.0f}", spread_of(ends(uncut), ".0f"),
-                 spread_of(longer, ".2f"), spread_of(finals(uncut)), spread_of(finals(cut)),
-                 spread_of(over(then, finals(uncut)), "+.1%"), f"{here:.0f}", spread_of(seen, ".0%"),
-                 spread_of(alone, ".0f"))
-
-
-def draw_cuts(plt, found):
-    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 4), layout="constrained", sharey=True)
-    for axis, (name, uncut, cut) in zip(axes, pairs(found)):
-        colour = COLOURS[name.split(",")[0]]
-        for seeds, style in ((uncut, ":"), (cut, "-")):
-            x, curves = timed(seeds)
-            band(axis, curves, x, colour, ls=style)
-        more = statistics.mean(a / b - 1 for a, b in zip(ends(cut), ends(uncut)))
-        text = name if name.endswith("byte") else f"{name}, fp32"
-        title = text.replace(", ", "\n", 1) + f"\n{more:+.0%} time"
-        axis.set(xlabel="measured seconds", xlim=(0, 250), title=title)
-    axes[0].set(ylabel="held-out nats per byte")
-    figure.suptitle("A host cut off 15 s a minute stops DDP and DiLoCo, not NoLoCo (dotted: without cuts)\n"
-                    "8 hosts of 200 Mbit/s share two cores: a cut host leaves its share to the others, hence "
-                    "less time\n(bands: range of three seeds)", fontsize=10.5)
+    figure, axes = plt.subplots(1, len(COUNTS), figsize=(WIDTH, 4), layout="constrained", sharey=True)
+    for axis, n in zip(axes, COUNTS):
+        for name in ALONE:
+            trials = [runs[f"{n} hosts, {ms} ms"][0].alone[name] for ms in LATENCIES]
+            band(axis, list(zip(*trials)), LATENCIES, COLOURS["NoLoCo" if "pair" in name else "DiLoCo"],
+                 ls="--" if "byte" in name else "-", label=name)
+        axis.set(title=f"{n} hosts", xlabel="ms one way", ylim=(0, None))
+    axes[0].set(ylabel="seconds of an outer step (bands: range of trials)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-# ---------------------------------------------------------------- geography
+# ---------------------------------------------------------------- the pipeline between cities
 
-PLANS = {               # name: options
-    "full, in the order of ranks": "--routing dtfm",
-    "full, planned": "--routing no-swaps",
-    "25% skipped, random paths": "--routing dtfm-skip --skip 0.25 --unscaled",
-    "25% skipped, SkipPipe": "--routing skippipe --skip 0.25 --unscaled",
-    "25% skipped, SkipPipe, rho rule": "--routing skippipe --skip 0.25",
-    "50% skipped, SkipPipe, rho rule": "--routing skippipe --skip 0.5",
-}
-
-
-def geography_runs(steps):
-    """Links of 200 Mbit/s, but in stages 1 and 2 one host has 50, in stage 3 one has 25."""
-    program, length = how_long(steps)
-    for name, options in PLANS.items():
-        yield Run(name, f"{TINY} --stages 2,2,2,2 --microbatches 3 --batch 4 --warmup {FIRST} "
-                  f"--method noloco --inner-steps 10 --eval-sequences 16{length} {options}", program=program,
-                  hosts="--mbit 200 --slow 3=50 --slow 4=50 --slow 7=25")
+CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon".split()       # two for each stage, in turn
+FAST = "Belgium Canada Iowa LA Oregon".split()      # the origins, and those which add least latency
+FULL = "full, planned"
+PLANS = {               # name: (options, the planner's memory, colour)
+    "full, in the order of ranks": ("--routing dtfm", 3, "full"),
+    FULL: ("--routing no-swaps", 3, "planned"),
+    "full, planned, memory 6": ("--routing no-swaps", 6, None),
+    "full, planned, five fast hosts alone": ("--routing no-swaps", 3, "random"),
+    **{f"25% skipped, rho rule, memory {n}": ("--routing skippipe --skip 0.25", n, "25%" if n == 3 else None)
+       for n in (3, 4, 5, 6)},
+    "25% skipped, memory 3": ("--routing skippipe --skip 0.25 --unscaled", 3, None),
+    "50% skipped, rho rule, memory 3": ("--routing skippipe --skip 0.5", 3, "50%")}
 
 
-def show_geography(found):
+def between_cities(names):
+    """Options of tools/hosts.py: the links published with SkipPipe's code."""
+    links, options = city_links(), [f"--cpu {CPU} --mbit 0"]
+    for i, j in itertools.combinations(range(len(names)), 2):
+        seconds, speed = links[names[i], names[j]]
+        options.append(f"--latency {i}-{j}={1000 * seconds:.3g} --mbit {i}-{j}={speed * 8e-6:.0f}")
+    return " ".join(options)
+
+
+def pipeline_runs(steps):
+    for name, (options, memory, _) in PLANS.items():
+        names, stages = (FAST, "2,1,1,1") if "alone" in name else (CITIES, "2,2,2,2")
+        yield Run(name, f"{TINY} --stages {stages} --microbatches 3 --batch 2 --eval-sequences 256 "
+                  f"--warmup {FIRST} --method noloco --inner-steps 10 {options}", len(names),
+                  program=f"{PROGRAM} {IN_PIPELINES} --memory {memory}",
+                  hosts=between_cities(names))
+
+
+def show_pipeline(found):
     runs = results(found)
-    show_head("paths | seeds | steps | seconds of an iteration, measured | the plan's, simulated "
-              "| measured over simulated | held-out nats per byte | seconds to the full one's last loss")
+    show_head("paths | seeds | steps | seconds of an iteration, measured | the plan's, simulated | held-out "
+              "nats per byte | over the full one's, planned | its last loss, in so much of its time")
     for name, seeds in runs.items():
         took = [statistics.median(run.curves["iteration_seconds"]) for run in seeds]
-        planned = [run.curves["simulated_seconds"][-1] for run in seeds]
-        ratios = [a / b for a, b in zip(took, planned)]
+        plan = [run.curves["simulated_seconds"][-1] for run in seeds]
         show_row(name, len(seeds), spread_of([run.steps[-1] for run in seeds], ".0f"), spread_of(took),
-                 spread_of(planned), spread_of(ratios, ".2f"), spread_of(finals(seeds)),
-                 spread_of_reached(seconds_to(runs["full, planned"], seeds), ".0f"))
+                 spread_of(plan), spread_of(finals(seeds)), more_than(runs[FULL], seeds),
+                 share_of(runs[FULL], seeds))
 
 
-def draw_geography(plt, found):
-    runs = results(found)
+def draw_pipeline(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 4.6), layout="constrained")
-    labels = []
-    for name, colour in zip(PLANS, ("full", "planned", "random", "25%", "25%", "50%")):
-        x, curves = timed(runs[name])
-        last = band(axis, curves, x, COLOURS[colour], ls="--" if name == "25% skipped, SkipPipe" else "-")
-        labels.append((last, name.replace(", SkipPipe", "\nSkipPipe"), COLOURS[colour]))
-    axis.set(xlabel="measured seconds (bands: range of three seeds)", ylabel="held-out nats per byte",
-             title="Paths that skip slow hosts learn more in the same time\n"
-                   "4 stages of 2 hosts, links of 200, 50 and 25 Mbit/s")
-    label_ends(axis, labels)
+    draw_lines(axis, "4 stages of 2 hosts between eight cities (bands: range of three seeds)",
+               [(seeds, name.replace(", ", "\n", 1), PLANS[name][2], "-")
+                for name, seeds in results(found).items() if PLANS[name][2]])
     return figure
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--train"]:
-        clocked(sys.argv[2:])
-    elif sys.argv[1:2] == ["--count"]:
-        counted(sys.argv[2:])
+    if "--clock" in sys.argv:
+        clocked(sys.argv[1:])
     else:
-        headline(__doc__, {"hosts": Part(hosts_runs, show_hosts, draw_hosts),
-                           "cuts": Part(cuts_runs, show_cuts, draw_cuts),
-                           "geography": Part(geography_runs, show_geography, draw_geography)})
+        headline(__doc__, {"tries": Part(tries_runs, show_tries, seeds=(9,)),
+                           "grid": Part(grid_runs, show_grid, draw_grid, seeds=(0, 1, 2, 3, 4)),
+                           "latency": Part(latency_runs, show_latency, draw_latency, seeds=(0,)),
+                           "pipeline": Part(pipeline_runs, show_pipeline, draw_pipeline)})

@@ -3,8 +3,10 @@
     python -m experiments.losses [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR]
     python -m experiments.losses --plot --out .         the tables and pictures again, from results/
 
-A finished run is not run again; remove its folder in runs/ when train.py has changed. Results go to
-OUT/results/headline_PART.json, pictures to OUT/figures (default OUT: runs; the README shows those of `.`).
+A finished run is not run again; remove its folder in runs/ when train.py has changed. Several instances may
+run at a time, each with an `--only LABEL` (and `--seeds`) of its own; the plain command then collects all.
+Results go to OUT/results/headline_PART.json, pictures to OUT/figures (default OUT: runs; the README shows
+those of `.`).
 """
 import argparse
 import itertools
@@ -33,6 +35,7 @@ from model import Llama
 from plumbing.data import load_data
 from plumbing.options import TINY, Parser
 from plumbing.processes import BadInput, Job
+from plumbing.report import replace
 from survive import parts as surviving
 from tools import export
 
@@ -42,7 +45,12 @@ ROOT = Path(__file__).parent.parent
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000"
 # The columns of metrics.jsonl that results keep.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds", "seconds",
-        "iteration_seconds", "steps_alone", "ranks")
+        "iteration_seconds", "steps_alone", "ranks", "sync_seconds")
+# Half-widths of a 95% interval in standard errors: Student's t with 1, 2, ... degrees of freedom.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# torchrun would import torch once more on each host, which takes a fifth of a processor 12 seconds.
+ALONE = ("RANK=$PET_NODE_RANK WORLD_SIZE=$PET_NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
+         'MASTER_ADDR=$PET_MASTER_ADDR MASTER_PORT=$PET_MASTER_PORT exec "$@"')
 
 
 @dataclass
@@ -64,6 +72,7 @@ class Part:
     draw: Callable = None       # (plt, found) -> figure
     seconds: Callable = None    # -> simulated seconds, kept beside the runs
     picture: str = None         # its name (default: the part's)
+    seeds: tuple = (0, 1, 2)    # without --seeds
 
 
 class Result:
@@ -84,9 +93,10 @@ def options_of(command, ranks):
     given = {word: value for word, value in zip(words, [*words[1:], ""]) if word.startswith("--")}
     method, skip = given.get("--method", "noloco"), float(given.get("--skip", 0))
     often = TINY.get(method, {}).get("inner_steps", 1)
+    wire = ("bf16" if method == "ddp" else "int8") if "--short" in given else "fp32"    # of older results
     return SimpleNamespace(
         method=method, skip=skip, routing=given.get("--routing", "skippipe" if skip else "random"),
-        every=int(given.get("--inner-steps", often)), wire=given.get("--wire", "fp32"),
+        every=int(given.get("--inner-steps", often)), wire=given.get("--wire", wire),
         stages=[int(n) for n in given.get("--stages", str(ranks)).split(",")],
         seed=int(given.get("--seed", 0)), warm_start=int(given.get("--warm-start", 0)),
         group_size=int(given.get("--group-size", 2)))
@@ -122,9 +132,12 @@ def headline(description, parts):
         for name in o.parts or parts:
             part = parts[name]
             if not o.plot:
-                found = run_all(name, list(part.runs(o.steps)), o)
+                runs = [run for run in part.runs(o.steps) if o.only in run.label]
+                found = run_all(name, runs, o.seeds or part.seeds, o.steps)
                 if part.seconds:
                     found["seconds"] = part.seconds()
+                if o.only:
+                    continue
                 save(o.out, f"headline_{name}", found)
             found = load(o.out, name)
             part.table(found)
@@ -137,7 +150,8 @@ def headline(description, parts):
 def arguments(description, parts):
     p = Parser(description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("parts", nargs="*", help=f"{', '.join(parts)} (default: all)")
-    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run each of every kind")
+    p.add_argument("--seeds", nargs="+", type=int, help="one run each of every kind (mostly 0 1 2)")
+    p.add_argument("--only", default="", help="run only what has this in its label, and show nothing")
     p.add_argument("--steps", type=int, help="training steps, in place of each run's own")
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
     p.add_argument("--plot", action="store_true", help="no runs: tables and pictures of OUT/results")
@@ -149,13 +163,13 @@ def arguments(description, parts):
     return o
 
 
-def run_all(name, runs, o):
+def run_all(name, runs, seeds, steps=None):
     """{"cpu_hours", "runs": {label: [a row per seed]}} of all runs."""
     found = dict(cpu_hours=0.0, runs={run.label: [] for run in runs})
-    with tqdm(total=len(o.seeds) * len(runs), unit="run") as progress:
-        for seed, run in itertools.product(o.seeds, runs):
+    with tqdm(total=len(seeds) * len(runs), unit="run") as progress:
+        for seed, run in itertools.product(seeds, runs):
             progress.set_postfix_str(run.label)
-            own = f"-of-{o.steps}-steps" if o.steps else ""     # a try keeps to folders of its own
+            own = f"-of-{steps}-steps" if steps else ""         # a try keeps to folders of its own
             row = train_once(run, identity(run, f"{name}-{run.label}-{seed}{own}", seed))
             found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
             found["runs"][run.label].append(row)
@@ -173,9 +187,8 @@ def torchrun(processes, *words, hosts=(), **kwargs):
     """
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     if hosts:
-        launcher = str(Path(sys.executable).with_name("torchrun"))
         line = [sys.executable, "-m", "tools.hosts", str(processes), *hosts, "--",
-                launcher, "--nproc-per-node", "1"]
+                "sh", "-c", ALONE, "sh", sys.executable]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
     with subprocess.Popen([*line, *words], env=env, text=True, **kwargs) as process:
@@ -216,7 +229,7 @@ def train_once(run, row):
     row = dict(row, curves=curves, **(run.after(folder) if run.after else {}), ranks=run.processes,
                cpu_hours=(sum(os.times()[:4]) - start) / 3600)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    done.write_text(json.dumps(row))
+    replace(done, json.dumps(row))
     return row
 
 
@@ -265,6 +278,16 @@ def spread_of(values, form=".3f"):
     """Mean, and [least, largest] of several."""
     text = f"{statistics.mean(values):{form}}"
     return text if len(values) == 1 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def interval_of(differences, form):
+    """Mean [95% interval] of paired differences, and "better" or "worse" where that leaves out zero."""
+    n, mean = len(differences), statistics.mean(differences)
+    if n == 1:
+        return f"{mean:{form}}"
+    half = T95[n - 2] * statistics.stdev(differences) / math.sqrt(n)
+    verdict = "worse" if mean > half else "better" if mean < -half else "undecided"
+    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}], {verdict}"
 
 
 def spread_of_reached(values, form):

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import bench_sync
@@ -15,17 +16,35 @@ from bench_sync import Timed, quartiles
 from experiments.pictures import COLOURS, WIDTH, label_ends, picture, show_head, show_row
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import Parser
+from plumbing.overlap import DelayedNoLoCo, DelayedOneByte
 from plumbing.processes import BadInput, Job
 
 SHADES = ("#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#0072B2", "#000000")      # one per number of replicas
-PARAMS = {"small": 125e6, "large": 6.8e9}           # of the NoLoCo paper's models, as it states them
+PARAMS = {"small": 125e6, "medium": 1.3e9, "large": 6.8e9}      # of the NoLoCo paper's models, as stated
 
 
 def methods(o, params):
-    rows = bench_sync.methods(o, params)
-    short = OneByteNoLoCo(params, inner_steps=1, seed=o.seed)
-    timed = Timed(short.step, sent=lambda: short.bytes_sent, floor="exchange of theta")
-    return rows | {"NoLoCo, one byte a weight": timed}
+    """Beside bench_sync's: one byte a weight; and delayed outer steps that nothing hides.
+
+    A delayed row merges the message before, sends its own and waits for its arrival.
+    """
+    rows, common = bench_sync.methods(o, params), dict(inner_steps=1, seed=o.seed)
+    short = OneByteNoLoCo(params, **common)
+    name = "NoLoCo, one byte a weight"
+    rows[name] = Timed(short.step, sent=lambda: short.bytes_sent, floor="exchange of theta")
+    for below, kind in {"NoLoCo": DelayedNoLoCo, name: DelayedOneByte}.items():
+        outer = kind(params, delay=1, **common)
+        outer.phi, outer.delta = short.phi, short.delta         # what is in them does not change the time
+
+        def run(outer, alpha, beta):
+            outer.alpha, outer.beta, outer.gamma = alpha, beta, beta
+            outer.step()
+            outer.settle()
+
+        for settings, more in ((outer.alpha, outer.beta), ""), ((0, 1), ", plain averages"):
+            rows[f"{below}, delayed{more}"] = Timed(partial(run, outer, *settings), floor=below,
+                                                    sent=partial(getattr, outer, "bytes_sent"))
+    return rows
 
 
 # ---------------------------------------------------------------- on paper
@@ -33,32 +52,36 @@ def methods(o, params):
 
 def on_paper(params, n, mbit, latency, step_seconds=1.0):
     """{method: bytes sent per rank, seconds of a synchronisation, its share of training, bytes of memory},
-    by (B5) with constant t."""
+    by (B5) with constant t. delayed: in one byte, D that hides a message, seconds left to wait at D = 25."""
     B, rate = 4 * params, mbit * 1e6 / 8
     ring = 2 * (n - 1) / n * B
     reduce = 2 * math.ceil(math.log2(n)) * latency + ring / rate
+    one_byte = latency + B / 4 / rate
 
     def row(inner_steps, sent, seconds, memory):
         return dict(bytes=sent, seconds=seconds, share=seconds / (seconds + inner_steps * step_seconds),
                     memory=memory * params)
 
     # theta, gradient and Adam's two take 16 bytes a parameter; phi and delta 8; NoLoCo's receive buffer 4,
-    # with one byte a weight one to send and one to receive
+    # with one byte a weight one to send and one to receive; delayed, 4 more for what was sent
     return {"DDP": row(1, ring, reduce, 16), "DiLoCo": row(100, ring, reduce, 24),
-            "NoLoCo": row(50, B, latency + B / rate, 28),
-            "one byte": row(50, B / 4, latency + B / 4 / rate, 26)}
+            "NoLoCo": row(50, B, latency + B / rate, 28), "one byte": row(50, B / 4, one_byte, 26),
+            "delayed": dict(delay=math.ceil(one_byte / step_seconds), memory=30 * params,
+                            left=max(0.0, one_byte - 25 * step_seconds))}
 
 
 def show_paper():
     show_head("model, 1024 replicas | Mbit/s | GB sent per rank | seconds | share of training time, % "
-              "| GB of memory per rank")
+              "| delayed: D, seconds left")
     for (model, params), mbit in itertools.product(PARAMS.items(), (100, 1000, 100000)):
-        rows = on_paper(params, 1024, mbit, 0.05).values()
+        *rows, late = on_paper(params, 1024, mbit, 0.05).values()
         show_row(f"{model}, {params / 1e6:g}M", mbit,
                  " / ".join(f"{row['bytes'] / 1e9:.2f}" for row in rows),
                  " / ".join(f"{row['seconds']:.4g}" for row in rows),
                  " / ".join(f"{row['share'] * 100:.1f}" for row in rows),
-                 " / ".join(f"{row['memory'] / 1e9:.1f}" for row in rows))
+                 f"{late['delay']}, {late['left']:.4g}")
+    memory = [row["memory"] / params for row in (*rows, late)]
+    print("bytes of memory per parameter, delayed last: " + " / ".join(f"{each:g}" for each in memory))
 
 
 # ---------------------------------------------------------------- the pictures
@@ -101,18 +124,19 @@ def draw_simulated(plt, r):
 def draw_measured(plt, found):
     """Bars of the same rows for each number of processes."""
     names = [name for name in found[0]["rows"] if "ahead" not in name][::-1]
-    figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 4), layout="constrained", sharey=True,
+    figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 5), layout="constrained", sharey=True,
                                 squeeze=False)
     for axis, r in zip(axes.flat, found):
         rows = [quartiles(r["rows"][name]["seconds"]) for name in names]
         error = [[middle - low for low, middle, _ in rows], [high - middle for _, middle, high in rows]]
         colours = [COLOURS.get(name.split(",")[0].split(":")[0], "#999999") for name in names]
-        axis.barh(names, [middle for _, middle, _ in rows], 0.7, xerr=error, capsize=2, color=colours,
+        labels = [name.replace(", delayed", ",\ndelayed") for name in names]
+        axis.barh(labels, [middle for _, middle, _ in rows], 0.7, xerr=error, capsize=2, color=colours,
                   ecolor="#777777")
-        axis.set(xlabel="seconds (bars: median of trials, quartiles)",
-                 title=f"{r['replicas']} processes, {r['params'] / 1e6:g}M weights in fp32")
+        axis.set(xlabel="seconds", title=f"{r['replicas']} processes, {r['params'] / 1e6:g}M weights in fp32")
     figure.suptitle("Measured: NoLoCo's outer step is faster than DiLoCo's between 8 processes\n"
-                    f"(grey: floors; the rest: whole outer steps; {found[0]['device']})", fontsize=10.5)
+                    f"(medians, quartiles; grey: floors; the rest: whole outer steps; {found[0]['device']})",
+                    fontsize=10.5)
     return figure
 
 

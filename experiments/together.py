@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import train
-from experiments.losses import SHORT
 from experiments.pictures import COLOURS, WIDTH, show_head, show_row
 from experiments.runs import (Part, Run, band, finals, headline, reaches, results, same_seeds,
                               spread_of, spread_of_reached)
@@ -130,7 +129,7 @@ def runs(steps):
     yield skipping(0.33, "", 1.0)
     for share in (1.0, 0.4):
         yield skipping(0.5, "50% skipped, rho rule, ", share)
-    yield replace(ddp, label="DDP, bf16, full pipeline", program=SHORT)
+    yield replace(ddp, label="DDP, bf16, full pipeline", options=f"{ddp.options} --wire bf16")
 
 
 # ---------------------------------------------------------------- table and picture
@@ -139,9 +138,9 @@ def runs(steps):
 def timing(found, run):
     """(seconds of an iteration, of a synchronisation)"""
     o = run.o
-    name = "NoLoCo, random routing" if o.routing == "random" else NOLOCO[o.wire]
+    name = "NoLoCo, random routing" if o.routing == "random" else NOLOCO.get(o.wire)
     if o.method != "noloco":
-        short = ", bf16" if "--short" in run.command else ""
+        short = ", bf16" if o.wire == "bf16" else ""
         name = {"ddp": f"DDP{short}, full pipeline", "diloco": "DiLoCo, full pipeline"}[o.method]
     iteration, sync = found["seconds"][name]
     return iteration or run.curves["simulated_seconds"][0], sync

@@ -5,11 +5,11 @@
 """
 import contextlib
 import sys
+import time
 from pathlib import Path
 
 import torch
 
-from plumbing.options import launch
 from plumbing.processes import BadInput, one_line, restarts
 from plumbing.report import Log, Meter, atomic
 
@@ -50,27 +50,22 @@ class Checkpoints:
     def seal(self):
         """Tell that this rank has written its part, and drop the parts that nobody needs. No rank waits.
 
-        This rank keeps its last two parts, its part of the newest checkpoint that all ranks hold ("whole"),
-        and all from the newest on that all living ranks hold ("sealed").
+        This rank keeps its last two parts, its part of the newest checkpoint that all ranks hold, and all
+        from the newest on that all living ranks hold. Rank 0 marks the dead where they have no part.
         """
-        store, held = self.job.store, list(self.parts(self.rank))
+        store, gone, held = self.job.store, self.job.gone(), list(self.parts(self.rank))
         store.set(f"saved/{held[-1]}/{self.rank}", "=")         # a store may refuse an empty value
-        if self.job.leads:
-            self.mark(held)
-        whole, sealed = (int(store.get(key)) if store.check([key]) else 0 for key in ("whole", "sealed"))
-        self.forget({step for step in held[:-2] if step < sealed} - {whole})
+        for step in held:
+            for r in gone if self.job.leads else ():
+                if not store.check([f"saved/{step}/{r}"]):
+                    (self.place(step) / f"rank{r}.dead").touch()
+        of_all, of_living = (max((step for step in held if self.saved(step, without)), default=0)
+                             for without in ((), gone))
+        self.forget({step for step in held[:-2] if step < of_living} - {of_all})
 
-    def mark(self, held):
-        """On rank 0: find the steps of "whole" and "sealed", and mark the dead where they have no part."""
-        store, gone = self.job.store, self.job.gone()
-        missing = {step: {r for r in range(self.job.world) if not store.check([f"saved/{step}/{r}"])}
-                   for step in held}
-        for key, allowed in (("whole", set()), ("sealed", gone)):
-            if steps := [step for step in held if missing[step] <= allowed]:
-                store.set(key, str(steps[-1]))
-        for step, ranks in missing.items():
-            for r in ranks & gone:
-                (self.place(step) / f"rank{r}.dead").touch()
+    def saved(self, step, without):
+        """Whether all ranks but these have written their parts of a step."""
+        return self.job.store.check([f"saved/{step}/{r}" for r in range(self.job.world) if r not in without])
 
     def forget(self, steps):
         """Remove this rank's parts of these steps, and the marks of the dead: the rest serves no rank."""
@@ -98,7 +93,7 @@ class Checkpoints:
         damaged = sum(self.job.share("damaged", damaged), [])
         if step >= 0:
             self.job.say(f"warning: {why}; step {step} is taken" for why in damaged + lacking)
-            self.job.store.set("whole", str(step))
+            self.job.store.set(f"saved/{step}/{self.rank}", "=")
         elif damaged or not restarts():
             nothing = f"{self.folder.parent} has no checkpoint that all {self.job.world} ranks hold"
             raise BadInput(", and ".join([*damaged[-1:], nothing]))
@@ -131,7 +126,8 @@ def load(file):
 
 def state_of(run):
     return dict(step=run.step, cursor=run.cursor, theta=run.theta, adam=run.inner.state_dict(),
-                outer=run.outer and run.outer.state_dict(), rng=torch.get_rng_state(), plan=run.routes.plan,
+                outer=run.outer and run.outer.state_dict(), owed=run.average and run.average.owed,
+                rng=torch.get_rng_state(), plan=run.routes.plan,
                 rho=run.rho, corpus=run.corpus and run.corpus.digest,
                 meter=run.meter.state(run))
 
@@ -154,6 +150,8 @@ def restore(run, state):
     torch.set_rng_state(state["rng"].cpu())
     if run.outer:
         run.outer.load_state_dict(state["outer"])
+    if run.average:
+        run.average.owed = state.get("owed") or ()
     if run.reader:
         run.reader.cursor = state["cursor"]
     return state["plan"]
@@ -192,7 +190,7 @@ def take_folder(o, job):
 
 def new_folder(o):
     """The name of a folder in runs/, taken by its config.json. A restarted run finds its folder again."""
-    name = o.name or f"{o.method}-{'x'.join(map(str, o.stages))}-{launch()}"
+    name = o.name or f"{o.method}-{'x'.join(map(str, o.stages))}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = Path("runs", name, "config.json")
     config.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -16,8 +16,7 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from plumbing.huggingface import named_end
-from plumbing.options import forbid
-from plumbing.processes import BadInput
+from plumbing.processes import BadInput, forbid
 
 ENDS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"]       # of a tokenizer that names none
 HELDOUT = r"(^|[^a-z])val(id|idation)?([^a-z]|$)"       # in a name: nanoGPT's val.bin, C4's c4-validation.*
@@ -55,9 +54,9 @@ def load_corpus(o):
     root, files, kind = find_files(o.data)
     tokenizer, known = load_tokenizer(o.tokenizer), o.tokenizer or kind == "text"
     # bytes mean nothing to a Llama that was trained on more tokens
-    if known and (tokenizer.size > o.vocab or o.init_from and not o.tokenizer and tokenizer.size < o.vocab):
-        raise BadInput(f"this tokenizer needs --vocab {tokenizer.size}, not {o.vocab} (bytes: 256); with "
-                       "--init-from give the model's own --tokenizer")
+    foreign = tokenizer.size > o.vocab or o.init_from and not o.tokenizer and tokenizer.size < o.vocab
+    forbid((known and foreign, f"this tokenizer needs --vocab {tokenizer.size}, not {o.vocab} (bytes: 256); "
+                               "with --init-from give the model's own --tokenizer"))
     digest = hashlib.sha256(Path(o.tokenizer).read_bytes() if o.tokenizer else b"")
     if kind == "bin":           # too large to read for this
         digest.update(str([(p.relative_to(root).as_posix(), p.stat().st_size) for p in files]).encode())
@@ -112,8 +111,8 @@ def standard_library():
     inside = [p for p in root.iterdir() if p.name not in left_out]
     files = [p for top in inside for p in (top, *top.rglob("*.py"))
              if p.suffix == ".py" and left_out.isdisjoint(p.relative_to(root).parts)]
-    if sum(p.stat().st_size for p in files) < 5e6:
-        raise BadInput(f"the standard library in {root} has under 5 MB of .py text: give --data TEXT")
+    size = sum(p.stat().st_size for p in files)
+    forbid((size < 5e6, f"the standard library in {root} has under 5 MB of .py text: give --data TEXT"))
     return root, sorted(files)
 
 
@@ -128,9 +127,8 @@ def split(root, files, named=True):
 def read_text(path):
     """The bytes of a text file. Raises BadInput for a binary one, which has a zero byte near its start."""
     text = path.read_bytes()
-    if b"\0" in text[:8192]:
-        raise BadInput(f"{path} is no text file, its first bytes include a zero: keep text alone there, and "
-                       "write C4's shards as .bin files once: python -m tools.prepare FOLDER OUT")
+    forbid((b"\0" in text[:8192], f"{path} is no text file, its first bytes include a zero: keep text alone "
+            "there, and write C4's shards as .bin files once: python -m tools.prepare FOLDER OUT"))
     return text
 
 
@@ -172,11 +170,11 @@ class FileTokenizer:
 
 
 def load_tokenizer(file):
-    """The tokenizer of --tokenizer, by default bytes. Raises BadInput."""
+    """The tokenizer of --tokenizer, by default bytes. Raises BadInput, ImportError without tokenizers."""
     try:
         return FileTokenizer(file) if file else ByteTokenizer()
     except ImportError:
-        raise BadInput("--tokenizer needs the tokenizers package: pip install '.[hf]'")
+        raise
     except Exception as error:          # the package raises nothing narrower
         raise BadInput(f"--tokenizer {file}: {error}")
 
@@ -201,8 +199,7 @@ class Reader:
     def __init__(self, parts, seq_len, seed):
         # views, (sequences, T + 1), of which each begins with the last token of the one before
         views = [part.unfold(0, seq_len + 1, seq_len) for part in parts if len(part) > seq_len]
-        if not views:
-            raise BadInput("too little data for every origin: give more, or a smaller --seq-len")
+        forbid((not views, "too little data for every origin: give more, or a smaller --seq-len"))
         self.sequences, self.seed = ConcatDataset(views), seed
         self.cursor, self.epoch = 0, None
 

@@ -34,13 +34,10 @@ def read_config(folder):
 def load_weights(model, folder):
     """Fill the tensors that this module holds from model.safetensors, or the files that its index names.
 
-    No other tensors are read. Raises BadInput on a missing tensor, another shape, a damaged file or a missing
-    safetensors package, OSError on a missing file.
+    No other tensors are read. Raises BadInput on a missing tensor, another shape or a damaged file, OSError
+    on a missing file, ImportError without safetensors.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise BadInput("--init-from needs the safetensors package: pip install '.[hf]'")
+    from safetensors import SafetensorError, safe_open
     index = Path(folder, "model.safetensors.index.json")
     try:
         files = json.loads(index.read_text())["weight_map"] if index.exists() else {}

@@ -2,14 +2,13 @@
 import argparse
 import json
 import os
-import time
 from dataclasses import field, fields
 from itertools import accumulate
 from pathlib import Path
 
 from model import Config
 from plumbing.huggingface import read_config
-from plumbing.processes import BadInput, may_restart
+from plumbing.processes import BadInput, forbid
 
 
 # The paper's table (arXiv 2506.10911); tiny is for two laptop cores. Rates are those of the inner optimizer.
@@ -23,8 +22,8 @@ MODELS = {name: dict(zip(COLUMNS, row)) for name, *row in (
 METHODS = {
     "noloco": dict(inner_steps=50, alpha=0.5, beta=0.7, gamma=None, group_size=2, wire="fp32", delay=0,
                    survive=0.0),
-    "diloco": dict(inner_steps=100, alpha=0.3, beta=0.7, delay=0),
-    "ddp": {},
+    "diloco": dict(inner_steps=100, alpha=0.3, beta=0.7, wire="fp32", delay=0),
+    "ddp": dict(wire="fp32"),
     "local": dict(survive=0.0),
 }
 # The papers' values are for 25 000 steps; these are the best we found for a short run of a tiny model.
@@ -41,9 +40,12 @@ def option(default, help, choices=None, least=0):
 
 def numbers(kind):
     """An argument type: numbers with commas between them."""
-    def numbers_with_commas(text):          # argparse shows this name
-        return [kind(x) for x in text.strip("[]").split(",")]           # [] in a config.json
-    return numbers_with_commas
+    def read(text):
+        try:
+            return [kind(x) for x in text.strip("[]").split(",")]       # [] in a config.json
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"takes numbers with commas, not {text}")
+    return read
 
 
 def steps_or_half(text):
@@ -72,13 +74,6 @@ class Parser(argparse.ArgumentParser):
 
 def flag(name):
     return "--" + name.replace("_", "-")
-
-
-def forbid(*rules):
-    """Raise BadInput with the line of the first rule, (condition, line), whose condition holds."""
-    for wrong, line in rules:
-        if wrong:
-            raise BadInput(line)
 
 
 # The first of --help.
@@ -120,7 +115,7 @@ def check(o, given):
             raise BadInput(f"{flag(f.name)} must be at least {least}, got {value}")
     foreign = [flag(name) for name in METHODS["noloco"] if name in given and name not in METHODS[o.method]]
     planned = o.routing not in ("random", "fixed")
-    nameless = not (o.name or o.resume) and os.environ.get("TORCHELASTIC_RUN_ID") == "none"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     forbid(
         (foreign, f"--method {o.method} has no {' and no '.join(foreign)}"),
         (not o.skip < 1, f"--skip must be below 1, got {o.skip}"),
@@ -128,16 +123,13 @@ def check(o, given):
         (not o.beta2 < 1, f"--beta2 must be below 1, got {o.beta2}"),
         (o.replan and not planned, "--replan is for planned paths: give --skip or --routing skippipe"),
         (o.survive and (o.replan or o.delay), "--survive goes with neither --replan nor --delay"),
+        (o.wire == "bf16" and o.method == "noloco",
+         "--wire bf16 rounds updates of NoLoCo's theta away: give --wire int8"),
         (o.wire == "int8" and o.gamma != o.beta, f"--wire int8 needs gamma = beta, not {o.gamma}, {o.beta}"),
         (not 0 <= o.delay <= (o.inner_steps or 0), f"--delay {o.delay}: takes 0 to --inner-steps, or half"),
         (o.join, "--join is for a process that comes back to a running job, never for rank 0"),
-        (nameless and may_restart(), "--max-restarts needs --name NAME: else a restart finds no folder"),
+        (restarts and not (o.name or o.resume), "torchrun's --max-restarts needs --name, to find the folder"),
         (o.name and Path(o.name).name != o.name, f"--name {o.name}: takes a name without a path"))
-
-
-def launch():
-    """A name for this launch; the same for processes that torchrun starts again."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") if may_restart() else time.strftime("%Y%m%d-%H%M%S")
 
 
 # ---- the command line and config.json

@@ -8,11 +8,16 @@ theta at the m-th step too, goes on training, and merges D steps later what came
 
 D = 0 is the paper's outer step. docs/stability.md says why D should be at most m / 2.
 """
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 
-from noloco import DiLoCo, NoLoCo
+from noloco import DiLoCo, NoLoCo, outer_update
 from plumbing.onebyte import OneByteNoLoCo
+from plumbing.wires import ShortDiLoCo, wired
 
 
 class Travelling:
@@ -32,8 +37,11 @@ class Travelling:
 
     def settle(self):
         """Let what is under way arrive, without using it. Gloo needs it before a process ends."""
-        for work in self.flying[1] if self.flying else []:
-            work.wait()
+        if self.flying:
+            vectors, works = self.flying
+            for work in works:
+                work.wait()
+            self.flying = vectors, []           # Gloo hangs in a second wait
 
     def load_state_dict(self, state):
         """The partners load too, so what is under way will arrive, and leave again."""
@@ -63,12 +71,15 @@ class PhiAhead(Travelling, NoLoCo):
 
 
 class Delayed(Travelling):
-    """Before NoLoCo or a subclass among the bases of a class: its messages travel during D inner steps."""
+    """Before NoLoCo or a subclass among the bases of a class: its messages travel during D inner steps.
+
+    delay: D, from 1 to inner_steps. Memory beside that of the base class: sent, as large as theta.
+    """
 
     def __init__(self, *args, delay, **kwargs):
         super().__init__(*args, **kwargs)
         self.delay = delay
-        self.sent, self.left = self.theta.clone(), 0        # what was sent last, and after how many steps
+        self.sent = self.theta.clone()
 
     @torch.no_grad()
     def step(self):
@@ -79,7 +90,6 @@ class Delayed(Travelling):
 
     def exchange(self):
         self.sent.copy_(self.theta)
-        self.left = self.steps
         return self.depart()
 
     def depart(self):
@@ -89,46 +99,36 @@ class Delayed(Travelling):
     def outer_step(self, *flying):
         self.flying = flying
 
-    def arrived(self):
-        """As NoLoCo.exchange returns."""
-        thetas, *phis = self.flying[0]
-        self.notice(thetas)
-        return thetas, phis[0] if phis else [], len(thetas)
-
     def land(self):
-        """Merge what arrived."""
+        """Merge what arrived, piece by piece in cache."""
         self.settle()
-        theta = self.theta
-        self.theta = Merging(theta, self.sent)
-        super().outer_step(*self.arrived())
-        self.theta, self.flying = theta, None
+        thetas, *phis = self.flying[0]
+        phis = phis[0] if phis else []
+        self.notice(thetas)
+        averages = (self.alpha, self.beta, self.gamma) == (0, 1, 1)     # phi <- mean(theta), no delta
+        vectors = self.theta, self.sent, self.phi, self.delta, *thetas, *phis
+        for theta, sent, phi, delta, *others in zip(*(v.split(self.pieces) for v in vectors)):
+            theta.sub_(sent)                                            # what was learnt meanwhile
+            others = [v.to(theta.device) for v in others]
+            total = reduce(torch.add, others[:len(thetas)])
+            if averages:
+                torch.div(total, len(thetas), out=phi)
+            else:
+                mean_phi = reduce(torch.add, others[len(thetas):]) / len(thetas) if phis else None
+                outer_update(phi, delta, total / len(thetas), mean_phi, self.alpha, self.beta, self.gamma)
+            theta.add_(phi)
+        self.flying = None
 
     def state_dict(self):
-        return dict(super().state_dict(), sent=self.flying and self.sent, left=self.left)
+        return dict(super().state_dict(), sent=self.flying and self.sent)
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
         if state["sent"] is not None:
             self.sent.copy_(state["sent"])
-            self.left = self.steps = state["left"]
+            self.steps = self.steps // self.inner_steps * self.inner_steps - 1      # when sent was sent
             self.flying = self.depart()
             self.steps = state["steps"]
-
-
-class Merging:
-    """Stands for theta in the outer step of what was sent.
-
-    `split` yields pieces of sent, which become phi, and adds what was learnt meanwhile to each in cache.
-    """
-
-    def __init__(self, theta, sent):
-        self.theta, self.sent = theta, sent
-
-    def split(self, pieces):
-        for theta, sent in zip(self.theta.split(pieces), self.sent.split(pieces)):
-            theta.sub_(sent)                    # what was learnt meanwhile
-            yield sent
-            theta.add_(sent)
 
 
 class DelayedNoLoCo(Delayed, NoLoCo):
@@ -146,17 +146,39 @@ class DelayedDiLoCo(Delayed, DiLoCo):
     """--delay with --method diloco"""
 
     def depart(self):
-        total, n = self.buffer("sum", self.sent).copy_(self.sent), len(self.ranks)
-        self.bytes_sent += 2 * (n - 1) * total.nbytes // n
-        return total, [dist.all_reduce(total, group=self.everyone, async_op=True)] if n > 1 else []
+        mean, n = self.buffer("mean", self.sent).copy_(self.sent), len(self.ranks)
+        self.bytes_sent += 2 * (n - 1) * mean.nbytes // n
+        works = [dist.all_reduce(mean.div_(n), group=self.lane, async_op=True)] if n > 1 else []
+        return [[mean]], works
 
-    def arrived(self):
-        return [self.flying[0]], [], len(self.ranks)
+
+class DelayedShortDiLoCo(Delayed, ShortDiLoCo):
+    """--delay with --method diloco --wire bf16 or int8
+
+    A thread sends codes twice while the model trains. `owed` stays as it was before until they have arrived.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.thread = ThreadPoolExecutor(1)
+
+    def depart(self):
+        total = self.sent - self.phi
+        later = self.thread.submit(self.wire.add_up, total, self.owed)
+        self.bytes_sent += self.wire.bytes(len(total))
+        return [[total]], [SimpleNamespace(wait=later.result)]
+
+    def land(self):
+        ((total,),), (work,) = self.flying
+        self.owed = work.wait()
+        total.div_(len(self.ranks)).add_(self.phi)          # the mean of theta
+        super().land()
+
+
+KINDS = {"noloco": {"fp32": DelayedNoLoCo, "int8": DelayedOneByte},
+         "diloco": {"fp32": DelayedDiLoCo, **wired(DelayedShortDiLoCo)}}
 
 
 def overlapping(o):
     """What train.make_outer takes instead of its own classes."""
-    if not o.delay:
-        return dict(kinds={"noloco": {"fp32": PhiAhead}})
-    noloco = {"fp32": DelayedNoLoCo, "int8": DelayedOneByte}
-    return dict(kinds={"noloco": noloco, "diloco": {"fp32": DelayedDiLoCo}}, delay=o.delay)
+    return dict(kinds=KINDS, delay=o.delay) if o.delay else dict(kinds={"noloco": {"fp32": PhiAhead}})

@@ -16,20 +16,23 @@ import torch.distributed as dist
 from plumbing.signals import Signals, next_command
 
 DAY = 86400.0       # seconds: no timeout in practice
+LOST = "Connection ", "Broken pipe", "ncclRemoteError"      # in the errors of Gloo and NCCL for a lost peer
 
 
 class BadInput(Exception):
     """Something that the user can correct. The message is the one line that rank 0 prints."""
 
 
+def forbid(*rules):
+    """Raise BadInput with the line of the first rule, (condition, line), whose condition holds."""
+    for wrong, line in rules:
+        if wrong:
+            raise BadInput(line)
+
+
 def restarts():
     """How often torchrun has started these processes again (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def may_restart():
-    """Whether torchrun would start these processes again."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
 class Job:
@@ -41,7 +44,9 @@ class Job:
     needs_all = True    # training stops when a process is lost
     patience = DAY      # seconds for a message that only the log waits for
 
-    def __init__(self):
+    def __init__(self, argv=None):
+        """argv: the command line (None: sys.argv). If it has --help, only rank 0 goes on, to print the help.
+        """
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device("cpu")
@@ -54,6 +59,8 @@ class Job:
             store, *_ = next(iter(dist.rendezvous("env://")))
             # torchrun keeps its store over a restart: the keys of the processes before must not be read
             self.store = dist.PrefixStore(f"attempt{restarts()}", store)
+        if self.rank > 0 and not {"-h", "--help"}.isdisjoint(sys.argv if argv is None else argv):
+            sys.exit(0)
 
     # ---- telling each other
 
@@ -76,13 +83,17 @@ class Job:
     def together(self, function, *args, name=None):
         """function(*args) on every rank. BadInput or OSError on any rank ends all ranks with status 2.
 
-        Rank 0 prints its one line before. name: unique to this call (default: the function's name).
+        So does a missing package. Rank 0 prints its one line before. name: unique to this call (default: that
+        of the function).
         """
         result, problem = None, ""
         try:
             result = function(*args)
         except (BadInput, OSError) as error:
             problem = one_line(error)
+        except ModuleNotFoundError as error:
+            extra = "plot" if error.name == "matplotlib" else "hf"
+            problem = f"this needs the {error.name} package: pip install '.[{extra}]'"
         for line in filter(None, self.share(f"problem/{name or function.__name__}", problem)):
             self.refuse(line)
         return result
@@ -104,17 +115,14 @@ class Job:
         found = self.together(lambda: function() if self.leads else None, name=name)
         return self.share(name, found)[0]
 
-    def leaves_help(self, argv):
-        """Whether this rank must leave because of --help, which rank 0 prints."""
-        return self.rank > 0 and not {"-h", "--help"}.isdisjoint(sys.argv if argv is None else argv)
-
     def say(self, lines):
         """Rank 0 prints the lines."""
         for line in lines if self.leads else []:
             print(line, flush=True)
 
     def tell(self, event):
-        """Put an event, a dict, in rank 0's log. Only rank 0 may call it; in survive/ every rank may."""
+        """Put an event in rank 0's log: a dict with `line` for the screen. Only rank 0 may call it; in
+        survive/ every rank may, and without `line`."""
         self.events.append(event)
 
     def news(self):
@@ -152,7 +160,7 @@ class Job:
 
     def refuse_loopback(self):
         """Refuse hosts of which one would offer the others its loopback address: they could never connect."""
-        found = self.share("host", [this_host(), self.together(own_interface)])
+        found = self.share("host", [this_host(), self.together(gloo_interface)])
         loopback = [r for r, (_, names) in enumerate(found) if names.split(",")[0] in ("lo", "lo0")]
         if loopback and len({host for host, _ in found}) > 1:
             self.refuse(f"rank {loopback[0]} offers other hosts its loopback interface: give torchrun "
@@ -173,18 +181,20 @@ class Job:
         try:
             with Signals(self, run) as self.signals:
                 yield
-        except (BadInput, OSError) as error:        # most often a full disk
+        except (BadInput, OSError, RuntimeError) as error:
             run.log.bar.close()
-            if not self.another_gave_up():
-                print(end="\n" if self.rank else "", file=sys.stderr)       # leave rank 0's progress bar
+            if self.another_gave_up():
+                sys.exit(2)
+            print(end="\n" if self.rank else "", file=sys.stderr)           # leave rank 0's progress bar
+            if not isinstance(error, RuntimeError):                         # most often a full disk
                 complain(f"{one_line(error)}; once that is put right {next_command(run)}")
-            sys.exit(2)
-        except RuntimeError:                        # most often a connection that a peer broke
-            if not self.another_gave_up():
-                print(f"stopped: rank {self.rank} at step {run.step}; if another process is gone, "
-                      f"{next_command(run)}", file=sys.stderr, flush=True)
-                if not self.signals.number:
-                    raise
+                sys.exit(2)
+            lost = any(words in str(error) for words in LOST)
+            why = ": another process is gone; " if lost else "; if another process is gone, "
+            print(f"stopped: rank {self.rank} at step {run.step}{why}{next_command(run)}", file=sys.stderr,
+                  flush=True)
+            if not (lost or self.signals.number):
+                raise
             sys.exit(2)
 
     def another_gave_up(self):
@@ -211,15 +221,19 @@ class Average:
     def __init__(self, replicas):
         self.group, self.replicas = dist.new_group(replicas, use_local_synchronization=True), len(replicas)
         self.bytes_sent = 0
+        self.owed = ()              # what a checkpoint keeps of it (plumbing/wires.py)
 
     def __call__(self, grad, tokens):
         """Sum grad in place; returns the sum of tokens."""
         count = torch.tensor(float(tokens), device=grad.device)
-        works = [dist.all_reduce(t, group=self.group, async_op=True) for t in (count, grad)]
-        for work in works:
-            work.wait()
-        self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
+        work = dist.all_reduce(count, group=self.group, async_op=True)
+        self.add_up(grad)
+        work.wait()
         return float(count)
+
+    def add_up(self, grad):
+        dist.all_reduce(grad, group=self.group)
+        self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # what a ring sends
 
 
 def one_line(error):
@@ -243,37 +257,32 @@ def this_host():
     return f"{boot.read_text().strip()} {network.stat().st_ino}" if boot.exists() else socket.gethostname()
 
 
-def own_interface():
-    """What `gloo_interface` returns. Raises BadInput if this host lacks one, or has no way to MASTER_ADDR."""
-    try:
-        names = gloo_interface()
-    except OSError as error:
-        raise BadInput(f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}: {error}")
-    known = [name for _, name in socket.if_nameindex()]
-    if strange := [name for name in names.split(",") if name and name not in known]:
-        raise BadInput(f"GLOO_SOCKET_IFNAME={names}: a host has no {strange[0]}, only {', '.join(known)}")
-    return names
-
-
 def gloo_interface():
     """The network interface of all Gloo groups, torch's own too; call before init_process_group (Linux).
 
     GLOO_SOCKET_IFNAME names it (a comma list too). If unset, it becomes the interface from which this host
     reaches MASTER_ADDR. Torch alone would take the address of the host's own name, on Debian 127.0.1.1.
-    Raises OSError if this host has no way to MASTER_ADDR.
+    Raises BadInput if this host has no such interface, or no way to MASTER_ADDR.
     """
+    known = [name for _, name in socket.if_nameindex()]
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
         master = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", "127.0.0.1")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 1))                                  # sends nothing
+            try:
+                probe.connect((master, 1))                              # sends nothing
+            except OSError as error:
+                raise BadInput(f"MASTER_ADDR={master}: {error}")
             own = socket.inet_aton(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
+            for name in known:
                 with contextlib.suppress(OSError):                      # it may have no address
                     answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))     # SIOCGIFADDR
                     if answer[20:24] == own:
                         os.environ["GLOO_SOCKET_IFNAME"] = name
-    return os.environ.get("GLOO_SOCKET_IFNAME", "")
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if strange := [name for name in names.split(",") if name and name not in known]:
+        raise BadInput(f"GLOO_SOCKET_IFNAME={names}: a host has no {strange[0]}, only {', '.join(known)}")
+    return names
 
 
 def gloo_group(store, key, place, size, timeout):

@@ -167,18 +167,6 @@ LAST = dict(
     steps_alone="alone           {} outer steps that a replica did without any partner")
 
 
-EVENTS = {      # how rank 0 says what went wrong (survive/), or changed
-    "leapt": "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is left",
-    "outer step without partners": "rank {rank} did outer step {outer} without ranks {missing} {error}",
-    "not finite": "rank {rank} refused the numbers of ranks {refused} in outer step {outer}: not finite",
-    "fp32 instead of int8": "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
-    "joined": "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
-    "lost": "rank {rank} lost rank {peer} at step {step}: {error}",
-    "dead": "from step {step} on paths go round the dead ranks {ranks}; stages left out: {stages_left_out}",
-    "planned anew": "{line}",
-}
-
-
 def say(line, words):
     return [text.format(line[key]) for key, text in words.items() if line[key]]
 
@@ -235,7 +223,7 @@ class Log:
         line, events = self.line_of(rows, self.latest), self.job.news()
         with open(self.file, "a") as file:
             file.writelines(json.dumps(found) + "\n" for found in [*events, line])
-        told = [EVENTS[event["event"]].format(**event) for event in events]
+        told = [event["line"] for event in events]
         numbers = [*say(line, STEP), f"{line['ranks']} of {self.job.world} ranks"]
         told.append(f"step {line['step']}: {', '.join(numbers)}")
         self.bar.write("\n".join(told), file=sys.stdout)
@@ -266,6 +254,4 @@ class Log:
         if self.job.rank == 0:
             line = json.loads(self.file.read_text().splitlines()[-1])
             self.job.say(say(line, LAST))
-            if line["ranks"] < self.job.world and "TORCHELASTIC_RUN_ID" in os.environ:
-                self.job.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
             self.job.say([f"kept in {self.run.folder}"])

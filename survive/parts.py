@@ -26,6 +26,7 @@ dead. survive/meeting.py lists the states. docs/failures.md lists the faults and
 """
 import contextlib
 import json
+import os
 import sys
 from datetime import timedelta
 
@@ -42,6 +43,15 @@ from survive.routes import SurvivingRoutes
 from survive.standby import Moved, host_standby, move
 
 KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
+EVENTS = {      # the line on the screen for each event
+    "leapt": "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is left",
+    "outer step without partners": "rank {rank} did outer step {outer} without ranks {missing} {error}",
+    "not finite": "rank {rank} refused the numbers of ranks {refused} in outer step {outer}: not finite",
+    "fp32 instead of int8": "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
+    "joined": "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
+    "lost": "rank {rank} lost rank {peer} at step {step}: {error}",
+    "dead": "from step {step} on paths go round the dead ranks {ranks}; stages left out: {stages_left_out}",
+}
 
 
 class SurvivingJob(Job):
@@ -103,7 +113,8 @@ class SurvivingJob(Job):
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in sorted(here)}
 
     def tell(self, event):
-        """Send an event to rank 0's log."""
+        """Send an event to rank 0's log, with its line for the screen."""
+        event = dict(event, line=EVENTS[event["event"]].format(**event))
         self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
 
     def news(self):
@@ -111,6 +122,11 @@ class SurvivingJob(Job):
         keys = [f"event/{n}" for n in range(first, self.events_read + 1)]
         written = [key for key in keys if self.store.check([key])]  # a rank that died in `tell` leaves a gap
         return [json.loads(self.store.get(key)) for key in written]
+
+    def close(self):
+        if self.unanswered and "TORCHELASTIC_RUN_ID" in os.environ:
+            self.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
+        super().close()
 
     def meet(self, key, ranks):
         come_back(self.store, self.rank)

@@ -11,12 +11,14 @@ import random
 import socket
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 import train
 from model import Config
@@ -33,12 +35,15 @@ SMALL_CONFIG = Config(256, 32, 64, 4, 2, 2)     # that of a run with these optio
 fork = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch._dynamo", "test_minimal", *(f"tests.{p.stem}" for p in HERE.glob("tests/test_*.py"))]
 fork.set_forkserver_preload(PRELOAD)
+HELD = deque(maxlen=64)
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """It is held, so that the system gives it to no other process; a store may still listen on it."""
+    HELD.append(socket.socket())
+    HELD[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    HELD[-1].bind(("127.0.0.1", 0))
+    return HELD[-1].getsockname()[1]
 
 
 def rank_process(pipe, rank, world, port, agent, cwd, function, args):
@@ -130,6 +135,35 @@ def run(world, *argv, cwd, main=train.main):
     return results[0][1]
 
 
+def error_of(main, *argv):
+    """The one line that main prints for this bad input; it ends with status 2."""
+    code, text = captured(0, 1, main, argv)
+    assert code == 2 and text.startswith("error: ") and text.count("\n") == 1, (argv, code, text)
+    return text
+
+
+def _in_turn(rank, world, cases, ports):
+    """captured() of each case, with a store of its own."""
+    found = []
+    for (main, *argv), port in zip(cases, ports):
+        os.environ["MASTER_PORT"] = str(port)
+        found.append(captured(rank, world, main, argv))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return found
+
+
+def errors_of(world, *cases, cwd, after=0):
+    """The one line of rank 0, after so many others, for each case (main, *argv). All end with status 2."""
+    lines, by_rank = [], processes(world, _in_turn, cases, [free_port() for _ in cases], cwd=cwd)
+    for case, ((code, text), *others) in zip(cases, zip(*by_rank)):
+        *_, line = told = text.splitlines()
+        assert code == 2 and line.startswith("error: ") and len(told) == after + 1, (case, code, text)
+        assert others == [(2, "")] * (world - 1), (case, others)
+        lines.append(line)
+    return lines
+
+
 def write_corpus(folder):
     """A folder of ten small text files."""
     r = random.Random(0)
@@ -146,6 +180,16 @@ def metrics(folder):
 
 def checkpoint(folder, step, rank):
     return torch.load(folder / "checkpoints" / f"{step:08d}" / f"rank{rank}.pt", weights_only=True)
+
+
+def assert_same(folder, other, step, world=4):
+    """Two runs are the same at this step, to the bit: weights, optimizer, outer state, place in the data."""
+    for rank in range(world):
+        states = [checkpoint(run, step, rank) for run in (folder, other)]
+        outer = lambda state: [(state["outer"] or {}).get(name) for name in ("phi", "delta")]
+        leaves = [tree_leaves([s["theta"], s["adam"], s["cursor"], *outer(s)]) for s in states]
+        for a, b in zip(*leaves, strict=True):
+            assert torch.equal(a, b) if torch.is_tensor(a) else a == b, rank
 
 
 def options(*argv):

@@ -14,7 +14,7 @@ from model import Config, Llama, rotary
 from noloco import flatten
 from plumbing.data import load_corpus
 from skippipe import chain
-from tests.harness import connected_job, processes
+from tests.harness import SMALL_CONFIG, connected_job, processes
 
 
 def reference_logits(tokens, w, config):
@@ -53,6 +53,26 @@ def heldout_rows(o):
     heldout = load_corpus(o).heldout
     last = len(heldout) - o.seq_len - 1
     return torch.stack([heldout[round(i * last / 7) :][: o.seq_len + 1] for i in range(8)]).long()
+
+
+def loaded(theta, layers, config=SMALL_CONFIG):
+    """The stage with these layers and these weights, of a checkpoint."""
+    model = Llama(config, layers, ends=0 in layers)
+    flatten(model.parameters())[0].copy_(theta)
+    return model
+
+
+def through(stages, tokens):
+    """What comes home of these tokens through these stages, of which the first has the ends."""
+    x = stages[0].embed(tokens)
+    for stage in stages:
+        x = stage.blocks(x)
+    return x
+
+
+def heldout_loss(stages, o):
+    rows = heldout_rows(o)
+    return stages[0].loss(through(stages, rows[:, :-1]), rows[:, 1:]).item() / rows[:, 1:].numel()
 
 
 def scaled_blocks(model, x, rho):
@@ -244,6 +264,15 @@ def every_path(network, kept, origin):
                     yield origin, *nodes
 
 
+def valid_combinations(network, kept, origins, caps):
+    """All choices of paths that keep to CC1, CC2, CC3 and TC1."""
+    for paths in itertools.product(*(list(every_path(network, kept, o)) for o in origins)):
+        used = [r for p in paths for r in p[1:]]
+        visits = [sum(r in stage for r in used) for stage in network.stages[1:]]
+        if max(visits) - min(visits) <= 1 and all(used.count(r) <= caps[r] for r in used):
+            yield paths
+
+
 def every_order(paths, nodes):
     """All orders in which the nodes can run one microbatch on each of these paths."""
     found, chains = set(), [skippipe.chain(p) for p in paths]
@@ -260,12 +289,3 @@ def every_order(paths, nodes):
 
     extend((0,) * len(paths), ((),) * nodes)
     return found
-
-
-def valid_combinations(network, kept, origins, caps):
-    """All choices of paths that keep to CC1, CC2, CC3 and TC1."""
-    for paths in itertools.product(*(list(every_path(network, kept, o)) for o in origins)):
-        used = [r for p in paths for r in p[1:]]
-        visits = [sum(r in stage for r in used) for stage in network.stages[1:]]
-        if max(visits) - min(visits) <= 1 and all(used.count(r) <= caps[r] for r in used):
-            yield paths

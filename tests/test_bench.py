@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -15,12 +12,7 @@ import bench_sync
 import noloco
 from experiments import pictures, sync
 from plumbing.processes import BadInput
-from tests.harness import HERE, captured, processes
-
-
-def test_simulated_messages_have_the_asked_mean_and_deviation():
-    t = bench_sync.messages((1 << 20,), 0.8, torch.Generator().manual_seed(0)).double()
-    assert abs(float(t.mean()) - 1) < 0.005 and abs(float(t.std()) - 0.8) < 0.02
+from tests.harness import captured, processes
 
 
 @pytest.mark.parametrize("n", [4, 64])
@@ -35,10 +27,6 @@ def test_all_reduces_without_spread_equal_their_formulas(n):
         "pair, two exchanges (paper)": 2 * (latency + seconds),
         "NoLoCo here, one exchange": latency + seconds,
     }, rel=1e-5)
-    # so many parameters take `seconds` at 1 Mbit/s
-    rows = sync.on_paper(seconds * 1e6 / 32, n, 1.0, latency, 1.0)
-    assert rows["DiLoCo"]["seconds"] == pytest.approx(got["halving and doubling"])
-    assert rows["NoLoCo"]["seconds"] == pytest.approx(latency + seconds)
 
 
 def test_training_times_of_two_replicas_are_equal_and_more_replicas_gain():
@@ -57,17 +45,13 @@ def test_on_paper_by_hand():
     assert rows["DiLoCo"]["bytes"] == pytest.approx(2 * 1023 / 1024 * 27.2e9)
     assert rows["DiLoCo"]["seconds"] == pytest.approx(20 * 0.05 + 4347.75, rel=1e-5)
     assert rows["DDP"]["share"] == pytest.approx(4348.75 / 4349.75) and rows["NoLoCo"]["memory"] == 28 * 6.8e9
+    late = sync.on_paper(1.3e9, 1024, 100, 0.05, 1.0)["delayed"]            # 104.05 s
+    assert late == dict(delay=105, left=pytest.approx(0.05 + 1.3e9 / 12.5e6 - 25), memory=30 * 1.3e9)
+    assert sync.on_paper(125e6, 1024, 100, 0.05, 1.0)["delayed"]["left"] == 0
 
 
-def _bench(rank, world, argv, patch=None):
-    """The measurement with all its rows: (exit status, what it printed, what `patch` returned)."""
-    seen = patch() if patch else None
-    measure = lambda argv: bench_sync.measure(bench_sync.parse(argv), sync.methods)
-    return *captured(rank, world, measure, argv), seen
-
-
-def count_messages():
-    """Bytes of every message that NoLoCo sends in this process, in order."""
+def _bench(rank, world, argv):
+    """The measurement with all its rows: (exit status, what it printed, the bytes of every message sent)."""
     sent, post = [], noloco.dist.batch_isend_irecv
 
     def counted(ops):
@@ -75,13 +59,13 @@ def count_messages():
         return post(ops)
 
     noloco.dist.batch_isend_irecv = counted
-    return sent
+    measure = lambda argv: bench_sync.measure(bench_sync.parse(argv), sync.methods)
+    return *captured(rank, world, measure, argv), sent
 
 
 def test_measured_bytes_equal_the_counted_bytes(tmp_path):
-    results = processes(2, _bench,
-                        ["--params", "100001", "--trials", "2", "--device", "cpu", "--out", str(tmp_path)],
-                        count_messages)
+    argv = ["--params", "100001", "--trials", "2", "--device", "cpu", "--out", str(tmp_path)]
+    results = processes(2, _bench, argv)
     assert [code for code, *_ in results] == [0, 0], results
     found = json.loads((tmp_path / "results" / "sync_measured_2.json").read_text())
     theta, rows = found["bytes_of_theta"], found["rows"]
@@ -89,50 +73,19 @@ def test_measured_bytes_equal_the_counted_bytes(tmp_path):
     short = theta // 4 + 4 * 32         # and each tensor's s
     expect = {"exchange of theta": theta, "all-reduce of theta": theta, "DDP: gradient": theta,
               "DiLoCo": theta, "NoLoCo": theta, "NoLoCo, one byte a weight": short, "memcpy of theta": 0}
+    expect |= {f"{name}, delayed{more}": sent for name, sent in expect.items() if "NoLoCo" in name
+               for more in ("", ", plain averages")}
     assert {name: row["bytes"] for name, row in rows.items()} == expect
     # one round of every row that sends messages, in the order of the table, 1 + 2 times
     for _, _, sent in results:
-        assert sent == 3 * [theta, theta, short]                    # exchange; NoLoCo; one byte
+        # exchange; NoLoCo; one byte; both delayed, with momentum and without
+        assert sent == 3 * [theta, theta, short, theta, theta, short, short]
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows.values())
     for name, row in rows.items():
         assert f"| {name} | " in results[0][1] and f"] | {row['bytes'] / 1e6:.0f} | " in results[0][1]
-
-
-@pytest.mark.parametrize("world, argv, error", [
-    (1, "", "nothing to do"), (1, "--simulate --mbit 0", "--mbit"),
-    (1, "--simulate --latency-std -1", "--latency-std"), (1, "--simulat", "--simulat"),
-    (2, "--simulate", "no torchrun"), (2, "--trials 0", "--trials"), (2, "--params nan", "--params"),
-])
-def test_bad_bench_options_get_one_clear_line(world, argv, error, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    with pytest.raises(SystemExit) as stop:
-        bench_sync.main(argv.split())
-    assert stop.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and error in lines[0]
-
-
-def test_bad_bench_options_under_several_processes_are_printed_by_rank_0_alone(tmp_path):
-    (code, out, _), (other, silence, _) = processes(2, _bench, ["--trials", "-3", "--device", "cpu"],
-                                                    cwd=tmp_path)
-    assert (code, other, silence) == (2, 2, "")
-    assert out.startswith("error: ") and out.count("\n") == 1 and "--trials" in out
 
 
 def test_pictures_without_matplotlib_name_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(BadInput, match=r"\[plot\]"):
         pictures.picture(tmp_path, "sync_measured", None, [])
-
-
-def test_bench_works_copied_beside_noloco_alone(tmp_path):
-    """With two numbers of replicas: more take ten seconds."""
-    for name in ("bench_sync.py", "noloco.py"):
-        shutil.copy(HERE / name, tmp_path)
-    program = "import bench_sync\nbench_sync.COUNTS = 4, 1024\nbench_sync.main()"
-    line = [sys.executable, "-c", program, "--simulate", "--draws", "0.001"]
-    alone = {**os.environ, "WORLD_SIZE": "1", "PYTHONPATH": ""}
-    out = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=alone)
-    assert out.returncode == 0 and "| NoLoCo here, one exchange | " in out.stdout, out.stderr
-    assert json.loads((tmp_path / "runs/results/sync_simulated.json").read_text())["params"] == 125e6

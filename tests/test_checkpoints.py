@@ -1,18 +1,22 @@
-"""Checkpoints: resumed runs are the same to the bit; a crash, a damaged file and a missing one."""
+"""Runs that go on, the same to the bit, and runs that end early: a crash, a signal, a disk that is full."""
 
 import os
 import re
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
 import train
-from plumbing import checkpoints
+from plumbing import checkpoints, signals
 from plumbing.processes import BadInput
-from tests.harness import NEEDS_MUON, SMALL, captured, checkpoint, metrics, options, processes, run
+from plumbing.report import Log
+from tests.harness import (NEEDS_MUON, SMALL, assert_same, captured, checkpoint, errors_of, metrics,
+                           options, processes, run, store_host, train_main)
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +28,15 @@ def done(corpus, tmp_path_factory):
 
 
 def refused(world, *argv, cwd, main=train.main):
-    """The line of rank 0 when all ranks end with status 2; no other rank prints."""
-    results = processes(world, captured, main, [str(a) for a in argv], cwd=cwd)
-    assert [code for code, _ in results] == [2] * world
-    assert not any(text for _, text in results[1:]) and results[0][1].count("\n") == 1
-    return results[0][1]
+    return errors_of(world, (main, *argv), cwd=cwd)[0]
 
 
-def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_path, monkeypatch, capsys):
+# ---- going on
+
+
+def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    argv = [str(a) for a in ["--steps", 6, "--save-every", 2, "--data", corpus, *SMALL, "--name"]]
-    real = torch.save
+    argv, real = ["--steps", 6, "--save-every", 2, "--data", corpus, *SMALL, "--name"], torch.save
 
     def crash(state, file):
         if state["step"] == 4:
@@ -44,24 +46,23 @@ def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_pa
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch, "save", crash)
-        train.main([*argv, "x"])
+        captured(0, 1, train.main, [*argv, "x"])
     # and a line cut short
     (tmp_path / "runs/x/metrics.jsonl").write_text('{"step": 2}\n{"step": 4, "hel')
-    capsys.readouterr()
-    train.main(["--resume", "runs/x"])
+    _, said = captured(0, 1, train.main, ["--resume", "runs/x"])
     damaged = 'warning: line 2 of runs/x/metrics.jsonl is damaged and left out: {"step": 4, "hel'
-    assert damaged in capsys.readouterr().out.splitlines()
-    train.main([*argv, "y"])
-    first, second = (checkpoint(tmp_path / "runs" / name, 6, 0)["theta"] for name in "xy")
-    assert torch.equal(first, second)
+    assert damaged in said.splitlines()
+    captured(0, 1, train.main, [*argv, "y"])
+    assert_same(tmp_path / "runs/x", tmp_path / "runs/y", 6, world=1)
     # the whole line from before the checkpoint is still there
     assert [line["step"] for line in metrics(tmp_path / "runs/x")] == [2, 6]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=NEEDS_MUON)])
-def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
-    argv = ["--optimizer", optimizer, "--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--gamma", 1.0,
-            "--eval-every", 3, "--save-every", 6, "--data", corpus, "--name", "x", *SMALL]
+@pytest.mark.parametrize("kind", ["--gamma 1.0", pytest.param("--optimizer muon", marks=NEEDS_MUON),
+                                  "--wire int8"])
+def test_resume_is_bit_exact(kind, corpus, tmp_path):
+    argv = [*kind.split(), "--stages", "2,2", "--steps", 12, "--inner-steps", 4, "--eval-every", 3,
+            "--save-every", 6, "--data", corpus, "--name", "x", *SMALL]
     run(4, *argv, cwd=tmp_path)
     whole = tmp_path / "runs/x"
     again = shutil.copytree(whole, tmp_path / "runs/y")
@@ -76,11 +77,7 @@ def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
     timed = ("held", "held_max", "sync_bytes")
     same = lambda line: {k: v for k, v in line.items() if "second" not in k and k not in timed}
     assert list(map(same, metrics(again))) == list(map(same, metrics(whole)))
-    for rank in range(4):
-        both = (checkpoint(folder, 12, rank) for folder in (whole, again))
-        leaves = [tree_leaves([s["theta"], s["outer"]["phi"], s["cursor"], s["adam"]]) for s in both]
-        for x, y in zip(*leaves, strict=True):
-            assert torch.equal(x, y) if torch.is_tensor(x) else x == y
+    assert_same(whole, again, 12)
     # the last two are kept; instead of a damaged one the one before is taken
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["00000006", "00000012"]
     broken = whole / "checkpoints/00000012/rank2.pt"
@@ -88,7 +85,7 @@ def test_resume_is_bit_exact(optimizer, corpus, tmp_path):
     out = run(4, "--resume", whole, "--steps", 12, cwd=tmp_path)
     assert re.search(rf"^warning: {broken} is damaged \(.*\); step 6 is taken$", out, re.M)
     assert f"{whole}, from step 6" in out
-    assert torch.equal(checkpoint(whole, 12, 2)["theta"], checkpoint(again, 12, 2)["theta"])
+    assert_same(whole, again, 12)
     for step in (6, 12):
         (whole / f"checkpoints/{step:08d}/rank{step // 6}.pt").write_bytes(b"")
     line = refused(4, "--resume", "runs/x", "--steps", 20, cwd=tmp_path)
@@ -107,7 +104,7 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(don
         out = run(2, "--resume", "runs/x", *extra, cwd=folder)
         assert out.endswith("\nruns/x has done all its 4 steps: give more --steps to go on\n")
     line = refused(2, "--resume", "runs/x", "--steps", 3, cwd=folder)
-    assert line == "error: --steps 3: runs/x has done 4 already; give more\n"
+    assert line == "error: --steps 3: runs/x has done 4 already; give more"
     assert "needs 2 processes but got 1" in refused(1, "--resume", "runs/x", cwd=folder)
     assert state() == before
     out = run(2, "--resume", "runs/x", "--steps", 5, cwd=folder)
@@ -116,7 +113,7 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(don
 
 def test_a_folder_is_taken_once_and_found_again_by_a_restart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checkpoints, "launch", lambda: "now")
+    monkeypatch.setattr(checkpoints.time, "strftime", lambda form: "now")
     for name, argv in (("noloco-1-now", []), ("mine", ["--name", "mine"])):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
         assert checkpoints.new_folder(options(*argv)) == name
@@ -124,6 +121,9 @@ def test_a_folder_is_taken_once_and_found_again_by_a_restart(tmp_path, monkeypat
             checkpoints.new_folder(options(*argv))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         assert checkpoints.new_folder(options(*argv)) == name
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(BadInput, match="torchrun's --max-restarts needs --name, to find the folder"):
+        options()
 
 
 def _main_in_own_folder(argv):
@@ -152,14 +152,110 @@ def test_a_run_goes_on_where_its_data_were_moved_and_not_with_other_data(corpus,
     assert "the data differ from those of runs/x" in refused(2, "--resume", "runs/x", cwd=folder)
 
 
-@pytest.mark.parametrize("form", [None, checkpoints.FORM - 1, checkpoints.FORM + 1])
-def test_a_checkpoint_of_another_version_is_refused_in_one_line(form, done, tmp_path):
-    """None: as older versions wrote it. Here it is rank 1's part alone."""
-    part = shutil.copytree(done, tmp_path / "copy") / "runs/x/checkpoints/00000004/rank1.pt"
-    state = torch.load(part, weights_only=True)
+@pytest.mark.parametrize("form", [{}, dict(form=checkpoints.FORM - 1), dict(form=checkpoints.FORM + 1)])
+def test_a_checkpoint_of_another_version_is_refused(form, done, tmp_path):
+    """Versions before the first number wrote none."""
+    state = checkpoint(done / "runs/x", 4, 1)
     del state["form"]
-    torch.save(state if form is None else dict(state, form=form), part)
-    assert refused(2, "--resume", "runs/x", "--steps", 5, cwd=tmp_path / "copy") == (
-        "error: runs/x/checkpoints/00000004/rank1.pt was written by another version of this program, and "
-        "runs/x has no checkpoint that all 2 ranks hold\n"
-    )
+    torch.save({**state, **form}, tmp_path / "rank1.pt")
+    with pytest.raises(BadInput, match="rank1.pt was written by another version of this program$"):
+        checkpoints.load(tmp_path / "rank1.pt")
+
+
+# ---- ending
+
+
+def _interrupted(rank, world, argv, number):
+    """As torchrun and a terminal do it: every process gets the signal, twice, and not at the same step."""
+    at = train.Routes.at
+
+    def routes(self, step):
+        if step in (5 + rank % 2, 6 + rank % 2):
+            os.kill(os.getpid(), number)
+        return at(self, step)
+
+    train.Routes.at = routes
+    return train_main(rank, world, argv)
+
+
+@pytest.mark.parametrize("number, extra", [(signal.SIGINT, ["--gamma", 1.0]),
+                                           (signal.SIGTERM, ["--survive", 30])])
+def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_to_the_bit(number, extra, corpus, tmp_path):
+    argv = ["--stages", "2,2", "--inner-steps", 4, "--steps", 9, "--eval-every", 4, *extra, *SMALL,
+            "--data", corpus, "--name"]
+    results = processes(4, _interrupted, [*argv, "x"], number, cwd=tmp_path)
+    assert [code for code, _ in results] == [128 + number] * 4
+    (step,) = (int(p.name) for p in (tmp_path / "runs/x/checkpoints").iterdir())
+    assert 5 < step < 9 and not any(text for _, text in results[1:])
+    lines = results[0][1].splitlines()
+    assert lines[-1] == f"stopped at step {step}; go on with --resume runs/x" and "Traceback" not in lines
+    run(4, "--resume", "runs/x", cwd=tmp_path)
+    run(4, *argv, "whole", cwd=tmp_path)
+    assert_same(tmp_path / "runs/x", tmp_path / "runs/whole", 9)
+    rows, again = (metrics(tmp_path / "runs" / name) for name in ("x", "whole"))
+    for key in ("step", "heldout_loss", "train_loss", "tokens"):
+        assert [row[key] for row in rows] == [row[key] for row in again]
+
+
+def _small_disk(rank, world, argv, size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return train_main(rank, world, argv)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_one_line_of_one_rank(corpus, tmp_path):
+    """The limit on a file's size fails a write as a full disk does."""
+    argv = ["--steps", 4, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]
+    with store_host() as (port, _):
+        results = processes(4, _small_disk, argv, 100_000, cwd=tmp_path, port=port)
+    assert [code for code, _ in results] == [2] * 4
+    lines = [line for _, text in results for line in text.splitlines() if "runs/x/" in line]
+    assert lines == [
+        "error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File too large; once "
+        "that is put right remove runs/x, which holds no checkpoint yet, and start again"
+    ]
+    assert not any("Traceback" in text or "stopped" in text for _, text in results)
+    assert not [p for p in tmp_path.rglob("*") if p.suffix in (".tmp", ".pt")]
+
+
+def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
+
+    monkeypatch.chdir(tmp_path)
+    line = "error: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "line_of", full)
+        argv = ["--steps", 4, "--data", corpus, "--name", "x", *SMALL]
+        code, said = captured(0, 1, train.main, argv)
+    assert code == 2
+    assert said.splitlines()[-1] == f"{line}; once that is put right go on with --resume runs/x"
+    monkeypatch.setattr("plumbing.report.os.replace", full)
+    code, said = captured(0, 1, train.main, ["--resume", "runs/x", "--steps", 6])
+    assert code == 2 and line in said and not list(tmp_path.rglob("*.tmp"))
+
+
+def _silent(rank, world, argv):
+    """Rank 1 stops in the midst of training; it goes on when rank 0 has said that it is silent."""
+    signals.BEAT = 0.1
+    pid, usual, write = Path("pid"), train.inner_step, tqdm.write
+
+    def stop_once(run, *rest):
+        if rank == 1 and run.step == 2 and not pid.exists():
+            pid.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return usual(run, *rest)
+
+    def wake(text, *args, **kwargs):
+        write(text, *args, **kwargs)
+        if "no sign of life" in text:
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+
+    train.inner_step, tqdm.write = stop_once, staticmethod(wake)
+    return train_main(rank, world, argv)
+
+
+def test_a_silent_rank_is_named_and_training_goes_on_when_it_is_back(corpus, tmp_path):
+    argv = ["--method", "ddp", "--steps", 4, "--data", corpus, "--name", "x", *SMALL]
+    (code, out), _ = processes(2, _silent, argv, cwd=tmp_path)
+    assert code == 0 and "kept in" in out
+    assert re.search(r"no sign of life from rank 1 for 1 s\. .* --resume runs/x", out)

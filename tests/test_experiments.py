@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import train
-from experiments import failure, losses, network, runs, skip, stability, sync, together
+from experiments import failure, losses, network, replicas, runs, skip, stability, sync, together
 from noloco import outer_update
 from plumbing.options import layout
 from plumbing.window import gamma_bound
-from tests.harness import HERE, checkpoint, metrics
+from tests.harness import HERE, SMALL, checkpoint, metrics, run
 
 
 @pytest.mark.parametrize("replicas, n", [(4, 2), (5, 2), (6, 3), (4, 4)])
@@ -48,11 +48,13 @@ def test_spectral_radius_crosses_one_exactly_at_the_bound():
             assert radius(alpha, k, 0.999 * bound, pull) < 1 < radius(alpha, k, 1.001 * bound, pull)
         assert radius(alpha, 1 - 1 / n, gamma_bound(alpha, n)) == pytest.approx(1, abs=1e-6)
         assert stability.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
-    for replicas, n in ((2, 2), (3, 2), (4, 2), (5, 2), (16, 4), (16, 16)):
-        exact = stability.exact_bound(0.5, stability.contraction(replicas, n))
-        assert gamma_bound(0.5, n, replicas) == pytest.approx(exact)
-    # heavy ball: 2 (1 + alpha)
+        for count in (2, 3, 4, 5, 16, 17):
+            if n <= count:
+                exact = stability.exact_bound(alpha, stability.contraction(count, n))
+                assert gamma_bound(alpha, n, count) == pytest.approx(exact)
+    # heavy ball: 2 (1 + alpha); one replica has nothing to hold together
     assert stability.exact_bound(0.5, stability.contraction(16, 16)) == pytest.approx(3)
+    assert gamma_bound(0.5, 2, 1) == gamma_bound(0.5, 2, 2) == pytest.approx(3)
 
 
 def test_all_reduce_seconds_by_hand():
@@ -90,38 +92,55 @@ def test_tables_read_options_that_train_no_longer_has():
     assert (o.every, o.stages, o.skip, o.routing, o.wire, o.seed) == (2, [2, 2], 0.5, "skippipe", "int8", 7)
 
 
+def test_intervals_and_predicted_seconds_by_hand():
+    assert runs.interval_of([1.0, 2.0, 3.0], ".3f") == "2.000 [-0.484, 4.484], undecided"      # t is 4.303
+    assert runs.interval_of([-1.0, -2.0, -3.0, -2.0], ".1f") == "-2.0 [-3.3, -0.7], better"
+    # 8.92 Mbit a byte: a ring of eight takes 14 messages, codes 2; a pair shares its slower link
+    found = [next(network.predicted(*how)) for how in (
+        ("DDP", "fp32", "50 Mbit/s, 25 ms"), ("DiLoCo", "int8", "50 Mbit/s, 25 ms"),
+        ("NoLoCo", "int8", "one host 20 Mbit/s"))]
+    assert found == pytest.approx([0.35 + 1.75 * 4 * 8.92 / 50, 0.05 + 1.75 * 8.92 / 50,
+                                   0.005 + 8.92 * (3 / 4 / 200 + 1 / 4 / 20)])
+
+
 def test_a_clock_gives_the_steps_that_fit():
-    """40 steps of 2.5 s in 100 s; at a slower pace then fewer. Every rank does what rank 0's clock says."""
+    """11 steps in 30 s, then steps of 2.5 s; at a slower pace fewer. Every rank does what rank 0 says."""
     job = mock.Mock()
     job.agree_on.side_effect = lambda key, function: function()
     o = types.SimpleNamespace(inner_steps=3, steps=10**6, eval_every=10**6, warmup=network.FIRST)
-    of_rank = types.SimpleNamespace(o=o, job=job, step=network.FIRST)
+    o.survive = 0.0
+    of_rank = types.SimpleNamespace(o=o, job=job)
     meter = network.Clock(run=of_rank, whole=100.0)
-    meter.clock = time.perf_counter() - 2.5 * 21
-    meter.add(0.0, 0, None, 2.5)
-    assert (o.steps, o.eval_every) == (39, 6)       # 13 rounds; an eighth of the time is 5 steps, so 6
-    for at, seconds in ((21, 60.0), (30, 90.0)):    # 35 steps fit; then it is too late to change
+    for of_rank.step, seconds in ((10, 30.0), (20, 55.0)):
+        meter.clock = time.perf_counter() - seconds
+        meter.add(0.0, 0, None, 2.5)
+    assert (o.steps, o.eval_every) == (39, 6)       # 21 and 18 in 45 s; a sixth is 6.7 steps, so 6
+    for at, seconds in ((21, 60.0), (30, 90.0)):    # 34 steps fit; then it is too late to change
         meter.fit(f"pace/{at}", seconds, at)
-        assert (o.steps, o.eval_every) == (36, 6)
+        assert (o.steps, o.eval_every) == (33, 6)
     assert len({call.args[0] for call in job.agree_on.call_args_list}) == 3
 
 
 def test_a_clocked_run_evaluates_just_after_outer_steps(trained, tmp_path):
-    trained(2, 4.0, "--inner-steps", 3, main=network.clocked)
+    trained(2, "--clock", 4.0, "--inner-steps", 3, "--warmup", 6, main=network.clocked)
     steps = [row["step"] for row in metrics(tmp_path / "runs/x")]
-    assert steps[0] > network.FIRST and not any(step % 3 for step in steps)
+    assert steps[0] > 6 and not any(step % 3 for step in steps)
     assert len(steps) >= 2 and len({b - a for a, b in zip(steps, steps[1:-1])}) <= 1
     assert checkpoint(tmp_path / "runs/x", steps[-1], 1)["step"] == steps[-1]
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["steps"] == steps[-1]
 
 
 PARTS = {       # name: (its runs, its table)
-    **{part: (losses.runs_of(part), getattr(losses, f"show_{part}")) for part in losses.TABLE},
+    "convergence": (losses.runs, losses.table),
     **{part: (getattr(network, f"{part}_runs"), getattr(network, f"show_{part}"))
-       for part in ("hosts", "cuts", "geography")},
+       for part in ("tries", "grid", "latency", "pipeline")},
     "skip": (skip.runs, skip.table), "scale": (skip.scaled_runs, skip.scaled_table),
     "failure": (failure.runs, failure.table), "together": (together.runs, together.table),
 }
+
+
+def measured(name):
+    return (HERE / "results" / f"headline_{name}.json").exists()
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -129,13 +148,16 @@ PARTS = {       # name: (its runs, its table)
 def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps, monkeypatch):
     for module in (skip, together):
         monkeypatch.setattr(module, "makespan", lambda *_: 50.0)        # planning takes seconds
+    if not measured("tries"):
+        same = {kind.label: [types.SimpleNamespace(final=2.0)] for kind in network.tries_runs(None)}
+        monkeypatch.setattr(network, "published", lambda _: same)
     kinds = list(PARTS[name][0](steps))
     assert len({kind.label for kind in kinds}) == len(kinds) > 1
-    kept = runs.load(HERE, name)["runs"]
+    kept = {} if steps or not measured(name) else runs.load(HERE, name)["runs"]
     for kind in kinds:
         argv = f"--name x {runs.SMALL} {kind.options} --seed 1".split()
         layout(train.parse(argv, kind.processes), kind.processes)
-        for row in [] if steps or name in ("hosts", "geography") else kept[kind.label][:1]:
+        for row in kept[kind.label][:1] if kept else []:
             then = runs.options_of(row["command"], row["ranks"])        # as what results/ was made with
             now = runs.options_of(" ".join(argv), kind.processes)
             assert vars(now) | dict(seed=0) == vars(then) | dict(seed=0), kind.label
@@ -144,8 +166,10 @@ def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps
 def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_path):
     """Every row of a docs table whose head a program prints is a row that it prints from results/."""
     monkeypatch.setattr(sync, "picture", lambda *_: None)
-    for name, (_, table) in [*PARTS.items(), ("stability", (None, stability.table))]:
-        table(runs.load(HERE, name))
+    alone = {"stability": stability.table, "delay": replicas.show_delay, "many": replicas.show_many}
+    for name, (_, table) in [*PARTS.items(), *((name, (None, table)) for name, table in alone.items())]:
+        if measured(name):
+            table(runs.load(HERE, name))
     sync.show(["--out", str(HERE)])
     printed = {line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
     # the paper's window for n = 2: 416 points, of which 103 grow; 557 decay, 244 of them outside
@@ -159,7 +183,7 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_pat
                 rows = [*itertools.takewhile(lambda row: row.startswith("|"), lines[i + 2:])]
                 assert rows and [row for row in rows if row not in printed] == [], (file.name, line)
                 checked[file.name] += 1
-    assert checked["results.md"] >= 9 and checked["speed.md"] >= 3, checked
+    assert checked["results.md"] >= 6 and checked["speed.md"] >= 3, checked
 
 
 def test_skip_simulates_the_network_that_its_table_was_made_on():
@@ -179,12 +203,11 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
 
     monkeypatch.setattr(runs, "torchrun", torchrun)
-    o = types.SimpleNamespace(seeds=[0, 5], steps=4)
     kinds = [runs.Run("a b", "--steps 4"), runs.Run("c", "--steps 4", after=lambda folder: dict(mean=2.0))]
-    found = runs.run_all("x", kinds, o)
-    assert runs.run_all("x", kinds, o)["runs"] == found["runs"]
+    found = runs.run_all("x", kinds, [0, 5], 4)
+    assert runs.run_all("x", kinds, [0, 5], 4)["runs"] == found["runs"]
     names = [f"headline-x-{run}-of-4-steps" for run in ("a-b-0", "a-b-5", "c-0", "c-5")]
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == names
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
     assert [runs.Result(row).o.seed for row in found["runs"]["a b"]] == [0, 5]
     assert found["runs"]["a b"][0]["curves"]["step"] == [4]
@@ -195,3 +218,21 @@ def test_losing_drops_what_visits_the_victim(trained, tmp_path):
     trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failure.lose, 1.0))
     row = metrics(tmp_path / "runs/x")[-1]
     assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
+
+
+def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
+    """One byte, delayed, Adam and Muon, and the papers' own outer step: train.py's held-out loss."""
+    small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", 6]
+    papers = dict(alpha=0.5, beta=0.7, gamma=0.4)
+    for i, (optimizer, trial) in enumerate((
+            ("muon", replicas.Trial("noloco", 2, 1, "int8")), ("adam", replicas.Trial("noloco", 3, **papers)),
+            ("adam", replicas.Trial("diloco", 2, wire="int8")), ("adam", replicas.Trial("ddp")))):
+        argv = [*small, "--optimizer", optimizer]
+        fleet = replicas.Fleet(train.parse([str(word) for word in argv]), [trial], 4, [0], "cpu")
+        (found,) = fleet.train()
+        more = ["--method", trial.method, "--wire", trial.wire, "--inner-steps", trial.every]
+        more += ["--delay", trial.delay] if trial.delay else []
+        more += [f"--{name}={value}" for name, value in papers.items() if trial.gamma]
+        run(4, *argv, *(more if trial.method != "ddp" else more[:2]), "--name", f"x{i}", cwd=tmp_path)
+        told = metrics(tmp_path / f"runs/x{i}")[-1]["heldout_loss"]
+        assert found["losses"][-1] == pytest.approx(told, abs=2e-4)

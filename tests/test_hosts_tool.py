@@ -19,6 +19,7 @@ from tools.hosts import Hosts, enter, read
 
 ROOT = Path(__file__).parents[1]
 TOOL = [sys.executable, "-m", "tools.hosts"]
+pytestmark = pytest.mark.alone
 UDP, TCP = socket.SOCK_DGRAM, socket.SOCK_STREAM
 COUNT = """import time
 n, begin = 0, float(input())
@@ -48,6 +49,13 @@ def left():
         with suppress(OSError):         # it ended meanwhile
             found.add(os.readlink(process / "ns/net"))
     return found
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)        # between two looks
 
 
 def socket_on(hosts, host, kind):
@@ -199,23 +207,20 @@ def test_nothing_is_left_behind(command, number, status):
         try:
             if number:
                 assert process.stdout.readline() == b"here\n"
-                assert len(left() - before) >= 4            # two networks, two control groups
+                wait_until(lambda: len(left() - before) >= 4)       # two networks, two control groups
                 process.send_signal(number)
             assert process.wait(60) == status
         finally:
             process.kill()
-    deadline = time.monotonic() + 30
-    while left() - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert left() <= before
+    wait_until(lambda: left() <= before)
 
 
 def test_every_host_is_told_where_it_is():
     words = " ".join(f"$PET_{name}" for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"))
-    done = run("2", "--", "sh", "-c", f"echo {words}; exit $PET_NODE_RANK")
-    told = [f"2 {host} 10.77.0.1 29500\n" for host in range(2)]
-    assert (done.returncode, done.stdout) == (0, told[0])
-    assert done.stderr == "host 1 ended with status 1:\n" + told[1]
+    done = run("2", "--", "sh", "-c", f"echo {words}; echo {words} >&2; exit $PET_NODE_RANK")
+    told = [f"2 {host} 10.77.0.1 29500" for host in range(2)]
+    assert (done.returncode, done.stdout) == (0, told[0] + "\n")
+    assert sorted(done.stderr.splitlines()) == [*told, "host 1 ended with status 1"]
 
 
 def test_what_node_0_prints_sets_things_off():
@@ -236,8 +241,9 @@ def test_cities():
 
 @pytest.mark.parametrize("arguments", [
     "", "4", "4 --", "1 -- true", "201 -- true", "x -- true", *(f"4 {option} -- true" for option in (
-        "--mbit -1", "--slow 4=2", "--slow 2-2=5", "--latency 1-4=5", "--latency 2=", "--cpu 0",
-        "--cpu 1-2=1", "--cpu 1@5=1", "--rate 1-4@3=5", "--rate 3@1", "--cut 3", "--cut 4@1", "--cut 1-2@1"
+        "--mbit -1", "--mbit abc", "--slow 2", "--rate 5", "--slow 4=2", "--slow 2-2=5", "--latency 1-4=5",
+        "--latency 2=", "--cpu 0", "--cpu 1-2=1", "--cpu 1@5=1", "--rate 1-4@3=5", "--rate 3@1", "--cut 3",
+        "--cut 4@1", "--cut 1-2@1"
     ))
 ])
 def test_bad_arguments_give_one_line(arguments, capsys):
@@ -246,3 +252,4 @@ def test_bad_arguments_give_one_line(arguments, capsys):
     error = capsys.readouterr().err
     assert stopped.value.code == 2
     assert error.startswith("error: ") and error.count("\n") == 1
+    assert ("--slow/--rate: takes LINK[@WHEN]=NUMBER, not 2" in error) == ("--slow 2 " in arguments)

@@ -6,14 +6,15 @@ import sys
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 import train
 from model import Config, Llama, count_parameters, rotary
-from plumbing.fast import CrossEntropy, speed_up
+from plumbing.fast import CrossEntropy, FastLlama
 from plumbing.huggingface import load_weights, read_config, save_pretrained
 from plumbing.processes import BadInput
-from tests.harness import metrics, options, run
-from tests.oracles import heldout_rows, reference_logits
+from tests.harness import error_of, metrics, options, run
+from tests.oracles import heldout_rows, reference_logits, through
 from tools import export
 
 
@@ -21,9 +22,7 @@ from tools import export
 def test_gradients_equal_independent_float64_llama(fast):
     config = Config(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                     num_attention_heads=4, num_key_value_heads=2)
-    model, generator = Llama(config, seed=3), torch.Generator().manual_seed(0)
-    if fast:
-        speed_up(model)
+    model, generator = (FastLlama if fast else Llama)(config, seed=3), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.2)
@@ -31,28 +30,12 @@ def test_gradients_equal_independent_float64_llama(fast):
     w = {k: v.double().requires_grad_() for k, v in model.state_dict().items()}
     want = reference_logits(tokens[0, :-1], w, config).log_softmax(-1)[range(9), tokens[0, 1:]]
     (-3 * want.sum()).backward()
-    # not 1: the gradient from above counts
-    (3 * model.loss(model.blocks(model.embed(tokens[:, :-1])), tokens[:, 1:])).backward()
+    loss = model.loss(model.blocks(model.embed(tokens[:, :-1])), tokens[:, 1:])
+    assert loss.item() == pytest.approx(-want.sum().item(), rel=1e-6)
+    (3 * loss).backward()       # not 1: the gradient from above counts
     for name, p in model.named_parameters():
         want = w[name].grad
         assert torch.allclose(p.grad.double(), want, rtol=1e-4, atol=1e-4 * float(want.abs().max())), name
-
-
-def hugging_faces_loss(model, tokens):
-    logits = model(input_ids=tokens[:, :-1]).logits.flatten(0, 1)
-    return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).item()
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_loss_equals_hugging_faces(kv_heads):
-    transformers = pytest.importorskip("transformers")
-    config = Config(num_key_value_heads=kv_heads)
-    tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0))
-    model, other = Llama(config), transformers.LlamaForCausalLM(transformers.LlamaConfig(**vars(config)))
-    other.load_state_dict(model.state_dict())
-    want = hugging_faces_loss(other, tokens)
-    loss = model.loss(model.blocks(model.embed(tokens[:, :-1])), tokens[:, 1:]).item()
-    assert loss / 128 == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -74,7 +57,7 @@ def test_activation_bytes_equal_what_autograd_keeps(kv_heads):
 def test_the_fast_loss_is_the_plain_one_and_keeps_one_copy_of_the_logits():
     tokens = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
     losses, gradients = [], []
-    for model in (Llama(Config()), speed_up(Llama(Config()))):
+    for model in (Llama(Config()), FastLlama(Config())):
         losses.append(model.loss(model.embed(tokens[:, :-1]), tokens[:, 1:]))
         losses[-1].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
@@ -92,11 +75,8 @@ def test_stages_hold_the_whole_models_weights_and_loss():
     stages = [Llama(config, held, ends=held == [0], seed=7) for held in ([0], [1, 2], [3, 4])]
     union = {k: v for s in stages for k, v in s.state_dict().items()}
     torch.testing.assert_close(union, dict(whole.state_dict()), rtol=0, atol=0)
-    x = stages[0].embed(tokens[:, :-1])
-    for s in stages:
-        x = s.blocks(x)
-    want = whole.loss(whole.blocks(whole.embed(tokens[:, :-1])), tokens[:, 1:])
-    assert torch.equal(stages[0].loss(x, tokens[:, 1:]), want)
+    found, want = (held[0].loss(through(held, tokens[:, :-1]), tokens[:, 1:]) for held in (stages, [whole]))
+    assert torch.equal(found, want)
     assert list(Llama(config, [3, 4, 1], ends=False, seed=7).model.layers) == ["3", "4", "1"]
 
 
@@ -128,7 +108,7 @@ def test_init_from_transformers_llama_and_back(tied, corpus, tmp_path, monkeypat
     parts = [Llama(config, held, ends=0 in held, seed=9) for held in ([0, 1], [2, 3])]
     for part in parts:
         load_weights(part, tmp_path / "llama")
-    got = parts[0].logits(parts[1].blocks(parts[0].blocks(parts[0].embed(tokens))))
+    got = parts[0].logits(through(parts, tokens))
     assert torch.allclose(got, theirs(tokens).logits, rtol=0, atol=1e-5)
     assert count_parameters(config)[0] == sum(p.numel() for p in theirs.parameters())
 
@@ -137,7 +117,7 @@ def test_init_from_transformers_llama_and_back(tied, corpus, tmp_path, monkeypat
     argv = ["--init-from", "llama", "--stages", "1,1", "--steps", 1, "--lr", 0, "--name", "x", *data]
     run(2, *argv, cwd=tmp_path)
     rows = heldout_rows(options(*data))
-    want = hugging_faces_loss(theirs, rows)
+    want = cross_entropy(theirs(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten()).item()
     assert metrics(tmp_path / "runs/x")[-1]["heldout_loss"] == pytest.approx(want, rel=1e-5)
     shutil.rmtree("llama")
     run(2, "--resume", "runs/x", "--steps", 2, cwd=tmp_path)
@@ -183,23 +163,19 @@ LLAMA = dict(model_type="llama", vocab_size=256, hidden_size=128, intermediate_s
     (dict(hidden_size=100), "multiple of 2 x 4 heads"),
 ], ids=str)
 def test_init_from_refuses_what_this_llama_has_not(change, error, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    o = options("--init-from", tmp_path)
-    # transformers' own defaults
-    assert (o.hidden, o.kv_heads, o.norm_eps, o.rope_theta, o.tied) == (128, 4, 1e-6, 1e4, False)
     config = {name: value for name, value in {**LLAMA, **change}.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match=f"{tmp_path}: .*{error}"):
         options("--init-from", tmp_path)
 
 
-def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, capsys):
+def test_what_config_json_leaves_out_is_as_in_transformers_and_a_missing_package_names_the_extra(
+        tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
+    o = options("--init-from", ".")
+    assert (o.hidden, o.kv_heads, o.norm_eps, o.rope_theta, o.tied) == (128, 4, 1e-6, 1e4, False)
     for package, argv in ("safetensors", ["--init-from", "."]), ("tokenizers", ["--tokenizer", "x.json"]):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(SystemExit):
-            train.main(argv)
-        error = capsys.readouterr().err
-        assert f"needs the {package} package: pip install '.[hf]'" in error and error.count("\n") == 1
-        assert not (tmp_path / "runs").exists()
+        assert f"needs the {package} package: pip install '.[hf]'" in error_of(train.main, *argv)
+    assert not (tmp_path / "runs").exists()

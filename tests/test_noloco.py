@@ -1,10 +1,9 @@
-"""noloco.py beyond the equations: what it refuses, the README's example, Gloo's network interface."""
+"""Outer steps beyond the equations: refusals, one byte a weight, the docs' recipes, Gloo's interface."""
 
-import contextlib
+import copy
 import os
 import re
 import shutil
-import socket
 import subprocess
 import warnings
 
@@ -14,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from noloco import DiLoCo, NoLoCo, random_groups
+from plumbing.onebyte import BLOCK, MARGIN, OneByteNoLoCo, Unread
 from plumbing.overlap import PhiAhead
-from plumbing.processes import gloo_interface
-from plumbing.window import gamma_bound
-from test_minimal import quadratic_run
+from plumbing.processes import BadInput, gloo_interface
+from test_minimal import _noloco, assert_replicas, inner, quadratic, simulated
 from tests.harness import HERE, gloo, processes
 
 
@@ -50,21 +49,15 @@ def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
 
 
 @gloo
-def _warned(rank, world, method, seeds, averaged):
-    """What the outer steps of a small training warn of. averaged: all ranks' gradients are, as by DDP."""
-    torch.manual_seed(seeds[rank])
-    model = torch.nn.Linear(3, 3)
-    draw = torch.Generator().manual_seed(rank)
+def _warned(rank, world, method, seeds, alike):
+    """What the outer steps of a small training warn of. alike: replicas take the same steps, as under DDP."""
+    model, xs, ys = quadratic(0 if alike else rank, seeds[rank])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         outer = method(model.parameters(), inner_steps=2, alpha=0, beta=1)
-        for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3, generator=draw)).square().mean().backward()
-            for p in model.parameters() if averaged else []:
-                dist.all_reduce(p.grad)
-            optimizer.step()
+        for step in range(10):
+            inner(model, optimizer, xs[step], ys[step])
             outer.step()
     return [str(warning.message) for warning in told]
 
@@ -82,24 +75,6 @@ def test_initial_weights_that_differ_are_said_once(method):
 def test_gradients_averaged_by_something_else_are_said_once():
     line = "partners hold equal weights already: is something else averaging gradients? DDP?"
     assert processes(4, _warned, NoLoCo, [1, 1, 1, 1], True) == [[line], [], [], []]
-
-
-# ---------------- the bound on gamma
-
-
-def test_gamma_bound_of_one_replica():
-    """There is nothing to hold together, and no division by zero."""
-    assert gamma_bound(0.5, 2, 1) == gamma_bound(0.5, 2, 2) == pytest.approx(3)
-
-
-@pytest.mark.parametrize("replicas, n", [(2, 2), (3, 2), (4, 4)])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5])
-def test_gamma_bound_of_few_replicas_separates_decay_from_growth(replicas, n, alpha):
-    for factor, grows in ((0.9, False), (0.97, False), (1.03, True)):
-        gamma = factor * gamma_bound(alpha, n, replicas)
-        # no noise, and next to nothing of Delta's own pull
-        _, history = quadratic_run(replicas, 32, 1, 1e-9, alpha, 1e-9, gamma, steps=200, n=n, noise=0)
-        assert (history[-1][1] > 2 * history[20][1]) if grows else (history[-1][1] < 0.5 * history[20][1])
 
 
 # ---------------- replicas that are only some of the processes
@@ -125,7 +100,82 @@ def test_other_processes_need_not_construct_it(kind):
     assert nothing is also_nothing is None and isinstance(a, float) and isinstance(b, float)
 
 
-# ---------------- sharded parameters
+# ---------------- one byte a weight: M1 to M4 against float64
+
+
+def moved(seed, size=1000):
+    """A OneByteNoLoCo whose theta has left phi, in two tensors of different size and step."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(size, generator=draw), 100 * torch.randn(16, generator=draw)]
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)         # does not travel
+    outer = OneByteNoLoCo([frozen, *(torch.nn.Parameter(t) for t in tensors)], ranks=[0])
+    outer.theta.sub_(1e-3 * torch.randn(outer.theta.shape, generator=draw))
+    return outer
+
+
+def whole(outer, message, own):
+    return torch.cat([part.clone() for part in Unread(outer, message, own).split(outer.pieces)])
+
+
+@pytest.mark.parametrize("share, size", [(0.0, 1000), (0.3, 1000), (0.999, 1000), (0.999, BLOCK + 8)])
+def test_the_error_is_at_most_half_a_step_up_to_the_bound(share, size):
+    """(M4), on both sides of the bound, for weights that differ by a share of what it allows."""
+    outer = moved(0, size)
+    message = outer.encode(outer.theta, "theta").clone()
+    assert message.dtype == torch.uint8 and len(message) == len(outer.theta) + 4 * (2 + (size > BLOCK))
+    _, scales = outer.parts(message)
+    s = torch.cat([v.expand(n) for v, n in zip(scales, outer.pieces)]).double()
+    far = share * (128 * s - s)
+    sign = torch.randn(len(s), generator=torch.Generator().manual_seed(1)).sign()
+    own = (outer.theta.double() + sign * far).float()
+    theirs = whole(outer, message, own).double()
+    rounding = outer.theta.double().abs() * 2**-22
+    assert ((theirs - outer.theta).abs() <= s / 2 + rounding).all()
+    # beyond it the value is off by B, and yet no farther from one's own than B / 2
+    own = (outer.theta.double() + sign * 130 * s).float()
+    theirs = whole(outer, message, own).double()
+    assert ((theirs - outer.theta - sign * 256 * s).abs() <= s / 2 + 2 * rounding).all()
+    assert ((theirs - own).abs() <= 129 * s).all()
+
+
+def test_what_has_not_moved_and_what_is_not_finite():
+    outer = moved(1)
+    outer.phi.copy_(outer.theta)                        # s is as small as fp32 can count
+    same = whole(outer, outer.encode(outer.theta, "theta").clone(), outer.theta)
+    assert torch.allclose(same, outer.theta, rtol=0, atol=float(outer.theta.abs().max()) * 2**-22)
+    for poison in (float("nan"), float("inf")):
+        outer.theta[3] = poison
+        message = outer.encode(outer.theta, "theta").clone()
+        assert not torch.isfinite(whole(outer, message, outer.phi).sum())
+
+
+def modulo(theta, phi, own):
+    """What a partner reads: (M1) to (M3) for one tensor, in float64."""
+    s = MARGIN * (theta - phi).abs().max() / 256
+    q = torch.round(own / s)
+    d = torch.remainder(torch.round(theta / s) - q + 128, 256) - 128
+    return s * (q + d)
+
+
+@pytest.mark.parametrize("world, n", [(4, 2), (5, 3), (4, 4)])
+def test_processes_equal_a_float64_simulation_with_the_same_rounding(world, n):
+    steps, m = 12, 3
+    found = processes(world, _noloco, OneByteNoLoCo, dict(inner_steps=m, group_size=n), steps)
+    want = simulated(world, steps, m, n, seen=modulo)
+    assert_replicas(found, want)
+    if world == 4:
+        padded = sum(-(-p.numel() // 16) * 16 for p in want[0])
+        assert [sent for _, sent in found] == [(n - 1) * (padded + 4 * len(want[0])) * steps // m] * world
+
+
+# ---------------- other people's trainers: the recipes of docs/
+
+
+def recipe(page, heading="", **scope):
+    """The names that the first program below a heading of this page leaves."""
+    text = (HERE / "docs" / page).read_text()
+    exec(re.search(rf"## {heading}.*?```python\n(.*?)```", text, re.S)[1], scope)
+    return scope
 
 
 def small(seed=0):
@@ -144,41 +194,93 @@ def batches(replica):
 
 @gloo
 def _sharded(rank, world):
-    """The example of docs/hosts.md: (what NoLoCo says of the model's parameters, its weights at the end)."""
-    block = re.findall(r"```python\n(.*?)```", (HERE / "docs/hosts.md").read_text(), re.S)[0]
+    """The weights at the end of the example of docs/hosts.md."""
     mine = batches(rank // 2)[:, rank % 2]
     scope = dict(torch=torch, NoLoCo=NoLoCo, model=small(), loss_of=loss_of, batches=mine)
-    exec(block, scope)
-    model, said = scope["model"], ""
-    try:
-        NoLoCo(model.parameters())
-    except ValueError as error:
-        said = str(error)
+    model = recipe("hosts.md", **scope)["model"]
     flat = FullyShardedDataParallel(small(), device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match="sharded"):
-        NoLoCo(flat.parameters())
-    return said, torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]).tolist()
+    for sharded in (model, flat):
+        with pytest.raises(ValueError, match="sharded parameters: give plain copies of this rank's shards"):
+            NoLoCo(sharded.parameters())
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]).tolist()
 
 
 @gloo
 def _whole(rank, world):
     """The same replicas, each on one rank."""
+    with pytest.raises(ValueError, match="its rank in ranks"):
+        NoLoCo(small().parameters(), ranks=[1 - rank])
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    outer = NoLoCo(model.parameters(), inner_steps=3)
+    outer = NoLoCo(model.parameters(), inner_steps=3, alpha=0, beta=1)
     for batch in batches(rank):
-        optimizer.zero_grad()
-        loss_of(model, batch.flatten(0, 1)).backward()
-        optimizer.step()
+        inner(model, optimizer, batch.flatten(0, 1), 1)
         outer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
 def test_sharded_parameters_are_refused_and_a_noloco_per_shard_equals_whole_replicas():
     sharded, whole = processes(4, _sharded), processes(2, _whole)
-    for rank, (said, weights) in enumerate(sharded):
-        assert said.startswith("sharded parameters: give plain copies of this rank's shards")
+    for rank, weights in enumerate(sharded):
         assert weights == pytest.approx(whole[rank // 2], abs=1e-6)
+
+
+@gloo
+def _mix(rank, world):
+    """(theta before, theta after) one outer step of the page's own rule."""
+    mix = recipe("trainers.md", "An outer rule of your own")["Mix"]
+    outer = mix([torch.nn.Parameter(torch.zeros(16))], inner_steps=1)
+    outer.theta.add_(rank + 1.0)
+    outer.step()
+    return outer.theta[0].item(), outer.phi[0].item()
+
+
+def test_a_rule_of_ones_own_mixes_as_it_says():
+    """Three replicas are one group: each keeps 0.7 of its own and takes 0.3 of the mean of the others."""
+    mixed = [0.7 * own + 0.3 * others for own, others in ((1, 2.5), (2, 2), (3, 1.5))]
+    assert processes(3, _mix) == [(pytest.approx(value), pytest.approx(value)) for value in mixed]
+
+
+def _transformers(rank, world, folder):
+    """(this rank's weights after each step, whether each gradient was its own to the bit)."""
+    transformers = pytest.importorskip("transformers")
+    noloco_trainer = recipe("trainers.md", "transformers.Trainer")["noloco_trainer"]
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    tokens = torch.randint(32, (64, 8), generator=torch.Generator().manual_seed(0))
+    args = transformers.TrainingArguments(
+        folder, max_steps=6, per_device_train_batch_size=2, ddp_backend="gloo", report_to=[],
+        average_tokens_across_devices=False, max_grad_norm=0, save_strategy="no", use_cpu=True,
+        logging_strategy="no", disable_tqdm=True, learning_rate=1e-2,
+    )
+    seen, weights, own = {}, [], []
+
+    class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            again = copy.deepcopy(model)
+            again.zero_grad()
+            again(**seen).loss.backward()
+            pairs = zip(model.parameters(), again.parameters())
+            own.append(all(torch.equal(a.grad, b.grad) for a, b in pairs))
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
+
+    dataset = [dict(input_ids=row, labels=row) for row in tokens]
+    trainer = noloco_trainer(model, args, dataset, inner_steps=3, alpha=0, beta=1)
+    trainer.add_callback(Watch)
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    trainer.train()
+    dist.barrier()
+    return weights, own
+
+
+def test_the_transformers_trainer_keeps_replicas_apart_between_outer_steps(tmp_path):
+    pytest.importorskip("accelerate")
+    (first, own), (second, others) = processes(2, _transformers, str(tmp_path))
+    assert own == others == [True] * 6
+    assert [a == b for a, b in zip(first, second)] == [False, False, True] * 2
 
 
 # ---------------- gloo_interface
@@ -205,7 +307,7 @@ def launch(monkeypatch, local, world, master, names=None):
     monkeypatch.setattr(os, "environ", {name: value for name, value in given.items() if value is not None})
 
 
-@pytest.mark.parametrize("names", ["eth7", "eth7,ib3", ""])
+@pytest.mark.parametrize("names", ["lo", "lo,lo", ""])
 @pytest.mark.parametrize("local", ["2", "4"])
 def test_gloo_interface_keeps_what_is_set(names, local, monkeypatch):
     launch(monkeypatch, local, "4", "127.0.0.1", names)
@@ -234,31 +336,5 @@ def test_gloo_interface_of_several_hosts_reaches_the_master(local, world, monkey
             assert gloo_interface() == os.environ["GLOO_SOCKET_IFNAME"] == way
         else:
             assert master not in own
-            with pytest.raises(OSError):
+            with pytest.raises(BadInput, match=f"MASTER_ADDR={master}: "):
                 gloo_interface()
-
-
-def _connected_addresses(rank, world, local, master):
-    """The interface chosen, and this end's addresses of all that the default group has connected."""
-    os.environ.update(LOCAL_WORLD_SIZE=local, MASTER_ADDR=master)
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    name, found, store = gloo_interface(), set(), int(os.environ["MASTER_PORT"])
-    dist.init_process_group("gloo")
-    dist.barrier()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as link:
-            ends = link.getsockname(), link.getpeername()
-            if link.family != socket.AF_UNIX and store not in (ends[0][1], ends[1][1]):
-                found.add(ends[0][0])
-    dist.barrier()
-    dist.destroy_process_group()
-    return name, sorted(found)
-
-
-def test_the_default_group_connects_through_the_chosen_interface():
-    """That is the loopback's address on one host, else the one from which this host reaches its master."""
-    own = own_addresses()
-    others = [address for address in own if not address.startswith("127.")]
-    for local, address in [("2", "127.0.0.1"), *(("1", address) for address in others[:1])]:
-        master = others[0] if others else "127.0.0.1"  # on one host it does not matter
-        assert processes(2, _connected_addresses, local, master) == [(own[address], [address])] * 2

@@ -1,4 +1,4 @@
-"""Options: what --help says; bad input is one line and status 2, from rank 0 alone."""
+"""Options: what --help says. Bad input of every program is one line and status 2, from rank 0 alone."""
 
 import gzip
 import json
@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import bench_sync
 import train
 from plumbing.processes import BadInput
-from tests.harness import HERE, SMALL, options, processes, run, train_main
+from tests.harness import HERE, SMALL, captured, error_of, errors_of, options, processes, run
+from tools import emulate, export, partial, plot, prepare
 
-
+PROGRAMS = {main.__module__: main for main in (bench_sync.main, emulate.main, export.main, partial.main,
+                                               plot.main, prepare.main, train.main)}
 LLAMA = dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
              num_attention_heads=2)
-
-
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",
     "short.txt": b"too short " * 60, "tokens.bin": b"\x01\0\x60\xea" * 2000,
@@ -27,13 +28,16 @@ FILES = {
     "lr/config.json": b'{"lr": "fast"}', "ways/config.json": b'{"method": "fedavg"}',
     "stages/config.json": b'{"stages": [2, "2"]}', "batch/config.json": b'{"batch": 4.0}',
     "tied/config.json": b'{"tied": 1}',
+    "list.json": b"[]", "one.json": b'{"delay": [[0]], "compute": 1}',
+    "three.json": json.dumps(dict(delay=[[1] * 3] * 3, compute=1, stages=[[2], [1]])).encode(),
+    "started/config.json": json.dumps(dict(vars(options(*SMALL)), stages=[2])).encode(),
 }
 BAD = {
-    "--stages 4,4": "needs 8 processes but got 1", "--stages x": "invalid numbers_with_commas value: 'x'",
+    "--stages 4,4": "needs 8 processes but got 1", "--stages x": "--stages: takes numbers with commas, not x",
     "--stages 1,0": "every stage needs a replica", "--layers-per-stage 1,1": "stages must share",
     "--hidden 30 --heads 4": "must be a multiple", "--method ddp --alpha 0.5": "ddp has no --alpha",
     "--method fedavg": "invalid choice", "--method local --delay 5": "local has no --delay",
-    "--method ddp --wire int8 --survive 5": "--method ddp has no --wire and no --survive",
+    "--method local --wire int8 --delay 1": "--method local has no --wire and no --delay",
     "--method diloco --survive 5": "has no --survive",
     "--delay 51 --inner-steps 50": "--delay 51: takes 0 to --inner-steps, or half",
     "--delay 5 --survive 5": "--survive goes with neither --replan nor --delay",
@@ -51,8 +55,8 @@ BAD = {
     "--resume torn": "torn: no readable config.json there: Unterminated",
     "--resume foreign": "foreign: no readable config.json there: unrecognized arguments: --unknown=1",
     "--resume lr": "--lr: invalid float value: 'fast'", "--resume ways": "--method: invalid choice: 'fedavg'",
-    "--resume stages": "--stages: invalid numbers", "--resume batch": "--batch: invalid int value: '4.0'",
-    "--resume tied": "--tied: ignored explicit argument '1'",
+    "--resume stages": "--stages: takes numbers with commas, not [2, '2']",
+    "--resume batch": "invalid int value: '4.0'", "--resume tied": "--tied: ignored explicit argument '1'",
     "--steps 0": "at least 1", "--group-size 1": "at least 2", "--steps many": "invalid int",
     "--unknown": "unrecognized", "--hel": "unrecognized", "--beta2 1": "--beta2 must be below 1",
     "--skip 0.5": "at least 3 stages", "--skip 0.9 --stages 1": "at least 3 stages",
@@ -62,27 +66,76 @@ BAD = {
     "--replan 0.2": "--replan is for planned paths", "--wire int8 --gamma 0.9": "int8 needs gamma = beta",
     "--replan 0.2 --routing skippipe --survive 5": "--survive goes with neither --replan",
     "--links nowhere.json": "nowhere.json", "--links short.txt": "short.txt",
+    "--links list.json": "--links list.json: must hold an object with delay and compute",
+    "--links three.json": "has stages of [1, 1] nodes, this run of [1]",
+    "bench_sync": "nothing to do", "bench_sync --simulate --mbit 0": "--mbit",
+    "bench_sync --simulate --latency-std -1": "--latency-std", "bench_sync --simulat": "--simulat",
+    "tools.export": "the following arguments are required: run, out",
+    "tools.export nowhere out": "error: nowhere: no readable config.json there",
+    "tools.export started out": "started has no checkpoint with the parts of all 2 ranks",
+    "tools.export started out --stages 2": "unrecognized arguments: --stages 2",
+    "tools.plot started": "started: no readable metrics.jsonl there, give folders of runs",
+    "tools.prepare nowhere out": "no such file", "tools.prepare mixed mixed": "not an empty folder",
+    "tools.prepare tokens.bin out": "tokens.bin holds no .json.gz shards: give text and .bin files to",
+    "tools.prepare short.txt out": "short.txt holds no .json.gz shards: give text and .bin files to",
+    "tools.partial": "the following arguments are required: run",
+    "tools.partial --dead 7": "the following arguments are required: run",
+    "tools.partial started": "--stages needs 2 processes but got 1",
+    "tools.emulate": "tools.emulate needs --links FILE and several processes, all on one machine",
+    "tools.emulate --links short.txt": "tools.emulate needs --links FILE and several processes, all on one",
 }
+BAD_FOR_TWO = [
+    ("train --stages 2,2", "needs 4 processes but got 2"), ("train --data nowhere", "nowhere: no such file"),
+    ("train --links one.json", "--links one.json: stages must be non-empty lists of different nodes below 1"),
+    ("bench_sync --simulate", "no torchrun"), ("bench_sync --trials 0", "--trials"),
+    ("bench_sync --trials -3", "--trials"), ("bench_sync --params nan", "--params"),
+    ("tools.export started out", "tools.export runs in one process, without torchrun"),
+    ("tools.partial nowhere", "error: nowhere: no readable config.json there"),
+    ("tools.partial started", "started has no checkpoint that all 2 ranks hold"),
+    *((f"tools.partial started --shares {shares}", "--shares: takes shares above 0, at most 1")
+      for shares in ("nan", "0", "1,1.1")),
+    ("tools.partial started --shares half", "takes numbers with commas, not half"),
+    ("tools.emulate", "tools.emulate needs --links FILE and several processes, all on one machine"),
+    *((f"tools.emulate --links no.json --time-scale {scale}", f"must be at least 1e-06, got {scale}")
+      for scale in ("0", "nan", "inf")),
+    ("tools.emulate --links no.json", "no.json"),
+    ("tools.emulate --links no.json --stages 3", "--stages needs 3 processes but got 2"),
+    ("tools.emulate --links no.json --unknown", "unrecognized arguments: --unknown"),
+]
 
 
-@pytest.mark.parametrize("argv", BAD)
-def test_bad_input_is_one_line_and_status_2(argv, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """FILES in the working folder."""
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(content)
-    with pytest.raises(SystemExit) as stop:
-        train.main(argv.split())
-    printed = capsys.readouterr()
-    assert stop.value.code == 2 and not printed.out
-    assert len(printed.err.splitlines()) == 1 and BAD[argv] in printed.err
+    yield
+    assert {p.as_posix() for p in Path().rglob("*") if p.is_file()} == set(FILES)       # nothing was written
 
 
-def test_bad_input_under_several_processes_is_printed_by_rank_0_alone(tmp_path):
-    for argv in (["--stages", "2,2"], ["--data", "nowhere"]):
-        results = processes(3, train_main, argv, cwd=tmp_path)
-        assert [code for code, _ in results] == [2, 2, 2]
-        assert len(results[0][1].splitlines()) == 1 and not results[1][1] + results[2][1]
+def program_of(line):
+    """(main, *arguments) of a line that begins with the program, or else is for train.py."""
+    first, *rest = words = line.split() or [""]
+    return (PROGRAMS[first], *rest) if first in PROGRAMS else (train.main, *words)
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_one_line_and_status_2(line, files):
+    assert BAD[line] in error_of(*program_of(line))
+
+
+def test_bad_input_under_several_processes_is_printed_by_rank_0_alone(files):
+    told = errors_of(2, *(program_of(line) for line, _ in BAD_FOR_TWO), cwd=Path())
+    for (line, error), said in zip(BAD_FOR_TWO, told, strict=True):
+        assert error in said, line
+
+
+@pytest.mark.parametrize("main, option", [(partial.main, "--shares"), (emulate.main, "--time-scale")])
+def test_help_of_a_tool_is_rank_0s_alone(main, option):
+    (code, text), other = processes(2, captured, main, ["--help"])
+    assert code == 0 and other == (0, "") and "usage: " in text and option in text
 
 
 @pytest.mark.parametrize("delay", [5, 6])

@@ -1,83 +1,80 @@
 """plumbing/overlap.py: outer steps that nobody waits for, against a float64 simulation of all replicas."""
 
+import os
+import re
 import shutil
+import signal
 
 import pytest
 import torch
 
-from noloco import DiLoCo, NoLoCo, random_groups
+import train
+from noloco import DiLoCo, NoLoCo
+from plumbing.onebyte import OneByteNoLoCo
 from plumbing.overlap import DelayedDiLoCo, DelayedNoLoCo, DelayedOneByte
-from test_minimal import brute_force, inner, quadratic
-from tests.harness import SMALL, checkpoint, gloo, processes, run
+from test_minimal import _noloco, assert_replicas, simulated
+from tests.harness import SMALL, captured, checkpoint, processes, run, store_host
+from tests.test_noloco import modulo
 
 M = 3
+WAITING = {DelayedNoLoCo: NoLoCo, DelayedOneByte: OneByteNoLoCo, DelayedDiLoCo: DiLoCo}
 
 
-@gloo
-def _train(rank, world, kind, kwargs, steps):
-    """(theta at the end, bytes sent)."""
-    model, xs, ys = quadratic(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    outer = kind(model.parameters(), inner_steps=M, **kwargs)
-    for step in range(steps):
-        inner(model, optimizer, xs[step], ys[step])
-        outer.step()
-    theta = outer.theta.tolist()
-    outer.settle()
-    return theta, outer.bytes_sent
+def delayed_and_waiting(kind, delay, settings, *steps):
+    """(weights, bytes sent) of four processes' ranks, and those with the undelayed class."""
+    settings = dict(settings, inner_steps=M)
+    return (processes(4, _noloco, kind, dict(settings, delay=delay), *steps),
+            processes(4, _noloco, WAITING[kind], settings, *steps))
 
 
-def simulated(world, steps, delay, groups_of, alpha=0.5, beta=0.7, gamma=0.7):
-    """theta of every replica at the end, in float64: the two statements of the module's docstring."""
-    models = [quadratic(r) for r in range(world)]
-    replicas = [model.double() for model, *_ in models]
-    optimizers = [torch.optim.SGD(r.parameters(), lr=0.05) for r in replicas]
-    read = lambda r: torch.cat([p.detach().flatten() for p in replicas[r].parameters()])
-    write = lambda r, vector: torch.nn.utils.vector_to_parameters(vector, replicas[r].parameters())
-    phi, delta, sent = [read(r) for r in range(world)], [torch.zeros_like(read(0))] * world, {}
-    for step in range(1, steps + 1):
-        for r in range(world):
-            _, xs, ys = models[r]
-            inner(replicas[r], optimizers[r], xs[step - 1].double(), ys[step - 1].double())
-        if sent and step % M == delay % M:
-            for group in groups_of((step - delay) // M - 1):
-                thetas = [sent[r] for r in group]
-                before = [phi[r] for r in group], [delta[r] for r in group]
-                for r, p, d in zip(group, *brute_force(thetas, *before, alpha, beta, gamma)):
-                    phi[r], delta[r] = p, d
-                    write(r, p + read(r) - sent[r])
-        if step % M == 0:
-            sent = {r: read(r) for r in range(world)}
-    return [read(r) for r in range(world)]
-
-
-def unpadded(theta):
-    """Without the gaps between tensors: sizes 15, 5, 10 and 2, each from a multiple of 16 on."""
-    return torch.cat([torch.tensor(theta[16 * i:16 * i + n]) for i, n in enumerate((15, 5, 10, 2))]).double()
-
-
-@pytest.mark.parametrize("kind, delay, settings, atol", [
-    (DelayedNoLoCo, 1, {}, 2e-6), (DelayedNoLoCo, 3, {}, 2e-6), (DelayedNoLoCo, 2, dict(gamma=1.0), 2e-6),
-    (DelayedNoLoCo, 1, dict(alpha=0.0, beta=1.0, gamma=1.0), 2e-6), (DelayedOneByte, 1, {}, 2e-3),
-    (DelayedDiLoCo, 2, dict(alpha=0.5), 2e-6),
+@pytest.mark.parametrize("kind, delay, settings", [
+    (DelayedNoLoCo, 1, {}), (DelayedNoLoCo, 3, {}), (DelayedNoLoCo, 2, dict(gamma=1.0)),
+    (DelayedNoLoCo, 1, dict(alpha=0.0, beta=1.0, gamma=1.0)), (DelayedOneByte, 1, {}),
+    (DelayedOneByte, 2, dict(alpha=0.0, beta=1.0, gamma=1.0)), (DelayedDiLoCo, 2, dict(alpha=0.5)),
 ], ids=str)
-def test_delayed_outer_steps_equal_a_float64_simulation_and_send_the_same_bytes(kind, delay, settings, atol):
-    world, steps = 4, 14
-    got = processes(world, _train, kind, dict(settings, delay=delay), steps)
-    everyone = kind is DelayedDiLoCo
-    groups = lambda k: [tuple(range(world))] if everyone else random_groups(range(world), 2, k, 0)
-    for (theta, _), want in zip(got, simulated(world, steps, delay, groups, **settings)):
-        assert torch.allclose(unpadded(theta), want, rtol=0, atol=atol)
-    plain = {DelayedNoLoCo: NoLoCo, DelayedDiLoCo: DiLoCo}.get(kind)
-    if plain:
-        waiting = processes(world, _train, plain, settings, steps)
-        assert [sent for _, sent in got] == [sent for _, sent in waiting]
+def test_delayed_outer_steps_equal_a_float64_simulation_and_send_the_same_bytes(kind, delay, settings):
+    delayed, waiting = delayed_and_waiting(kind, delay, settings, 14)
+    n = 4 if kind is DelayedDiLoCo else 2
+    seen = dict(seen=modulo) if kind is DelayedOneByte else {}
+    assert_replicas(delayed, simulated(4, 14, M, n, delay=delay, **settings, **seen))
+    assert [sent for _, sent in delayed] == [sent for _, sent in waiting]
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_without_gradients_after_departures_the_undelayed_result_comes_later_to_the_bit(kind):
+    still = [step for step in range(3 * M + 2) if step % M < 2]
+    for (got, _), (want, _) in zip(*delayed_and_waiting(kind, 2, {}, 3 * M + 2, still)):
+        assert all((a == b).all() for a, b in zip(got, want))
+
+
+def _dies(rank, world, argv):
+    """Rank 1, while a message of its is under way."""
+    usual = train.inner_step
+
+    def die(run, *rest):
+        if rank == 1 and run.outer.flying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return usual(run, *rest)
+
+    train.inner_step = die
+    return captured(rank, world, train.main, argv)
+
+
+@pytest.mark.parametrize("stages", ["4", "2,2"])
+@pytest.mark.parametrize("more", [[], ["--wire", "int8"], ["--method", "diloco"]], ids=" ".join)
+def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(more, stages, corpus, tmp_path):
+    argv = ["--stages", stages, "--inner-steps", 4, "--delay", 2, "--data", corpus, "--name", "x", *SMALL]
+    with store_host() as (port, _):
+        results = processes(4, _dies, [*argv, *more], cwd=tmp_path, port=port, fallen=[1])
+    codes, texts = zip(*filter(None, results))
+    said = re.findall("stopped.*|Traceback", "".join(texts))
+    line = r"stopped: rank \d at step \d+: another process is gone; remove runs/x, which holds no checkpoint"
+    assert codes == (2, 2, 2) and len(said) == 1 and re.match(line, said[0]), results
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(corpus, tmp_path, wire):
-    argv = ["--wire", wire, "--inner-steps", 4, "--delay", "half", "--steps", 10, "--save-every", 1]
-    run(4, *argv, "--data", corpus, "--name", "x", *SMALL, cwd=tmp_path)
+def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(trained, tmp_path, wire):
+    trained(4, "--wire", wire, "--inner-steps", 4, "--delay", "half", "--steps", 10, "--save-every", 1)
     whole = [checkpoint(tmp_path / "runs/x", 10, rank) for rank in range(4)]
     assert checkpoint(tmp_path / "runs/x", 9, 0)["outer"]["sent"] is not None
     shutil.rmtree(tmp_path / "runs/x/checkpoints/00000010")

@@ -1,5 +1,6 @@
-"""The three files that stand alone, each by itself and in the wheel."""
+"""The files that stand alone, each by itself and in the wheel."""
 
+import json
 import os
 import re
 import shutil
@@ -48,62 +49,53 @@ def run_alone(folder, *command):
 def readme_programs(module):
     """Its whole programs that use the module."""
     blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    return [block for block in blocks if re.search(rf"^(import|from) {module}\b", block, re.M)]
+    found = [block for block in blocks if re.search(rf"^(import|from) {module}\b", block, re.M)]
+    assert found
+    return found
 
 
-def put(folder, module, program):
-    shutil.copy(HERE / f"{module}.py", folder)
-    (folder / "mine.py").write_text(program)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_a_file_copied_into_an_empty_folder_finds_nothing_else_of_ours(module, tmp_path):
-    put(tmp_path, module, f"import {module}; print({module}.__file__)")
-    assert Path(run_alone(tmp_path, "mine.py").strip()) == tmp_path / f"{module}.py"
-    others = {p.stem for p in HERE.glob("*.py")} - {module} | {"plumbing", "planning", "survive", "tools"}
-    code = f"import importlib.util\nprint([m for m in {sorted(others)} if importlib.util.find_spec(m)])"
-    assert run_alone(tmp_path, "-c", code) == "[]\n"
+def copied(folder, program, *modules, launcher=()):
+    """What a program prints beside copies of these files, where nothing else of ours can be found."""
+    for module in modules:
+        shutil.copy(HERE / f"{module}.py", folder)
+    others = {p.stem for p in HERE.glob("*.py")} - {*modules} | {"plumbing", "planning", "survive", "tools"}
+    (folder / "mine.py").write_text(f"""{program}
+import importlib.util, os
+assert all(__import__(m).__file__ == os.path.join(os.getcwd(), m + ".py") for m in {modules})
+assert not any(importlib.util.find_spec(m) for m in {sorted(others)})
+""")
+    return run_alone(folder, *launcher, "mine.py")
 
 
 def test_noloco_alone_runs_the_readmes_examples(tmp_path):
-    programs = readme_programs("noloco")
-    for program in programs:
-        put(tmp_path, "noloco", program)
+    for program in readme_programs("noloco"):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        out = run_alone(tmp_path, *launcher, "mine.py")         # the two may print into one line
+        out = copied(tmp_path, program, "noloco", launcher=launcher)    # the two may print into one line
         assert sorted(re.findall(r"rank (\d): loss 0\.00", out)) == ["0", "1"]
-    assert programs
 
 
 def test_skippipe_alone_runs_the_readmes_examples_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch')")
-    programs = readme_programs("skippipe")
-    for program in programs:
-        put(tmp_path, "skippipe", program)
-        lines = run_alone(tmp_path, "mine.py").splitlines()
+    for program in readme_programs("skippipe"):
+        lines = copied(tmp_path, program, "skippipe").splitlines()
         promised = [line.split("# ")[1] for line in program.splitlines() if "print(" in line]
         assert len(lines) == len(promised)
         for line, words in zip(lines, promised):
             assert all(number in line for number in re.findall(r"\d+\.\d+", words)), (line, words)
-    assert programs
 
 
-STAGES = """
-import torch
+def test_model_alone_runs(tmp_path):
+    assert copied(tmp_path, """import torch
 from model import Config, Llama
-
-whole = Llama(Config())
-first, last = Llama(Config(), layers=[0, 1]), Llama(Config(), layers=[2, 3], ends=False)
-tokens = torch.randint(256, (2, 8))
-x = last.blocks(first.blocks(first.embed(tokens)))
-first.loss(x, tokens).backward()
-print(torch.allclose(first.logits(x), whole(tokens), atol=1e-5))
-print(all(p.grad.any() for p in [*first.parameters(), *last.parameters()]))
-"""
+model, tokens = Llama(Config()), torch.randint(256, (2, 8))
+model.loss(model.blocks(model.embed(tokens)), tokens).backward()
+print(all(p.grad.any() for p in model.parameters()))""", "model") == "True\n"
 
 
-def test_model_alone_runs_whole_and_in_stages(tmp_path):
-    for program in [STAGES, *readme_programs("model")]:
-        put(tmp_path, "model", program)
-        printed = run_alone(tmp_path, "mine.py")
-        assert program != STAGES or printed == "True\nTrue\n"
+def test_bench_works_copied_beside_noloco_alone(tmp_path):
+    """With two numbers of replicas: more take ten seconds."""
+    out = copied(tmp_path, """import bench_sync
+bench_sync.COUNTS = 4, 1024
+bench_sync.main(["--simulate", "--draws", "0.001"])""", "bench_sync", "noloco")
+    assert "| NoLoCo here, one exchange | " in out
+    assert json.loads((tmp_path / "runs/results/sync_simulated.json").read_text())["params"] == 125e6

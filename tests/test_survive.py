@@ -307,7 +307,7 @@ def _elastic(rank, world, argv):
 def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
     argv = ["--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--survive", 0,
             "--data", corpus, *SMALL]
-    [results] = processes(1, _elastic, argv, cwd=tmp_path)
+    [results] = processes(1, _elastic, [*argv, "--name", "again"], cwd=tmp_path)
     assert [results[rank][0] for rank in range(2)] == [0, 0]
     (restarted,) = (tmp_path / "runs").iterdir()
     assert f"runs/{restarted.name}, from step 6" in results[0][1]

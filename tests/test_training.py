@@ -17,8 +17,10 @@ from noloco import flatten
 from plumbing.fast import Adam
 from plumbing.muon import Muon
 from plumbing.report import weight_spread
-from tests.harness import HERE, NEEDS_MUON, SMALL, SMALL_CONFIG, checkpoint, metrics, options, run
-from tests.oracles import heldout_rows
+from skippipe import full_paths
+from tests.harness import (HERE, NEEDS_MUON, SMALL, SMALL_CONFIG, assert_same, checkpoint, metrics, options,
+                           run)
+from tests.oracles import heldout_loss, loaded
 
 
 @pytest.mark.parametrize("method", list(train.METHODS))
@@ -51,31 +53,22 @@ def test_replicas_beyond_those_of_the_spread_stay_out_of_it():
     assert weight_spread(torch.ones(3), list(range(64)), job, "key") == (0.0, 0)
 
 
-def test_weight_spread_equals_its_formula(trained, tmp_path):
-    trained(5, "--stages", "3,2", "--method", "local", "--steps", 4)
-    squares = weights = 0.0
-    for ranks in ([0, 1, 2], [3, 4]):
-        thetas = torch.stack([checkpoint(tmp_path / "runs/x", 4, r)["theta"] for r in ranks]).double()
-        squares += (thetas - thetas.mean(0)).square().sum().item()
-        weights += thetas.numel()
-    spread = metrics(tmp_path / "runs/x")[-1]["weight_spread"]
-    assert spread == pytest.approx(math.sqrt(squares / weights), rel=1e-5)
-
-
-def test_heldout_loss_equals_one_process_on_the_heldout_text(trained, corpus, tmp_path):
+def test_weight_spread_and_heldout_loss_equal_one_process(trained, corpus, tmp_path):
     """Each origin's fixed pipeline over the same held-out sequences: the mean, the best and the worst."""
-    trained(4, "--stages", "2,2", "--layers-per-stage", "1,3", "--method", "local", "--steps", 3,
+    trained(5, "--stages", "3,2", "--layers-per-stage", "1,3", "--method", "local", "--steps", 3,
             "--lr", 0.01)
-    rows, losses = heldout_rows(options("--data", corpus, *SMALL)), []
-    for replica in range(2):
-        first, second = Llama(SMALL_CONFIG, [0]), Llama(SMALL_CONFIG, [1, 2, 3], ends=False)
-        for model, rank in ((first, replica), (second, 2 + replica)):
-            flatten(model.parameters())[0].copy_(checkpoint(tmp_path / "runs/x", 3, rank)["theta"])
-        x = second.blocks(first.blocks(first.embed(rows[:, :-1])))
-        losses.append(first.loss(x, rows[:, 1:]).item() / rows[:, 1:].numel())
-    line = metrics(tmp_path / "runs/x")[-1]
+    stages, squares, weights, losses = [[0, 1, 2], [3, 4]], 0.0, 0, []
+    thetas = [checkpoint(tmp_path / "runs/x", 3, rank)["theta"] for rank in range(5)]
+    for ranks in stages:
+        replicas = torch.stack([thetas[r] for r in ranks]).double()
+        squares += (replicas - replicas.mean(0)).square().sum().item()
+        weights += replicas.numel()
+    line, o = metrics(tmp_path / "runs/x")[-1], options("--data", corpus, *SMALL)
+    assert line["weight_spread"] == pytest.approx(math.sqrt(squares / weights), rel=1e-5)
+    for origin, last in full_paths(stages, 1):
+        losses.append(heldout_loss([loaded(thetas[origin], [0]), loaded(thetas[last], [1, 2, 3])], o))
     found = [line["heldout_min"], line["heldout_loss"], line["heldout_max"]]
-    assert found == pytest.approx([min(losses), sum(losses) / 2, max(losses)], rel=1e-5)
+    assert found == pytest.approx([min(losses), sum(losses) / 3, max(losses)], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["--stages 4 --gamma 0.9", "--stages 4 --wire int8", "--stages 2,2"])
@@ -93,10 +86,7 @@ def test_surviving_parts_give_the_plain_runs_losses_to_the_bit(kind, corpus, tmp
     for a, b in zip(map(same, plain), map(same, surviving), strict=True):
         assert {**a, "sync_bytes": a["sync_bytes"] - under_way} == b
         assert b["weight_spread"] > 0 == b["steps_alone"] == b["lost_microbatches"]
-    for rank in range(4):
-        a, b = (checkpoint(tmp_path / "runs" / name, 13, rank) for name in ("plain", "surviving"))
-        assert torch.equal(a["theta"], b["theta"])
-        assert all(torch.equal(a["outer"][name], b["outer"][name]) for name in ("phi", "delta"))
+    assert_same(tmp_path / "runs/plain", tmp_path / "runs/surviving", 13)
 
 
 @pytest.mark.parametrize("method", ["noloco", "ddp"])

@@ -9,33 +9,26 @@ import os
 import time
 from dataclasses import dataclass
 
-import torch
-
-import plumbing.options
 from planning.replan import Timed
 from planning.training import read_links
+from plumbing.options import option, parse_options
 from plumbing.processes import BadInput, Job
 from skippipe import WORK, kind
-from train import Options, Pipeline, ReplanningRoutes, build, tag, train
-
-NOTE = 2048     # added to a message's tag: a path has fewer hops
+from train import Options, Pipeline, ReplanningRoutes, build, train
 
 
 @dataclass
 class Emulation(Options):
-    time_scale: float = plumbing.options.option(1.0, "seconds of ours per second of the links", least=1e-6)
+    time_scale: float = option(1.0, "seconds of ours per second of the links", least=1e-6)
 
 
 def main(argv=None):
-    job = Job()
-    if job.leaves_help(argv):
-        return
-    given = job.agree_on("options", lambda: vars(parse(argv, job.world)))
-    scale = given.pop("time_scale")
-    o = Options(**given)
+    job = Job(argv)
+    given = job.agree(parse, argv)
+    scale, o = given.pop("time_scale"), Options(**given)
     job.connect(o)
-    replans = dict(Pipeline=TimedEmulation, Routes=ReplanningRoutes)
-    run = build(job, o, **replans if o.replan else dict(Pipeline=EmulatedPipeline))
+    parts = (TimedEmulation, ReplanningRoutes) if o.replan else (EmulatedPipeline,)
+    run = build(job, o, *parts)
     run.routes.pace = run.pipeline.scale = scale
     # The file's network, not the plan's: a plan may be for ranks that have become slower.
     run.pipeline.network = job.together(read_links, o.links, run.stages, name="emulated links")
@@ -43,9 +36,9 @@ def main(argv=None):
 
 
 def parse(argv, world):
-    o = plumbing.options.parse_options(Emulation, argv, world, __doc__)
-    if not o.links or world == 1 or int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
-        # they share a clock
+    o = parse_options(Emulation, argv, world, __doc__)
+    one_clock = int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world > 1
+    if not (o.links and one_clock):
         raise BadInput("tools.emulate needs --links FILE and several processes, all on one machine")
     o.device, o.backend = "cpu", "gloo"
     return o
@@ -56,7 +49,7 @@ def sleep_until(moment):
 
 
 class EmulatedPipeline(Pipeline):
-    """A note goes ahead of each message: its arrival, in seconds of the clock that all processes share.
+    """The store has the arrival of each message, in seconds of the clock that all processes share.
 
     network: a skippipe.Network. scale: seconds of ours per second of the network.
     """
@@ -71,10 +64,9 @@ class EmulatedPipeline(Pipeline):
     def take(self, u, hop):
         x = super().take(u, hop)
         if self.train:
-            source, note = self.chains[u][hop - 1], torch.tensor([self.usable], dtype=torch.float64)
-            if hop and source != self.rank:
-                torch.distributed.recv(note, source, tag=tag(u, hop) + NOTE)
-            sleep_until(max(note.item(), self.usable))
+            came = hop and self.chains[u][hop - 1] != self.rank
+            arrival = float(self.job.store.get(f"arrival/{self.runs}/{u}/{hop}")) if came else 0.0
+            sleep_until(max(arrival, self.usable))
         self.start = time.monotonic()
         return x
 
@@ -90,9 +82,7 @@ class EmulatedPipeline(Pipeline):
     def send(self, tensor, to, u, hop):
         if self.train:
             arrival = time.monotonic() + self.network.delay[self.rank][to] * self.scale
-            note = torch.tensor([arrival], dtype=torch.float64)
-            work = torch.distributed.isend(note, to, tag=tag(u, hop) + NOTE)
-            self.sent[u, hop + NOTE] = work, note, to       # `run` waits for it at the end
+            self.job.store.set(f"arrival/{self.runs}/{u}/{hop}", str(arrival))
         return super().send(tensor, to, u, hop)
 
 

@@ -16,7 +16,7 @@ from plumbing.checkpoints import Checkpoints, load, rho_of
 from plumbing.data import load_data
 from plumbing.huggingface import save_pretrained, save_tokenizer
 from plumbing.options import Parser, empty_folder, layout, whole_config
-from plumbing.processes import BadInput, Job
+from plumbing.processes import Job, forbid
 from skippipe import full_paths
 from train import Pipeline, evaluate, parse
 
@@ -32,14 +32,12 @@ def export(argv, job):
     parser.add_argument("out", type=empty_folder, help="a folder that does not exist yet, or is empty")
     parser.add_argument("--replica", default="mean", help="0, 1, ..., or the mean of all (default)")
     a = parser.parse_args(argv)
-    if job.world > 1:
-        raise BadInput("tools.export runs in one process, without torchrun")
+    forbid((job.world > 1, "tools.export runs in one process, without torchrun"))
     o = parse(["--resume", a.run])
     stages, layers = layout(o, sum(o.stages))
     replicas = {str(i): [[r] for r in route] for i, route in enumerate(full_paths(stages, 1))}
     replicas["mean"] = stages
-    if a.replica not in replicas:
-        raise BadInput(f"--replica takes {', '.join(replicas)}, not {a.replica}")
+    forbid((a.replica not in replicas, f"--replica takes {', '.join(replicas)}, not {a.replica}"))
     replicas[a.replica] = replicas.pop(a.replica)           # the last one stays in the model
     step, parts = newest(job, Path(a.run), stages)
     corpus, _ = load_data(o, 0, [0])
@@ -52,10 +50,7 @@ def export(argv, job):
             flat[s].copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
             multiply(rho[s], [model.model.layers[str(i)] for i in layers[s]])
         print(f"replica {name:<9}{evaluate(pipeline, [[0]], corpus, o):.6f}")
-    try:
-        save_pretrained(model, a.out, o.seq_len, corpus.end)
-    except ImportError:
-        raise BadInput("tools.export needs the safetensors package: pip install '.[hf]'")
+    save_pretrained(model, a.out, o.seq_len, corpus.end)
     save_tokenizer(a.out, o.tokenizer, corpus.end)
     print(f"{a.replica}, written to {a.out}")
 
@@ -65,9 +60,8 @@ def newest(job, folder, stages):
     checkpoints = Checkpoints(job, folder)
     held = {r: checkpoints.parts(r, ranks) for ranks in stages for r in ranks}
     step, lacking = checkpoints.whole(held)
-    if step < 0:
-        raise BadInput(f"{folder} has no checkpoint with the parts of all {len(held)} ranks: bring those "
-                       "that are on other machines here")
+    forbid((step < 0, f"{folder} has no checkpoint with the parts of all {len(held)} ranks: bring those that "
+                      "are on other machines here"))
     job.say(f"warning: {why}; step {step} is taken instead" for why in lacking)
     return step, {r: load(files[step]) for r, files in held.items()}
 

@@ -12,14 +12,14 @@
 
 The tool starts the command on every host, in this directory. PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and
 PET_MASTER_PORT tell torchrun where it is: static rendezvous, where each host lives and dies by itself. The
-tool shows node 0's output and returns its exit status. Then other hosts have 20 s to end; of one that fails
-the tool shows the last lines. Host I has one interface, e0, with the address 10.77.0.(I + 1), and reaches
+tool shows node 0's output and what every host writes to stderr, and returns node 0's exit status. Then other
+hosts have 20 s to end. Host I has one interface, e0, with the address 10.77.0.(I + 1), and reaches
 only the other hosts. Hosts share the files. Node 0's torchrun waits at the end up to 300 s for a host that
 never comes back. The tool needs Linux, root, iproute2 and util-linux.
 
 LINK is a host (its link carries its rate each way), or a pair as 2-5. A pair's rate is a limit beside those
-of its hosts' links. A pair's latency is its own, else the larger of its two hosts'. --slow and --rate are
-other names of --mbit. WHEN is seconds after the start, or a text that node 0 prints.
+of its hosts' links. A pair's latency is its own, else the larger of its two hosts'. WHEN is seconds after
+the start, or a text in node 0's output.
 
 However the tool ends, SIGKILL included, the kernel ends its hosts: each command's parent dies with the tool,
 and a host's processes with the first of them. Namespaces and interfaces end with the last process in them.
@@ -35,11 +35,11 @@ import select
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 
 from planning.instance import city_tables
@@ -52,24 +52,21 @@ JOIN = "setpriv --pdeathsig KILL nsenter --net={} unshare --pid --fork --kill-ch
 KEEPER = 'cat; for group; do while test -d $group && ! rmdir $group; do sleep 0.05; done; done 2>/dev/null'
 
 
-def network(function, *arguments):
-    """Call unshare or setns of the C library (Python has them from 3.12 on) for this thread's network."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, function)(*arguments, 0x40000000):                     # CLONE_NEWNET
+def enter(path=None):
+    """Move this thread, and the processes it starts from now on, to one of Hosts.networks, or a new network.
+
+    (Python has these two calls of the C library from 3.12 on.)
+    """
+    libc, kind = ctypes.CDLL(None, use_errno=True), 0x40000000              # CLONE_NEWNET
+    with open(path or "/proc/thread-self/ns/net") as file:
+        failed = libc.setns(file.fileno(), kind) if path else libc.unshare(kind)
+    if failed:
         raise OSError(f"no network of its own: {os.strerror(ctypes.get_errno())}")
-
-
-def enter(path):
-    """Move this thread, and the processes it starts from now on, to a host: one of Hosts.networks."""
-    with open(path) as file:
-        network("setns", file.fileno())
 
 
 def plug(host):
     """Move this thread to a new network with an interface, e0: files of the network and of e0's packets."""
-    network("unshare")
-    with suppress(OSError):                                 # or Gloo might choose a link-local address
-        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+    enter()
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH22x", b"e0", 0x5001))     # TUNSETIFF: TUN, NO_PI, VNET_HDR
     # TCP hands over up to 64 KB at once, as to a real network card, but still reckons in 1500 bytes.
@@ -81,8 +78,8 @@ def plug(host):
 
 def limit(group, share):
     """Make a control group whose processes have this share of a processor. OSError where it cannot be."""
-    quota = int(share * 20_000)                             # microseconds of every 20 ms
     group.mkdir()
+    quota = int(share * 20_000)                             # microseconds of every 20 ms
     if group.parent == CGROUPS:                             # version 2
         (CGROUPS / "cgroup.subtree_control").write_text("+cpu")
         (group / "cpu.max").write_text(f"{quota} 20000")
@@ -110,10 +107,10 @@ class Hosts(AbstractContextManager):
         if cpu and not places:
             raise OSError(f"--cpu: no control groups, version 1 or 2, in {CGROUPS}")
         self.mbit, self.latency, cpu = {(): 200, **dict(mbit)}, {(): 0, **dict(latency)}, dict(cpu)
-        self.silent = [0.0] * count         # until when each host is cut off
+        self.count, self.silent = count, [0.0] * count      # until when each host is cut off
         self.free = {}                      # link: when the last packet booked on it will have passed
         self.packets = sched.scheduler(time.monotonic, lambda seconds: None)
-        self.started, self.closing = [], False
+        self.started = []
         with ThreadPoolExecutor(1) as thread:                   # this one stays where it is
             self.files, self.tuns = zip(*thread.map(plug, range(count)))
         self.networks = [f"/proc/{os.getpid()}/fd/{file}" for file in self.files]
@@ -132,7 +129,6 @@ class Hosts(AbstractContextManager):
             process.kill()
             process.wait()
         self.keeper.communicate()
-        self.closing = True
         self.relay.join()
         for file in self.files + self.tuns:
             os.close(file)
@@ -146,8 +142,7 @@ class Hosts(AbstractContextManager):
 
     def cut(self, key, seconds=math.inf):
         """Silence a host in both directions; 0 seconds end it. e0 stays up: the fault is far away."""
-        for host in key:
-            self.silent[host] = time.monotonic() + seconds
+        self.silent[key[0]] = time.monotonic() + seconds
 
     def journey(self, packet, source, target):
         """Carry a packet over its links; yields the moments at which it has passed them. May lose it."""
@@ -177,7 +172,7 @@ class Hosts(AbstractContextManager):
         """The relay's thread: reads what hosts send, a packet a time, and moves packets that are due."""
         with suppress(OSError):                             # a relay that waits for a processor slows links
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-        while not self.closing:
+        while self.keeper.returncode is None:
             pause = self.packets.run(blocking=False)        # until the next packet is due
             for tun in select.select(self.tuns, [], [], 0.05 if pause is None else min(pause, 0.05))[0]:
                 packet, source = os.read(tun, 70_000), self.tuns.index(tun)
@@ -193,34 +188,28 @@ def run(hosts, command, events):
 
     events: those of `read`.
     """
-    nodes, logs = [], [tempfile.TemporaryFile() for _ in hosts.networks]
-    for host, log in enumerate(logs):
-        # torchrun reads PET_*. Python would hold lines back that a --cut may wait for.
-        environment = {"PYTHONUNBUFFERED": "1", **os.environ, "PET_NNODES": str(len(logs)),
-                       "PET_NODE_RANK": str(host), "PET_MASTER_ADDR": "10.77.0.1", "PET_MASTER_PORT": "29500"}
-        outputs = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        nodes.append(hosts.start(host, command, env=environment, **outputs))
-    begun, shown, status = time.monotonic(), 0, None
+    # torchrun reads PET_*. Python would hold back lines that a --cut may wait for.
+    environment = {"PYTHONUNBUFFERED": "1", **os.environ, "PET_NNODES": str(hosts.count),
+                   "PET_MASTER_ADDR": "10.77.0.1", "PET_MASTER_PORT": "29500"}
+    nodes = [hosts.start(host, command, env={**environment, "PET_NODE_RANK": str(host)},
+                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if host else subprocess.PIPE)
+             for host in range(hosts.count)]
+    os.set_blocking(nodes[0].stdout.fileno(), False)
+    begun, printed, status = time.monotonic(), b"", None
     while status is None:
         status = nodes[0].poll()
-        shown += sys.stdout.buffer.write(os.pread(logs[0].fileno(), 2**24, shown))
-        sys.stdout.flush()
-        happen(hosts, events, time.monotonic() - begun, tail(logs[0]))
+        new = nodes[0].stdout.read() or b""
+        os.write(1, new)
+        printed = printed[-100_000:] + new
+        happen(hosts, events, time.monotonic() - begun, printed.decode(errors="replace"))
         time.sleep(0.02)
     last = time.monotonic() + 20
     for host, node in enumerate(nodes[1:], 1):
         with suppress(subprocess.TimeoutExpired):
             node.wait(max(0, last - time.monotonic()))
         if node.returncode != 0:                            # None: it goes on, and the tool stops it
-            lines = tail(logs[host]).splitlines()[-40:]
-            print(f"host {host} ended with status {node.returncode}:", *lines, sep="\n", file=sys.stderr)
+            print(f"host {host} ended with status {node.returncode}", file=sys.stderr)
     return status
-
-
-def tail(log):
-    """The last 100 KB of a host's output, as text."""
-    size = os.fstat(log.fileno()).st_size
-    return os.pread(log.fileno(), 100_000, max(0, size - 100_000)).decode(errors="replace")
 
 
 def happen(hosts, events, now, printed):
@@ -230,17 +219,19 @@ def happen(hosts, events, now, printed):
         if float(when) <= now if re.fullmatch(NUMBER, when) else when in printed:
             events.remove(event)
             print(f"hosts: {now:.1f} s:", what, key, number, file=sys.stderr)
-            if what == "cut":
-                hosts.cut(key, number)
-            else:
-                getattr(hosts, what)[key] = number
+            change = hosts.cut if what == "cut" else getattr(hosts, what).__setitem__
+            change(key, number)
 
 
 # ---- the command line
 
-LINK, NUMBER = r"(\d+(?:-\d+)?)", r"(\d+\.?\d*)"
-SETTING = rf"(?:{LINK}(?:@(.+))?=)?{NUMBER}"            # [LINK[@WHEN]=]NUMBER
-CUT = rf"{LINK}@(.+?)(?:\+{NUMBER})?"                   # HOST@WHEN[+SECONDS]
+LINK, NUMBER = r"(?P<link>\d+(?:-\d+)?)", r"(?P<number>\d+\.?\d*)"
+FORMS = {       # of an option's value: as --help shows it, and as a pattern
+    "[LINK[@WHEN]=]NUMBER": rf"(?:{LINK}(?:@(?P<when>.+))?=)?{NUMBER}",
+    "LINK[@WHEN]=NUMBER": rf"{LINK}(?:@(?P<when>.+))?={NUMBER}",
+    "[HOST=]NUMBER": rf"(?:(?P<link>\d+)=)?{NUMBER}",
+    "HOST@WHEN[+SECONDS]": rf"(?P<link>\d+)@(?P<when>.+?)(?:\+{NUMBER})?",
+}
 
 
 def refuse(text):
@@ -248,46 +239,45 @@ def refuse(text):
     raise SystemExit(2)
 
 
-def setting(text, pattern=SETTING):
-    """(key of a table of Hosts, WHEN or None, number)."""
-    found = re.fullmatch(pattern, text)
+def setting(form, text):
+    """(key of a table of Hosts, WHEN or None, number) of a value."""
+    found = re.fullmatch(FORMS[form], text)
     if not found:
-        raise argparse.ArgumentTypeError(f"cannot read {text} (see --help)")
-    link, when, number = found.groups()
+        raise argparse.ArgumentTypeError(f"takes {form}, not {text} (see --help)")
+    link, when, number = (found.groupdict().get(name) for name in ("link", "when", "number"))
     return tuple(sorted(map(int, link.split("-")))) if link else (), when, float(number or math.inf)
-
-
-def cut(text):
-    return setting(text, CUT)
 
 
 def read(arguments):
     """The options, with `tables` for Hosts, and `events`: [(table or cut, key, WHEN, number)]."""
     parser = argparse.ArgumentParser("tools.hosts", description=__doc__)
     parser.formatter_class, parser.error = argparse.RawTextHelpFormatter, refuse
+
+    def values(form):
+        return dict(type=partial(setting, form), action="append", default=[], metavar=form)
+
     parser.add_argument("hosts", type=int)
-    table, mbit = dict(type=setting, action="append", default=[]), "[LINK[@WHEN]=]MBIT"
-    parser.add_argument("--mbit", "--slow", "--rate", **table, metavar=mbit, help="(200) 0: no limit")
-    parser.add_argument("--latency", **table, metavar="[LINK[@WHEN]=]MILLISECONDS", help="one way (0)")
-    parser.add_argument("--cpu", **table, metavar="[HOST=]PROCESSORS", help="0.05 or more")
-    parser.add_argument("--cut", type=cut, action="append", default=[], metavar="HOST@WHEN[+SECONDS]")
+    parser.add_argument("--mbit", **values("[LINK[@WHEN]=]NUMBER"), help="rate each way (200; 0: no limit)")
+    parser.add_argument("--slow", "--rate", dest="mbit", **values("LINK[@WHEN]=NUMBER"), help="of one link")
+    parser.add_argument("--latency", **values("[LINK[@WHEN]=]NUMBER"), help="milliseconds one way (0)")
+    parser.add_argument("--cpu", **values("[HOST=]NUMBER"), help="processors, 0.05 or more")
+    parser.add_argument("--cut", **values("HOST@WHEN[+SECONDS]"), help="without SECONDS: for good")
     parser.add_argument("--cities", action="store_true", help="links between cities; then --mbit is 0")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     if not 2 <= options.hosts <= 200:
         refuse(f"{options.hosts} hosts: it must be 2 to 200")
     mbit, latency = city_tables(options.hosts) if options.cities else ({}, {})
-    options.tables, options.events = dict(mbit=mbit, latency=latency, cpu={}), []
-    for what in ("mbit", "latency", "cpu", "cut"):
-        for key, when, number in getattr(options, what):
-            if len(set(key)) < len(key) or any(host >= options.hosts for host in key):
-                refuse(f"--{what}, hosts {key}: a host is 0 to {options.hosts - 1}, a pair has two")
-            if what in ("cpu", "cut") and len(key) > 1 or what == "cpu" and (when or number < 0.05):
-                refuse("--cut takes one host; --cpu too, or none, and a number from 0.05 on")
-            if when:
-                options.events.append((what, key, when, number))
-            else:
-                options.tables[what][key] = number
+    options.tables = dict(mbit=mbit, latency=latency, cpu={})
+    found = [(what, *value) for what in ("mbit", "latency", "cpu", "cut") for value in getattr(options, what)]
+    for what, key, when, number in found:
+        if len(set(key)) < len(key) or max(key, default=0) >= options.hosts:
+            refuse(f"--{what}, hosts {key}: a host is 0 to {options.hosts - 1}, a pair has two")
+        if what == "cpu" and number < 0.05:
+            refuse(f"--cpu {number:g}: it must be 0.05 or more")
+        if when is None:
+            options.tables[what][key] = number
+    options.events = [event for event in found if event[2] is not None]
     return options
 
 

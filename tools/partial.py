@@ -18,15 +18,13 @@ from train import Options, build, evaluate, parse
 
 
 def main(argv=None):
-    job = Job()
-    if job.leaves_help(argv):
-        return
+    job = Job(argv)
     parser = Parser(__doc__)
     parser.add_argument("run", help="its folder")
     parser.add_argument("--shares", type=numbers(share), default=[1.0, 0.75, 0.5], help="of the stages")
     parser.add_argument("--dead", type=numbers(int), default=[], help="ranks that no path visits")
     a = job.together(parser.parse_args, argv)
-    o = Options(**job.agree_on("options", lambda: vars(parse(["--resume", a.run], job.world))))
+    o = Options(**job.agree(parse, ["--resume", a.run]))
     job.connect(o)
     run = build(job, o, make_outer=lambda *_: None)
     alive = [[r for r in ranks if r not in a.dead] for ranks in run.stages]

@@ -21,11 +21,9 @@ def main(argv=None):
 def plot(argv):
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/plot.png"))
+    parser.add_argument("--out", default="runs/plot.png", help="the picture (default: %(default)s)")
     a = parser.parse_args(argv)
-    figure = draw({folder.name: rows_of(folder) for folder in a.runs})
-    a.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(a.out, dpi=150)
+    draw({folder.name: rows_of(folder) for folder in a.runs}).savefig(a.out, dpi=150)
     print(a.out)
 
 
@@ -33,28 +31,22 @@ def rows_of(folder):
     """The evaluations of a run."""
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if "heldout_loss" in row]
+        return [row for row in map(json.loads, lines) if "heldout_loss" in row]
     except (OSError, ValueError) as error:
         raise BadInput(f"{folder}: no readable metrics.jsonl there, give folders of runs ({error})")
-    if not rows:
-        raise BadInput(f"{folder}: no evaluation in its metrics.jsonl yet")
-    return rows
 
 
 def draw(runs):
     """runs: {label: rows of metrics.jsonl}."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadInput("tools.plot needs the matplotlib package: pip install '.[plot]'")
+    from matplotlib.figure import Figure
     figure = Figure(figsize=(10, 7), layout="constrained")
-    for axis, (key, label) in zip(figure.subplots(2, 2, sharey=True).flat, PANELS.items()):
+    axes = figure.subplots(2, 2, sharey=True).flat
+    for axis, (key, label) in zip(axes, PANELS.items()):
         for name, rows in runs.items():
             axis.plot([row[key] for row in rows], [row["heldout_loss"] for row in rows], ".-", label=name)
         axis.set(xlabel=label, ylabel="held-out nats per token")
-        if key == "sync_bytes":
-            axis.set_xscale("symlog", linthresh=1e6)        # a run without synchronisation has sent none
-    axis.legend()
+    axes[2].set_xscale("symlog", linthresh=1e6)         # a run without synchronisation has sent no bytes
+    axes[0].legend()
     if len({row.get("corpus") for rows in runs.values() for row in rows}) > 1:
         figure.suptitle("The runs have different corpora: their losses do not compare.")
     return figure

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from plumbing.data import find_files, load_tokenizer, split
 from plumbing.options import Parser, empty_folder
-from plumbing.processes import BadInput, Job
+from plumbing.processes import Job, forbid
 from plumbing.report import atomic
 
 
@@ -34,11 +34,11 @@ def prepare(argv):
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer.json (default: bytes)")
     a = parser.parse_args(argv)
     root, files, _ = find_files(a.source)
-    if not all(p.name.endswith(".json.gz") for p in files):
-        raise BadInput(f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data")
     tokenizer = load_tokenizer(a.tokenizer)
-    if tokenizer.size > 1 << 16:
-        raise BadInput(f"{a.tokenizer} has {tokenizer.size} tokens: a .bin file holds at most 65536 (uint16)")
+    forbid((not all(p.name.endswith(".json.gz") for p in files),
+            f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data"),
+           (tokenizer.size > 1 << 16,
+            f"{a.tokenizer} has {tokenizer.size} tokens: a .bin file holds at most 65536 (uint16)"))
     a.out.mkdir(parents=True, exist_ok=True)
     found, bad = documents(files, split(root, files)[1]), 0
     with atomic(a.out / "train.bin") as train, atomic(a.out / "val.bin") as val:
@@ -49,28 +49,22 @@ def prepare(argv):
                     array("H", tokens.tolist()).tofile(val if held else train)
         counts = train.tell() // 2, val.tell() // 2
         said = f"{a.source}: {counts[0]} training and {counts[1]} held-out tokens; {bad} lines without text"
-        if not all(counts):
-            raise BadInput(f"{said}: neither part may be empty")
+        forbid((not all(counts), f"{said}: neither part may be empty"))
     print(f"{said}; written to {a.out}")
 
 
 def documents(files, heldout):
     """(held out or not, text as bytes) of each line; b"" without a text, and where a shard breaks off."""
     for path in tqdm(files, unit="shard"):
-        for number, line in enumerate(lines(path)):
-            text = b""
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                text = json.loads(line)["text"].encode()
-            yield number % 20 == 0 if len(files) == 1 else path in heldout, text
-
-
-def lines(path):
-    """The lines of a shard, and an empty one where it breaks off."""
-    with gzip.open(path) as unpacked:
         try:
-            yield from unpacked
+            with gzip.open(path) as lines:
+                for number, line in enumerate(lines):
+                    text = b""
+                    with suppress(ValueError, KeyError, TypeError, AttributeError):
+                        text = json.loads(line)["text"].encode()
+                    yield number % 20 == 0 if len(files) == 1 else path in heldout, text
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            yield b""
+            yield False, b""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,129 @@
+"""Fewer bytes for the baselines: DDP's gradients and DiLoCo's Delta in bf16 or in one byte (`--wire`).
+
+Both are sums of a vector v_i over n replicas, in place. `Bf16` is an all-reduce of bf16. Gloo cannot sum
+codes, so `Int8` swaps codes twice. A block of BLOCK values has a scale s of its own. Error feedback, e and f,
+adds what one rounding left over to the next:
+
+    x = v_i + e_i ,   s = max |x| / 127 ,   k = round(x / s) ,   e_i <- x - s k         (Q1)
+    replica i sends the j-th of n parts of its k and s to replica j, which adds up, in fp32:
+    x = sum_i s_i k_i + f_j ,   s and k as in Q1 ,   f_j <- x - s k                     (Q2)
+    replica j sends its k and s to all. On every replica s k is the j-th part of the sum.
+
+Over any number of sums e and f hold all that has not been applied yet:
+
+    total applied = sum_i (total v_i - e_i) - f     with f = (f_1, ..., f_n)            (Q3)
+
+Each part travels directly, so a sum takes two latencies of the network, a ring 2 (n - 1). NoLoCo has no bf16:
+it sends theta, from which bf16 would round updates away. Its one byte is that of plumbing/onebyte.py.
+"""
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from noloco import DiLoCo, NoLoCo
+from plumbing.onebyte import OneByteNoLoCo
+from plumbing.processes import Average
+
+BLOCK = 512
+
+
+class Bf16:
+    """Sums vectors over a process group."""
+
+    def __init__(self, group):
+        self.group, self.n = group, dist.get_world_size(group)
+
+    def bytes(self, size):
+        """What a process sends for a sum of `size` values; here by a ring."""
+        return 2 * (self.n - 1) * 2 * size // self.n
+
+    def add_up(self, vector, owed):
+        """Sum in place, with the same bits on all processes. Returns what to give as `owed` the next time."""
+        sent = vector.bfloat16()
+        dist.all_reduce(sent, group=self.group)
+        vector.copy_(sent)
+        return owed
+
+
+class Int8(Bf16):
+    """Q1 to Q3. owed: (e_i, f_i), or () before the first sum."""
+
+    def bytes(self, size):
+        return 2 * (self.n - 1) * self.blocks(size) * (BLOCK + 4)
+
+    def blocks(self, size):
+        """Of each of the n parts."""
+        return -(-size // (self.n * BLOCK))
+
+    def add_up(self, vector, owed):
+        x = vector.new_zeros(self.n, self.blocks(len(vector)), BLOCK)
+        x.view(-1)[:len(vector)] = vector
+        e, f = (v.to(x.device) for v in owed) if owed else (0, 0)
+        codes, e = rounded(x.add_(e))
+        codes, f = rounded(values(self.swapped(codes)).sum(0).add_(f))
+        parts = values(self.swapped(codes.repeat(self.n, 1, 1)))
+        vector.copy_(parts.view(-1)[:len(vector)])
+        return e, f
+
+    def swapped(self, messages):
+        """Send the i-th message to the i-th process; returns those that came."""
+        found = torch.empty_like(messages)
+        dist.all_to_all_single(found, messages, group=self.group)
+        return found
+
+
+def rounded(x):
+    """x (..., blocks, BLOCK) -> (codes, uint8: k and behind it s of each block; what is left of x)."""
+    s = x.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
+    k = (x / s).round_()
+    codes = torch.cat([k.to(torch.int8).view(torch.uint8), s.view(torch.uint8)], -1)
+    return codes, x.addcmul_(s, k, value=-1).nan_to_num_(0, 0, 0)       # an Inf spoils only its own step
+
+
+def values(codes):
+    """s k"""
+    return codes[..., :BLOCK].view(torch.int8) * codes[..., BLOCK:].view(torch.float32)
+
+
+class ShortAverage(Average):
+    """Of gradients, by a wire."""
+
+    def __init__(self, wire, replicas):
+        super().__init__(replicas)
+        self.wire = wire(self.group)
+
+    def add_up(self, grad):
+        self.owed = self.wire.add_up(grad, self.owed)
+        self.bytes_sent += self.wire.bytes(len(grad))
+
+
+class ShortDiLoCo(DiLoCo):
+    """Delta travels by a wire."""
+
+    def __init__(self, wire, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.wire, self.owed = wire(self.everyone), ()
+
+    def exchange(self):
+        delta = self.theta.sub_(self.phi)                               # theta becomes phi in any case
+        self.owed = self.wire.add_up(delta, self.owed)
+        self.bytes_sent += self.wire.bytes(len(delta))
+        return [delta.add_(self.phi, alpha=len(self.ranks))], [], len(self.ranks)
+
+    def state_dict(self):
+        return dict(super().state_dict(), owed=self.owed)
+
+    def load_state_dict(self, state):
+        self.owed = state.get("owed", ())                               # of another wire: ()
+        super().load_state_dict(state)
+
+
+def wired(kind):
+    return {"bf16": partial(kind, Bf16), "int8": partial(kind, Int8)}
+
+
+# What train.py trains with, by method and --wire.
+AVERAGES = {"fp32": Average, **wired(ShortAverage)}
+KINDS = {"noloco": {"fp32": NoLoCo, "int8": OneByteNoLoCo},
+         "diloco": {"fp32": DiLoCo, **wired(ShortDiLoCo)}}
