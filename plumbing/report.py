@@ -223,9 +223,8 @@ class Log:
         line, events = self.line_of(rows, self.latest), self.job.news()
         with open(self.file, "a") as file:
             file.writelines(json.dumps(found) + "\n" for found in [*events, line])
-        told = [event["line"] for event in events]
         numbers = [*say(line, STEP), f"{line['ranks']} of {self.job.world} ranks"]
-        told.append(f"step {line['step']}: {', '.join(numbers)}")
+        told = [*(event["line"] for event in events), f"step {line['step']}: {', '.join(numbers)}"]
         self.bar.write("\n".join(told), file=sys.stdout)
 
     def line_of(self, rows, latest):
@@ -251,7 +250,6 @@ class Log:
     def finish(self):
         """The last lines, from the last line of metrics.jsonl."""
         self.bar.close()
-        if self.job.rank == 0:
+        if self.job.leads:
             line = json.loads(self.file.read_text().splitlines()[-1])
-            self.job.say(say(line, LAST))
-            self.job.say([f"kept in {self.run.folder}"])
+            self.job.say([*say(line, LAST), f"kept in {self.run.folder}"])

@@ -59,7 +59,7 @@ class Gone(Exception):
 
 
 class Left(Exception):
-    """The others train without this rank, which may join again. The message is one line."""
+    """This rank builds its parts anew. args: a line to print, the job, whether this rank asks to join."""
 
 
 def meet(store, key, rank, ranks, timeout):
@@ -148,17 +148,15 @@ def notice_silence(store, timeout):
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     seconds = max(2, round(5 * timeout))
-    settings = {socket.SO_KEEPALIVE: 1}
-    tcp = {"TCP_KEEPIDLE": max(1, seconds // 2), "TCP_KEEPINTVL": max(1, seconds // 8), "TCP_KEEPCNT": 4,
-           "TCP_USER_TIMEOUT": 1000 * seconds}
+    settings = {"TCP_KEEPIDLE": max(1, seconds // 2), "TCP_KEEPINTVL": max(1, seconds // 8),
+                "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 1000 * seconds}
     for fd in os.listdir("/proc/self/fd") if hasattr(socket, "TCP_USER_TIMEOUT") else []:
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
                 continue
             link = socket.socket(fileno=os.dup(int(fd)))
             if link.family != socket.AF_UNIX and link.getpeername()[1] == store.port:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in settings.items():
-                    link.setsockopt(socket.SOL_SOCKET, option, value)
-                for option, value in tcp.items():
                     link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             link.close()

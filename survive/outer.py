@@ -12,6 +12,7 @@ Lateness does not spread: a replica that waits for its partner says so ("in" its
 that waits for it in turn then waits twice as long.
 """
 import contextlib
+import math
 import os
 import sys
 from datetime import timedelta
@@ -20,8 +21,7 @@ import torch
 
 from noloco import NoLoCo, random_groups
 from plumbing.processes import gloo_interface
-from survive.meeting import Gone, absent, announce, come_back, connect, meet, members_of, position
-from survive.standby import too_few
+from survive.meeting import Gone, absent, announce, come_back, connect, members_of, position
 
 
 class SurvivingNoLoCo(NoLoCo):
@@ -55,9 +55,6 @@ class SurvivingNoLoCo(NoLoCo):
         self.last_stale_list = -1           # the last outer step whose list may name an absent replica
         self.alone = self.alone_in_a_row = 0
         self.unreached = set()              # since the last exchange: partners that came, but sent nothing
-        self.history = []                   # how many replicas there were, see `too_few`
-        self.joins_seen = store.add(f"joins/{self.ranks[0]}", 0)
-        self.open_joins = set()             # requests to join that this replica has not answered yet
 
     def step(self):
         with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
@@ -66,21 +63,15 @@ class SurvivingNoLoCo(NoLoCo):
             if self.late:
                 self.hurry()
         due = super().step()
-        if due:
-            self.serve()
-            self.stop_if_cut_off()
+        # In a pipeline Pipeline.begin counts the dead.
+        if due and self.late and self.catch_up and 2 * len(absent(self.store, self.ranks)) > len(self.ranks):
+            raise Gone("more than half of the replicas are gone, or this host is cut off")
         return due
 
     @property
     def current(self):
         """The outer step that ends the present inner steps; the first is 0."""
         return self.steps // self.inner_steps
-
-    def stop_if_cut_off(self):
-        """A minority stops, although it has the store."""
-        living = self.living()
-        if too_few(self.history, len(living) - len(absent(self.store, living)), 10 * self.timeout):
-            raise Gone("this host is cut off with less than half of the replicas")
 
     # ---- who meets whom
 
@@ -239,8 +230,8 @@ class SurvivingNoLoCo(NoLoCo):
             self.theta.copy_(self.phi)
             self.delta.zero_()
         if len(finite) < len(arrived):
-            adopted = (finite or [self.rank])[0] if adopts else None
-            self.report("not finite", refused=sorted(set(arrived) - set(finite)), adopted=adopted)
+            self.adopted = finite[0] if adopts and finite else None
+            self.report("not finite", refused=sorted(set(arrived) - set(finite)), adopted=self.adopted)
         if adopts:
             finite = [self.rank]
             if self.reset:
@@ -257,48 +248,17 @@ class SurvivingNoLoCo(NoLoCo):
     # ---- coming back
 
     def join(self):
-        """Take phi (theta is phi after an outer step), delta and the number of steps from a living replica.
+        """Come to the next outer steps without weights, until a partner is there whose theta it adopts.
 
-        The living replica gives them after its next outer step (`serve`). Raises RuntimeError when none
-        did within 60 timeouts.
+        Raises RuntimeError when no replica begins an outer step within 60 timeouts.
         """
-        key = f"join/{self.ranks[0]}/{self.store.add(f'joins/{self.ranks[0]}', 1)}"
-        self.store.set(f"{key}/{self.rank}", "here")        # at the meeting already, though marked absent
-        self.store.set(key, str(self.rank))
-        self.store.wait([f"{key}/by"], timedelta(seconds=60 * self.timeout))
-        giver, self.steps = map(int, self.store.get(f"{key}/by").split())
-        self.hand_over(key, giver, gives=False)
-        come_back(self.store, self.rank)
-        self.theta.copy_(self.phi)
-        self.late = True
-
-    def serve(self):
-        """After an outer step: give phi and delta to a joining replica, unless another replica does."""
-        before, self.joins_seen = self.joins_seen, self.store.add(f"joins/{self.ranks[0]}", 0)
-        self.open_joins |= set(range(before + 1, self.joins_seen + 1))
-        for number in sorted(self.open_joins):
-            key = f"join/{self.ranks[0]}/{number}"
-            mine = f"{self.rank} {self.steps}"
-            if not self.store.check([key]):         # the joining replica is about to write its rank, or died
-                continue
-            self.open_joins.remove(number)
-            joining = int(self.store.get(key))
-            if joining != self.rank and self.store.compare_set(f"{key}/by", "", mine).decode() == mine:
-                self.tell(dict(event="joined", outer=self.current, rank=joining, given_by=self.rank))
-                announce(self.store, self.rank, self.current, "in")
-                with contextlib.suppress(RuntimeError):         # the joining replica may die again
-                    self.hand_over(key, joining, gives=True)
-                announce(self.store, self.rank, self.current, "out")
-
-    def hand_over(self, key, peer, gives):
-        """Send phi and delta to a peer, or receive them. Raises RuntimeError when the peer does not come."""
-        members, link = meet(self.store, key, self.rank, sorted((self.rank, peer)), self.timeout)
-        if link is None:
-            raise RuntimeError(f"replica {peer} did not come")
-        for tag, vector in enumerate((self.phi, self.delta)):
-            host = vector.to(self.message_device)
-            work = (link.send if gives else link.recv)([host], members.index(peer), tag)
-            work.wait(timedelta(seconds=self.timeout))
-            if not gives:
-                vector.copy_(host)
-            self.bytes_sent += gives * vector.nbytes
+        self.adopted, outer = None, max(position(self.store, r)[0] for r in self.ranks)
+        while self.adopted is None:
+            come_back(self.store, self.rank)
+            outer += 1
+            self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
+            self.theta.fill_(math.nan)
+            self.late = True
+            self.steps = (outer + 1) * self.inner_steps - 1
+            super().step()
+        self.tell(dict(event="joined", outer=outer + 1, rank=self.rank, given_by=self.adopted))

@@ -40,7 +40,7 @@ from survive.meeting import Gone, Left, absent, come_back, meet, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
-from survive.standby import Moved, host_standby, move
+from survive.standby import host_standby, move
 
 KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 EVENTS = {      # the line on the screen for each event
@@ -69,16 +69,11 @@ class SurvivingJob(Job):
         self.excluded = set()               # in pipelines: the dead that the present iteration leaves out
         self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
         self.events_read = 0
-        self.away = set()                   # the ranks that were gone at the last evaluation
+        self.away = set()                   # the ranks that were gone at the last checkpoint
         if self.world > 1:
             notice_silence(self.store, timeout)
             self.standby = self.standby or host_standby()
-            self.know_addresses()
-
-    def know_addresses(self):
-        """Again at each evaluation, since a rank that joins has a new one."""
-        found = self.share("standby", self.standby[1])
-        self.addresses = {**self.addresses, **dict(zip(self.members, found))}
+            self.addresses.update(zip(self.members, self.share("standby", self.standby[1])))
 
     def refuse(self, line):
         if self.joining:                    # the other ranks are training
@@ -86,14 +81,9 @@ class SurvivingJob(Job):
             sys.exit(2)
         super().refuse(line)
 
-    def take_out(self, dead):
-        """Leave exactly these ranks out of the present iteration."""
-        self.unanswered -= self.excluded - dead
-        self.excluded &= dead           # in place: the outer step holds this set
-        self.excluded |= dead
-
     def gone(self, store=None):
-        return self.excluded | absent(store or self.store, range(self.world))
+        self.away = self.excluded | absent(store or self.store, range(self.world))
+        return self.away
 
     def collect(self, name, values):
         """As Job.collect, from the ranks that answer within `patience`.
@@ -101,8 +91,8 @@ class SurvivingJob(Job):
         If rank 0 waited longer, its partner would do the next outer step without it.
         """
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
-        self.away = self.gone()
-        self.know_addresses()
+        # again, since a rank that joins has a new one
+        self.addresses.update(zip(self.members, self.share("standby", self.standby[1])))
         if not self.leads:
             return None
         awaited = set(range(self.world)) - self.gone() - self.unanswered
@@ -134,7 +124,10 @@ class SurvivingJob(Job):
 
     @contextlib.contextmanager
     def rescue(self, run, save):
-        """Around training. On Gone and on a lost store this rank writes a checkpoint and prints one line."""
+        """Around training. On Gone and on a lost store this rank writes a checkpoint.
+
+        Raises Left if it goes on at another store. Otherwise it prints one line and ends.
+        """
         try:
             with super().rescue(run, save):
                 try:
@@ -142,20 +135,13 @@ class SurvivingJob(Job):
                 except (Gone, dist.DistError) as error:
                     with contextlib.suppress(RuntimeError):     # `save` ends with a message to the lost store
                         save()
-                    self.end(run, error)
+                    try:
+                        raise error if isinstance(error, Gone) else move(self, run)
+                    except Gone as gone:
+                        sys.exit(f"stopped: rank {self.rank} at step {run.step}: {gone}; go on with "
+                                 f"--resume {run.folder}")
         finally:
             run.pipeline.stop()
-
-    def end(self, run, error):
-        """Raise Moved if the store is lost but the survivors are many. Otherwise this process ends."""
-        try:
-            if isinstance(error, Gone):
-                raise error
-            self.away |= self.excluded
-            run.o.resume = str(run.folder)
-            raise Moved(move(self, run.step, json.dumps(run.routes.plan)))
-        except Gone as gone:
-            sys.exit(f"stopped: rank {self.rank} at step {run.step}: {gone}; go on with --resume {run.folder}")
 
 
 def run(job, o, argv):
@@ -164,16 +150,14 @@ def run(job, o, argv):
         try:
             return train.train(build(job, o, argv))
         except Left as left:
-            print(f"{left}: it joins again", file=sys.stderr, flush=True)
-            argv = [*argv, "--join"]
-        except Moved as moved:
-            print(moved, file=sys.stderr, flush=True)
-            job = moved.job
+            line, job, asks = left.args
+        print(line, file=sys.stderr, flush=True)
+        argv = ["--join"] * asks
 
 
 def build(job, o, argv):
     """As train.build, with surviving parts. With --join this rank then takes a living replica's weights."""
-    o.join = "--join" in argv or job.rank not in job.members
+    o.join = "--join" in argv
     job = SurvivingJob(job, o.survive, o.join)
     if not o.survive:
         job.refuse("--join is for a run with --survive SECONDS: a run without it needs every process")
@@ -184,13 +168,8 @@ def build(job, o, argv):
         job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
     job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
-    if o.join:
+    if job.joining:
         join(run)
-    elif job.joining:
-        own_checkpoint(run)
-        run.step = job.latest if run.pipeline.peers else run.step
-        if run.outer:
-            run.outer.steps = run.step
     return run
 
 
@@ -207,43 +186,39 @@ def make_outer(job, o, params, replicas, inner):
 
 
 def join(run):
-    """Take part in a job that is training. Raises Left if the replica that gave the weights died."""
-    job, rank = run.job, run.job.rank
-    print(f"rank {rank} asks to join, with the weights of a living replica", flush=True)
+    """Weights and a step for a rank that joins, or goes on at another store. Raises Left if the giver died."""
+    job, rank, pipeline, outer = run.job, run.job.rank, run.pipeline, run.outer
     try:
-        if run.pipeline.peers:
-            join_pipeline(run)
+        if not job.asks:
+            own_checkpoint(run)
+            step = job.latest if pipeline.peers else run.step
+        elif pipeline.peers:
+            step = pipeline.ask()
+            if step >= run.o.steps:
+                job.refuse("--join: training is over")
+            giver = pipeline.take_weights()
+            if giver == rank:
+                own_checkpoint(run)
+            job.excluded.add(rank)      # until it begins, so that it makes new paths as all ranks do
+            come_back(job.store, rank)
+            job.tell(dict(event="joined", step=step, outer=step // (run.o.inner_steps or 1), rank=rank,
+                          given_by=giver))
         else:
-            run.outer.join()
-            run.step = run.outer.steps
-    except Left:
-        run.pipeline.stop()
-        raise
+            outer.join()
+            step = outer.steps
     except RuntimeError as error:
-        job.refuse(f"--join: no living rank answered ({str(error)[:100]})")
-    print(f"rank {rank} joined at step {run.step}", flush=True)
-    if run.reader:
-        run.reader.cursor = run.step * run.o.microbatches * run.o.batch
+        job.refuse(f"no living rank answered rank {rank} ({str(error)[:100]})")
+    print(f"rank {rank} takes part from step {step}", flush=True)
+    if outer:
+        outer.steps, outer.late = step, True
+    if run.reader and (job.asks or step != run.step):
+        run.reader.cursor = step * run.o.microbatches * run.o.batch
+    run.step = step
 
 
 def own_checkpoint(run):
     own = run.checkpoints.parts(run.job.rank)
     if not own:
-        run.job.refuse(f"no rank has the weights of rank {run.job.rank}, and {run.folder} has no checkpoint")
+        run.job.refuse(f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint")
     restore(run, load(own[max(own)]))
-
-
-def join_pipeline(run):
-    job, rank, step = run.job, run.job.rank, run.pipeline.ask()
-    if step >= run.o.steps:
-        job.refuse("--join: training is over")
-    giver = run.pipeline.take_weights()
-    if giver == rank:
-        own_checkpoint(run)
-        print(f"no replica of its stage lives: rank {rank} has its weights of step {run.step}", flush=True)
-    run.step, outer = step, step // (run.o.inner_steps or 1)
-    job.excluded.add(rank)              # until it begins, so that it makes new paths as all ranks do
-    come_back(job.store, rank)
-    if run.outer:
-        run.outer.steps, run.outer.late = step, True
-    job.tell(dict(event="joined", step=step, outer=outer, rank=rank, given_by=giver))
+    print(f"rank {run.job.rank} has its own weights of step {run.step}", flush=True)

@@ -30,7 +30,6 @@ import torch.distributed as dist
 from plumbing.processes import DAY, gloo_devices, gloo_group, one_line
 from skippipe import BACKWARD, kind
 from survive.meeting import Gone, Left, notice_silence
-from survive.standby import too_few
 from train import Pipeline, tag
 
 # The first element of a LOST marker is a NaN that arithmetic never makes, so a real NaN stays visible.
@@ -59,7 +58,7 @@ class SurvivingPipeline(Pipeline):
     def connect(self, pairs):
         job = self.job
         self.peers = [a + b - self.rank for a, b in pairs if self.rank in (a, b)]      # of other stages
-        self.step, self.history = -1, []
+        self.step = -1
         self.lives = [int(r not in job.members) for r in range(job.world)]
         self.record = self.lives.copy()
         self.groups, self.queues = {}, {}                   # of each peer; a group is the Future of one
@@ -108,14 +107,15 @@ class SurvivingPipeline(Pipeline):
             if record[self.rank] != old[self.rank]:
                 self.leave()
             self.record = record
-            self.job.take_out({r for r, life in enumerate(record) if life % 2})
-            for rank, life in enumerate(record):
-                if life != old[rank] and life % 2 == 0:
-                    self.admit(rank)
+            # in place: the outer step holds this set
+            self.job.excluded ^= before ^ {r for r, life in enumerate(record) if life % 2}
+            for rank in self.living(r for r, life in enumerate(record) if life != old[r]):
+                self.job.unanswered.discard(rank)
+                self.admit(rank)
         if self.job.members[0] in self.job.excluded:
             raise dist.DistError("the rank that leads is gone")
-        if too_few(self.history, self.job.world - len(self.job.excluded), 10 * self.job.timeout):
-            raise Gone("this host is cut off with less than half of the ranks")
+        if 2 * len(self.job.excluded) > self.job.world:
+            raise Gone("more than half of the ranks are gone, or this host is cut off")
         return self.job.excluded != before
 
     def run(self, paths, batches, train=True, order=None):
@@ -224,7 +224,7 @@ class SurvivingPipeline(Pipeline):
         if self.lives[self.rank] > self.record[self.rank] + 1:
             print(f"rank {self.rank} leaves: a new process has its place", file=sys.stderr, flush=True)
             sys.exit(0)
-        raise Left(f"rank {self.rank} was silent for so long that other ranks declared it dead")
+        raise Left(f"rank {self.rank} was declared dead, since it was silent: it joins again", self.job, True)
 
     # ---- coming back
 
@@ -244,7 +244,8 @@ class SurvivingPipeline(Pipeline):
         """
         giver = self.giver(self.rank)
         if giver != self.rank and not self.hand_over(giver, gives=False):
-            raise Left(f"rank {self.rank} lost rank {giver}, which gave it its weights")
+            self.stop()
+            raise Left(f"rank {self.rank} lost rank {giver}, which gave it its weights", self.job, True)
         self.job.store.set(self.key("ready", self.rank), "=")
         for peer in self.living(self.peers):
             self.link(peer)

@@ -37,8 +37,6 @@ class SurvivingRoutes(Routes):
         """Make paths without the dead. Raises Gone when there are none."""
         dead = self.job.excluded
         left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= dead]
-        if len(dead) == self.job.world - 1:
-            raise Gone("every other rank is gone, or this host is cut off")
         if 0 in left_out or left_out and not self.o.skip:
             way = " and without --skip no microbatch can leave it out" if left_out[0] else ""
             raise Gone(f"every replica of stage {left_out[0]} is gone{way}")
