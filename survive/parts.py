@@ -186,7 +186,7 @@ def make_outer(job, o, params, replicas, inner):
 
 
 def join(run):
-    """Weights and a step for a rank that joins, or goes on at another store. Raises Left if the giver died."""
+    """Weights and a step for a rank that joins, or goes on at another store. Raises Left if a giver died."""
     job, rank, pipeline, outer = run.job, run.job.rank, run.pipeline, run.outer
     try:
         if not job.asks:
