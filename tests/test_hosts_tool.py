@@ -81,7 +81,7 @@ def connected(hosts, one, other):
         return client, server.accept()[0]
 
 
-def goodput(hosts, pairs, seconds=1.5):
+def goodput(hosts, pairs, seconds=1):
     """Mbit/s that arrive over TCP at each pair's second host: the median of three spans, after a second."""
     begin = time.monotonic() + 1
 

@@ -30,7 +30,8 @@ FILES = {
     "tied/config.json": b'{"tied": 1}',
     "list.json": b"[]", "one.json": b'{"delay": [[0]], "compute": 1}',
     "three.json": json.dumps(dict(delay=[[1] * 3] * 3, compute=1, stages=[[2], [1]])).encode(),
-    "started/config.json": json.dumps(dict(vars(options(*SMALL)), stages=[2])).encode(),
+    "long.txt": b"long enough " * 500,
+    "started/config.json": json.dumps(dict(vars(options(*SMALL, "--data", "long.txt")), stages=[2])).encode(),
 }
 BAD = {
     "--stages 4,4": "needs 8 processes but got 1", "--stages x": "--stages: takes numbers with commas, not x",
@@ -78,7 +79,7 @@ BAD = {
     "tools.prepare nowhere out": "no such file", "tools.prepare mixed mixed": "not an empty folder",
     "tools.prepare tokens.bin out": "tokens.bin holds no .json.gz shards: give text and .bin files to",
     "tools.prepare short.txt out": "short.txt holds no .json.gz shards: give text and .bin files to",
-    "tools.partial": "the following arguments are required: run",
+    "--wire bf16": "rounds updates of NoLoCo's theta away",
     "tools.partial --dead 7": "the following arguments are required: run",
     "tools.partial started": "--stages needs 2 processes but got 1",
     "tools.emulate": "tools.emulate needs --links FILE and several processes, all on one machine",
@@ -87,8 +88,8 @@ BAD = {
 BAD_FOR_TWO = [
     ("train --stages 2,2", "needs 4 processes but got 2"), ("train --data nowhere", "nowhere: no such file"),
     ("train --links one.json", "--links one.json: stages must be non-empty lists of different nodes below 1"),
-    ("bench_sync --simulate", "no torchrun"), ("bench_sync --trials 0", "--trials"),
-    ("bench_sync --trials -3", "--trials"), ("bench_sync --params nan", "--params"),
+    ("bench_sync --simulate", "no torchrun"),
+    ("bench_sync --trials 0", "--trials"), ("bench_sync --params nan", "--params"),
     ("tools.export started out", "tools.export runs in one process, without torchrun"),
     ("tools.partial nowhere", "error: nowhere: no readable config.json there"),
     ("tools.partial started", "started has no checkpoint that all 2 ranks hold"),

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from noloco import DiLoCo
 from plumbing.overlap import DelayedDiLoCo, DelayedShortDiLoCo
-from plumbing.processes import BadInput
 from plumbing.wires import BLOCK, Bf16, Int8, ShortDiLoCo, rounded, values
 from test_minimal import _noloco
-from tests.harness import checkpoint, gloo, metrics, options, processes, run
+from tests.harness import checkpoint, gloo, metrics, processes, run
 
 WORLD, ROUNDS = 3, 4
 SIZE, WHOLE = 2 * WORLD * BLOCK - 300, 2 * WORLD * BLOCK        # parts of two blocks, the last one not full
@@ -110,8 +109,3 @@ def test_a_run_goes_on_to_the_bit_and_its_replicas_are_equal(how, trained, tmp_p
     run(4, "--resume", "runs/x", cwd=tmp_path)
     for rank, before in enumerate(whole):
         assert torch.equal(checkpoint(tmp_path / "runs/x", 10, rank)["theta"], before["theta"])
-
-
-def test_noloco_has_no_bf16():
-    with pytest.raises(BadInput, match="rounds updates of NoLoCo's theta away"):
-        options("--wire", "bf16")
