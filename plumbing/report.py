@@ -229,7 +229,7 @@ class Log:
 
     def line_of(self, rows, latest):
         """The line of metrics.jsonl. rows: {rank: its row} of the ranks that answered; latest: of all."""
-        now, ever = ({key: [row[key] for row in found.values()] for key in found[0]}
+        now, ever = ({key: [row[key] for row in found.values()] for key in found[self.job.rank]}
                      for found in (rows, latest))
         run, seconds, per_byte = self.run, self.run.meter.seconds, self.run.corpus.bytes_per_token
         heldout = [loss for loss in now["heldout"] if loss is not None] or [math.nan]

@@ -63,8 +63,8 @@ class SurvivingNoLoCo(NoLoCo):
             if self.late:
                 self.hurry()
         due = super().step()
-        # In a pipeline Pipeline.begin counts the dead.
-        if due and self.late and self.catch_up and 2 * len(absent(self.store, self.ranks)) > len(self.ranks):
+        # A lost store is noticed here. In a pipeline Pipeline.begin counts the dead.
+        if due and self.catch_up and 2 * len(absent(self.store, self.ranks)) > len(self.ranks):
             raise Gone("more than half of the replicas are gone, or this host is cut off")
         return due
 

@@ -35,10 +35,10 @@ def move(job, run):
     Gone if there are too few survivors.
     """
     alive = sorted(set(range(job.world)) - job.away - job.excluded)
-    store = next(filter(None, (standby_of(job, rank) for rank in alive)))       # this rank's own answers
+    host, store = next((r, store) for r in alive if (store := standby_of(job, r)))      # its own answers
     store.set(f"here/{job.rank}", str(run.step))
-    with contextlib.suppress(dist.DistStoreError):          # some died with node 0
-        store.wait([f"here/{r}" for r in alive], timedelta(seconds=5 * job.timeout))
+    with contextlib.suppress(dist.DistStoreError):          # lower ranks do not answer, others may be dead
+        store.wait([f"here/{r}" for r in alive if r >= host], timedelta(seconds=5 * job.timeout))
     here = [r for r in alive if store.check([f"here/{r}"])]
     if 2 * len(here) <= len(alive):
         store.delete_key(f"here/{job.rank}")
