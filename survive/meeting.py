@@ -62,16 +62,6 @@ class Left(Exception):
     """This rank builds its parts anew. args: a line to print, the job, whether this rank asks to join."""
 
 
-def meet(store, key, rank, ranks, timeout):
-    """(members, group): those of `ranks` that came to meeting `key`, in their order, and their Gloo group.
-
-    timeout: seconds. The group is None for a rank that came too late to be a member, or is the only one.
-    Raises RuntimeError when the store or a member is lost.
-    """
-    members = members_of(store, key, rank, ranks, timeout)
-    return members, connect(store, key, rank, members, timeout)
-
-
 def connect(store, key, rank, members, timeout):
     """A new Gloo group of the members. Give each wait for one of its messages a timeout of its own."""
     if rank not in members or len(members) == 1:

@@ -36,7 +36,7 @@ import train
 from plumbing.checkpoints import load, restore
 from plumbing.processes import Job
 from survive.far import SurvivingOneByte
-from survive.meeting import Gone, Left, absent, come_back, meet, notice_silence
+from survive.meeting import Gone, Left, absent, come_back, connect, members_of, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
@@ -120,7 +120,8 @@ class SurvivingJob(Job):
 
     def meet(self, key, ranks):
         come_back(self.store, self.rank)
-        return meet(self.store, key, self.rank, ranks, 2 * self.patience)
+        members = members_of(self.store, key, self.rank, ranks, 2 * self.patience)
+        return members, connect(self.store, key, self.rank, members, 2 * self.patience)
 
     @contextlib.contextmanager
     def rescue(self, run, save):

@@ -57,8 +57,9 @@ def move(job, run):
 
 def standby_of(job, rank):
     """The standby store of a rank; None if it does not answer."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(OSError, RuntimeError):
         address, port = job.addresses[rank]
+        socket.create_connection((address, port), job.patience).close()     # or torch prints a page
         store = dist.TCPStore(address, port, timeout=timedelta(seconds=job.patience), wait_for_workers=False)
         store.set_timeout(timedelta(seconds=300))
         return dist.PrefixStore("attempt0", store)
