@@ -244,8 +244,10 @@ def show_grid(found):
 
 def draw_lines(axis, title, lines):
     """lines: (runs, text, colour, dashes)"""
-    labels = [(band(axis, timed(runs)[1], timed(runs)[0], COLOURS[colour], ls=dashes), text, COLOURS[colour])
-              for runs, text, colour, dashes in lines]
+    labels = []
+    for runs, text, colour, dashes in lines:
+        x, curves = timed(runs)
+        labels.append((band(axis, curves, x, COLOURS[colour], ls=dashes), text, COLOURS[colour]))
     axis.set(xlabel="measured seconds", ylabel="held-out nats per byte", title=title)
     label_ends(axis, labels)
 

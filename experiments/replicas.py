@@ -1,6 +1,6 @@
 """Losses of many replicas in one process: every method on the same batches, on one GPU or on a CPU.
 
-    python -m experiments.replicas [delay many] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+    python -m experiments.replicas [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 delay       --delay D beside the outer step that waits: m = 1 to 10, fp32 and one byte, Adam and Muon
 many        2 to 64 replicas, groups of 2 and 4, random pairs and hypercube pairs; how the gap to DDP grows
@@ -8,9 +8,9 @@ many        2 to 64 replicas, groups of 2 and 4, random pairs and hypercube pair
 The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes all
 gradients. Groups, the outer update, Adam, the data's order and the learning rate are those of train.py, so
 a trial's loss is that of `torchrun ... train.py` with the same options, up to rounding
-(tests/test_experiments.py compares them). Nothing is sent here: bytes are counted in the tables.
+(tests/test_experiments.py compares them). Nothing is sent. DiLoCo's one byte has a scale for each tensor
+here, and for each block of 512 values in plumbing/wires.py.
 """
-import argparse
 import itertools
 import statistics
 import time
@@ -25,12 +25,12 @@ from tqdm import tqdm
 
 import train
 from experiments.pictures import COLOURS, WIDTH, kept, label_ends, picture, save, show_head, show_row
-from experiments.runs import over, spread_of
+from experiments.runs import Part, arguments, over, spread_of
 from model import Llama
 from noloco import outer_update, random_groups
-from plumbing.data import Reader, heldout_sequences, load_corpus
+from plumbing.data import heldout_sequences, load_corpus, reader_of
 from plumbing.fast import Adam
-from plumbing.options import Parser
+from plumbing.onebyte import MARGIN
 from plumbing.processes import Job
 
 LEARN = "--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 --eval-sequences 512"
@@ -114,18 +114,18 @@ class Outer:
     def encoded(self):
         """M1 and M2 of plumbing/onebyte.py."""
         moved, size = self.largest(self.theta - self.phi), self.largest(self.theta)
-        scales = self.spread(torch.maximum(moved * (16 / 256), size * 2**-22))
+        scales = self.spread(torch.maximum(moved * (MARGIN / 256), size * 2**-22))
         return (self.theta / scales).round() % 256, scales
 
     def everyone(self):
-        """DiLoCo's mean theta. In one byte Delta and its sum are rounded, with error feedback: (Q)."""
+        """DiLoCo's mean theta. In one byte Delta and its sum are rounded, with error feedback: Q1, Q2."""
         if self.trial.wire == "fp32":
             return self.theta.mean(1, keepdim=True)
         total = self.rounded(self.theta - self.phi, 0).sum(1, keepdim=True)
         return self.phi + self.rounded(total, 1) / self.theta.shape[1]
 
     def rounded(self, x, which):
-        """(Q) of plumbing/wires.py."""
+        """Q1 of plumbing/wires.py."""
         x = x + self.left[which]
         scales = self.spread(self.largest(x) / 127)
         sent = (x / scales).round() * scales
@@ -176,7 +176,7 @@ class Fleet:
         corpus = load_corpus(o)
         self.digest = corpus.digest
         self.heldout = heldout_sequences(corpus, o.eval_sequences, o.seq_len).to(device)
-        self.readers = [[reader(corpus, o, seed, place, replicas) for place in range(replicas)]
+        self.readers = [[reader_of(corpus, o.seq_len, seed, place, replicas) for place in range(replicas)]
                         for seed in seeds]
         models = [Llama(train.whole_config(o), seed=seed) for seed in seeds]
         self.model = models[0].to(device)
@@ -281,23 +281,20 @@ def loss_and_slope(model, device):
     return COMPILED[key]
 
 
-def reader(corpus, o, seed, place, replicas):
-    """As plumbing.data.load_data's."""
-    (tokens,) = corpus.train
-    n = len(tokens) // replicas
-    return Reader([tokens[place * n:(place + 1) * n]], o.seq_len, f"data {seed} {place}")
-
-
 # ---------------------------------------------------------------- the parts
 
 REPLICAS = 2, 8, 16, 32, 64
+
+
+def delays(m):
+    return sorted({0, 1, m // 2})
 
 
 def delay_trials():
     yield Trial("ddp")
     for method, every in (("noloco", (1, 2, 4, 10)), ("diloco", (2, 4, 10, 20))):
         for m, wire in itertools.product(every, ("fp32", "int8")):
-            for delay in sorted({0, 1, m // 2}):
+            for delay in delays(m):
                 yield Trial(method, m, delay, wire)
                 if delay and wire == "fp32":
                     yield Trial(method, m, delay, wire, learnt=0.5)
@@ -313,37 +310,40 @@ def many_trials(replicas):
             yield Trial("noloco", m, pairs="hypercube")
 
 
-def fleets(part):
+def delay_fleets():
     """(optimizer, replicas, sequences a replica and step, steps, trials, seeds at most) of each."""
-    if part == "delay":
-        for optimizer in RATES:
-            yield optimizer, 8, 8, 1200, delay_trials(), None
-    else:
-        for optimizer, replicas in itertools.product(RATES, REPLICAS):
-            yield optimizer, replicas, 8, 600, many_trials(replicas), 1 if replicas == 64 else None
-        for batch in (4, 32):
-            yield "adam", 16, batch, 600, many_trials(16), None
+    for optimizer in RATES:
+        yield optimizer, 8, 8, 1200, delay_trials(), None
 
 
-def run(part, o):
-    """Trains the fleets that OUT/results does not have yet, and saves after each."""
-    file = Path(o.out, "results", f"headline_{part}.json")
-    found = kept(o.out, f"headline_{part}") if file.exists() else dict(fleets={})
-    for optimizer, replicas, batch, steps, trials, most in fleets(part):
-        steps, seeds = o.steps or steps, o.seeds[:most]
+def many_fleets():
+    """As above."""
+    for optimizer, replicas in itertools.product(RATES, REPLICAS):
+        yield optimizer, replicas, 8, 600, many_trials(replicas), 1 if replicas == 64 else None
+    for batch in (4, 32):
+        yield "adam", 16, batch, 600, many_trials(16), None
+
+
+def run(name, o):
+    """Train the fleets that OUT/results does not have yet, and save after each."""
+    file = Path(o.out, "results", f"headline_{name}.json")
+    found = kept(o.out, f"headline_{name}") if file.exists() else dict(fleets={})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for optimizer, replicas, batch, steps, trials, most in PARTS[name].runs():
+        steps, seeds = o.steps or steps, (o.seeds or list(PARTS[name].seeds))[:most]
         key = f"{optimizer}, {replicas} replicas, {batch} sequences, {steps} steps, seeds {seeds}"
-        if key in found["fleets"]:
+        if key in found["fleets"] or o.only not in key:
             continue
         print(key)
         words = f"{LEARN} --batch {batch} --steps {steps} --lr {RATES[optimizer]} --optimizer {optimizer}"
-        fleet = Fleet(train.parse(words.split()), list(trials), replicas, seeds, o.device)
+        fleet = Fleet(train.parse(words.split()), list(trials), replicas, seeds, device)
         start = time.perf_counter()
         found["fleets"][key] = fleet.train()
-        machine = torch.cuda.get_device_name() if o.device == "cuda" else "CPU"
+        machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
         took = round(time.perf_counter() - start)
         found.setdefault("machines", {})[key] = [machine, torch.__version__, took]
         found["digest"] = fleet.digest
-        save(o.out, f"headline_{part}", found)
+        save(o.out, f"headline_{name}", found)
 
 
 # ---------------------------------------------------------------- tables and picture
@@ -375,14 +375,14 @@ def show_delay(found):
     show_head("m, D | NoLoCo, Adam, fp32 | one byte | NoLoCo, Muon, fp32 | one byte | DiLoCo, Adam, fp32 "
               "| DiLoCo, Muon, fp32")
     for m in (1, 2, 4, 10):
-        for delay in sorted({0, 1, m // 2}):
+        for delay in delays(m):
             noloco = [cell(runs[optimizer, 8, 8], Trial("noloco", m, delay, wire))
                       for optimizer in RATES for wire in ("fp32", "int8")]
             diloco = [cell(runs[optimizer, 8, 8], Trial("diloco", m, delay)) for optimizer in RATES]
             show_row(f"{m}, {delay}", *noloco, *diloco)
 
 
-KINDS = {
+SHOWN = {
     "NoLoCo, every 2": Trial("noloco", 2), "DiLoCo, every 4": Trial("diloco", 4),
     "NoLoCo, every 2, groups of 4": Trial("noloco", 2, group=4),
     "NoLoCo, every 2, hypercube": Trial("noloco", 2, pairs="hypercube"),
@@ -396,7 +396,7 @@ def show_many(found):
     runs = by_trial(found)
     columns = [(optimizer, n, 8) for optimizer in RATES for n in REPLICAS if (optimizer, n, 8) in runs]
     show_head("method | " + " | ".join(f"{n} replicas, {optimizer.title()}" for optimizer, n, _ in columns))
-    for name, trial in KINDS.items():
+    for name, trial in SHOWN.items():
         show_row(name, *(cell(runs[column], trial) for column in columns))
 
 
@@ -404,8 +404,8 @@ def draw_many(plt, found):
     runs, labels = by_trial(found), []
     figure, axis = plt.subplots(figsize=(WIDTH, 4.8), layout="constrained")
     for (name, colour), optimizer in itertools.product(DRAWN.items(), RATES):
-        points = {n: [100 * x for x in over_ddp(runs[optimizer, n, 8], KINDS[name])]
-                  for n in REPLICAS if KINDS[name] in runs.get((optimizer, n, 8), ())}
+        points = {n: [100 * x for x in over_ddp(runs[optimizer, n, 8], SHOWN[name])]
+                  for n in REPLICAS if SHOWN[name] in runs.get((optimizer, n, 8), ())}
         middle = [statistics.mean(seeds) for seeds in points.values()]
         dashes = "-" if optimizer == "adam" else "--"
         axis.plot(list(points), middle, dashes, marker="o", color=COLOURS[colour])
@@ -420,22 +420,19 @@ def draw_many(plt, found):
     return figure
 
 
-def main(argv=None):
-    p = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("parts", nargs="*", help="delay, many (default: both)")
-    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    p.add_argument("--steps", type=int, help="training steps, in place of each part's own")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
-    p.add_argument("--plot", action="store_true", help="no runs: tables and pictures of OUT/results")
-    o = p.parse_args(argv)
-    for part in o.parts or ("delay", "many"):
+def main():
+    o = arguments(__doc__, PARTS)
+    for name in o.parts or PARTS:
+        part = PARTS[name]
         if not o.plot:
-            run(part, o)
-        found = kept(o.out, f"headline_{part}")
-        {"delay": show_delay, "many": show_many}[part](found)
-        if part == "many":
-            picture(o.out, "headline_many", draw_many, found)
+            run(name, o)
+        found = kept(o.out, f"headline_{name}")
+        part.table(found)
+        if part.draw:
+            picture(o.out, f"headline_{name}", part.draw, found)
+
+
+PARTS = {"delay": Part(delay_fleets, show_delay), "many": Part(many_fleets, show_many, draw_many)}
 
 
 if __name__ == "__main__":

@@ -40,10 +40,15 @@ def load_data(o, rank, origins):
     """
     if rank not in origins:
         return None, None
-    corpus, place = load_corpus(o), origins.index(rank)
-    shares = [len(tokens) // len(origins) for tokens in corpus.train]
+    corpus = load_corpus(o)
+    return corpus, reader_of(corpus, o.seq_len, o.seed, origins.index(rank), len(origins))
+
+
+def reader_of(corpus, seq_len, seed, place, origins):
+    """The reader of the part of the training tokens that the place-th of so many origins has."""
+    shares = [len(tokens) // origins for tokens in corpus.train]
     parts = [tokens[place * n:(place + 1) * n] for tokens, n in zip(corpus.train, shares)]
-    return corpus, Reader(parts, o.seq_len, f"data {o.seed} {place}")
+    return Reader(parts, seq_len, f"data {seed} {place}")
 
 
 def load_corpus(o):

@@ -148,14 +148,14 @@ class DelayedDiLoCo(Delayed, DiLoCo):
     def depart(self):
         mean, n = self.buffer("mean", self.sent).copy_(self.sent), len(self.ranks)
         self.bytes_sent += 2 * (n - 1) * mean.nbytes // n
-        works = [dist.all_reduce(mean.div_(n), group=self.lane, async_op=True)] if n > 1 else []
-        return [[mean]], works
+        return [[mean]], [dist.all_reduce(mean.div_(n), group=self.lane, async_op=True)] if n > 1 else []
 
 
 class DelayedShortDiLoCo(Delayed, ShortDiLoCo):
     """--delay with --method diloco --wire bf16 or int8
 
-    A thread sends codes twice while the model trains. `owed` stays as it was before until they have arrived.
+    A thread sends codes twice while the model trains. `owed` stays as it was before until they are merged.
+    later: the Future of the next `owed`.
     """
 
     def __init__(self, *args, **kwargs):
@@ -164,13 +164,12 @@ class DelayedShortDiLoCo(Delayed, ShortDiLoCo):
 
     def depart(self):
         total = self.sent - self.phi
-        later = self.thread.submit(self.wire.add_up, total, self.owed)
+        self.later = self.thread.submit(self.wire.add_up, total, self.owed)
         self.bytes_sent += self.wire.bytes(len(total))
-        return [[total]], [SimpleNamespace(wait=later.result)]
+        return [[total]], [SimpleNamespace(wait=self.later.result)]
 
     def land(self):
-        ((total,),), (work,) = self.flying
-        self.owed = work.wait()
+        self.owed, ((total,),) = self.later.result(), self.flying[0]
         total.div_(len(self.ranks)).add_(self.phi)          # the mean of theta
         super().land()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from plumbing.signals import Signals, next_command
 
 DAY = 86400.0       # seconds: no timeout in practice
-LOST = "Connection ", "Broken pipe", "ncclRemoteError"      # in the errors of Gloo and NCCL for a lost peer
+BROKEN = "Connection ", "Broken pipe", "ncclRemoteError"      # in the errors of Gloo and NCCL for a lost peer
 
 
 class BadInput(Exception):
@@ -189,7 +189,7 @@ class Job:
             if not isinstance(error, RuntimeError):                         # most often a full disk
                 complain(f"{one_line(error)}; once that is put right {next_command(run)}")
                 sys.exit(2)
-            lost = any(words in str(error) for words in LOST)
+            lost = any(words in str(error) for words in BROKEN)
             why = ": another process is gone; " if lost else "; if another process is gone, "
             print(f"stopped: rank {self.rank} at step {run.step}{why}{next_command(run)}", file=sys.stderr,
                   flush=True)
