@@ -29,8 +29,8 @@ The keys of the store in survive/, and who writes them:
 
     absent/R        rank R is absent. A rank that waited for R in vain; R removes the key when it comes back.
     at/R            "17 in": rank R has come to outer step 17, so it lives, even if its partner holds it up.
+                    "17 late": as "17 in", and rank R is late, so its partners meet it in fp32 (far.py).
                     "17 out": rank R has done outer step 17. R itself.
-    far/R           rank R was late, so its partners meet it in fp32 (far.py). R itself.
     outer/S/N/ranks the ranks of stage S (its first rank) in outer step N. The first rank to come to it.
     join/S/K        the K-th process that asks for weights; join/S/K/by the replica that gives them.
     lives/T         in pipelines, of each rank in iteration T: how often it has died and joined (odd: it is
@@ -46,7 +46,6 @@ The keys of the store in survive/, and who writes them:
 import contextlib
 import os
 import socket
-import stat
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -54,7 +53,7 @@ import torch.distributed as dist
 from plumbing.processes import gloo_group
 
 
-class Gone(Exception):
+class Gone(RuntimeError):
     """Training cannot go on. Each survivor writes a checkpoint and prints the message, one line."""
 
 
@@ -92,7 +91,7 @@ def members_of(store, key, rank, ranks, timeout):
     with contextlib.suppress(dist.DistStoreError):          # no rank has written the list in time
         store.wait([f"{key}/members"], half)
         return first_list()
-    if any(position(store, r)[1] == "in" for r in missing()):
+    if any(position(store, r)[1] != "out" for r in missing()):
         with contextlib.suppress(dist.DistStoreError):
             store.wait([f"{key}/members"], half)
     for r in missing():
@@ -119,12 +118,12 @@ def absent(store, ranks):
 
 
 def announce(store, rank, outer, where):
-    """Tell the other replicas that this rank is "in" outer step `outer`, or "out" of it."""
+    """Tell the other replicas that this rank is "in" outer step `outer`, also if "late", or "out" of it."""
     store.set(f"at/{rank}", f"{outer} {where}")
 
 
 def position(store, rank):
-    """(the last outer step to which `rank` came, "in" or "out")."""
+    """(the last outer step to which `rank` came, "in", "late" or "out")."""      # they compare in this order
     outer, where = store.get(f"at/{rank}").split() if store.check([f"at/{rank}"]) else (-1, b"out")
     return int(outer), where.decode()
 
@@ -137,16 +136,13 @@ def notice_silence(store, timeout):
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    seconds = max(2, round(5 * timeout))
+    seconds, kind = max(2, round(5 * timeout)), (socket.AF_INET, socket.SOCK_STREAM)
     settings = {"TCP_KEEPIDLE": max(1, seconds // 2), "TCP_KEEPINTVL": max(1, seconds // 8),
                 "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 1000 * seconds}
     for fd in os.listdir("/proc/self/fd") if hasattr(socket, "TCP_USER_TIMEOUT") else []:
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
-                continue
-            link = socket.socket(fileno=os.dup(int(fd)))
-            if link.family != socket.AF_UNIX and link.getpeername()[1] == store.port:
+        # an OSError or IndexError: this is no TCP socket
+        with contextlib.suppress(OSError, IndexError), socket.fromfd(int(fd), *kind) as link:
+            if link.getpeername()[1] == store.port:
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in settings.items():
                     link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-            link.close()

@@ -21,7 +21,7 @@ import torch
 
 from noloco import NoLoCo, random_groups
 from plumbing.processes import gloo_interface
-from survive.meeting import Gone, absent, announce, come_back, connect, members_of, position
+from survive.meeting import absent, announce, come_back, connect, members_of, position
 
 
 class SurvivingNoLoCo(NoLoCo):
@@ -36,7 +36,7 @@ class SurvivingNoLoCo(NoLoCo):
     the inner optimizer.
     excluded: a set to which the caller adds replicas that never come back (the dead of a pipeline).
     alone: the number of outer steps done without any partner.
-    `step` raises RuntimeError when the store is lost, and Gone on rank 0 when it seems cut off.
+    `step` raises RuntimeError when the store is lost.
     """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=None, reset=None,
@@ -63,9 +63,8 @@ class SurvivingNoLoCo(NoLoCo):
             if self.late:
                 self.hurry()
         due = super().step()
-        # A lost store is noticed here. In a pipeline Pipeline.begin counts the dead.
-        if due and self.catch_up and 2 * len(absent(self.store, self.ranks)) > len(self.ranks):
-            raise Gone("more than half of the replicas are gone, or this host is cut off")
+        if due:
+            absent(self.store, self.ranks)                  # raises if the store is lost
         return due
 
     @property
@@ -151,7 +150,7 @@ class SurvivingNoLoCo(NoLoCo):
         members, arriving, works = (self.rank,), [[v] for v in vectors.values()], {}
         missing, came, error = set(), set(), ""         # of the partners in this outer step
         try:
-            announce(self.store, self.rank, outer, "in")
+            announce(self.store, self.rank, outer, "late" if self.late else "in")
             group = self.group()
             missing = set(group) - {self.rank}          # until its numbers are here
             key = self.key(outer, group)

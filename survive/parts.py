@@ -26,7 +26,6 @@ dead. survive/meeting.py lists the states. docs/failures.md lists the faults and
 """
 import contextlib
 import json
-import os
 import sys
 from datetime import timedelta
 
@@ -34,13 +33,13 @@ import torch.distributed as dist
 
 import train
 from plumbing.checkpoints import load, restore
-from plumbing.processes import Job
+from plumbing.processes import Job, one_line
 from survive.far import SurvivingOneByte
 from survive.meeting import Gone, Left, absent, come_back, connect, members_of, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
-from survive.standby import host_standby, move
+from survive.standby import enough, host_standby, move
 
 KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 EVENTS = {      # the line on the screen for each event
@@ -58,7 +57,8 @@ class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
     needs_all = False
 
-    standby, addresses, latest = None, {}, -1   # latest: the step at which a job at another store goes on
+    standby = None      # this rank's
+    latest = -1         # the step at which a job at another store goes on
 
     def __init__(self, job, timeout, asks):
         vars(self).update(vars(job))        # the same process, so the same rank, store and device
@@ -68,12 +68,23 @@ class SurvivingJob(Job):
         self.joining = asks or self.latest >= 0
         self.excluded = set()               # in pipelines: the dead that the present iteration leaves out
         self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
+        self.lists = []                     # the last two lists of ranks that answered (standby.py)
         self.events_read = 0
-        self.away = set()                   # the ranks that were gone at the last checkpoint
+        if self.store.check(["takeover/members"]):
+            self.members = [int(r) for r in self.store.get("takeover/members").split()]
+        self.leads = self.rank == self.members[0]
         if self.world > 1:
             notice_silence(self.store, timeout)
-            self.standby = self.standby or host_standby()
-            self.addresses.update(zip(self.members, self.share("standby", self.standby[1])))
+        self.standby = self.standby or host_standby()
+        if self.leads and not self.joining:
+            self.store.set("known", json.dumps([0, list(self.members)]))
+
+    def read(self):
+        """Read what this rank must know when the store is lost."""
+        own = {self.rank: self.standby[1]}      # a rank that joins has a new standby store
+        self.addresses = dict(zip(self.members, self.share("standby", self.standby[1]))) | own
+        self.known = json.loads(self.store.get("known"))        # its number, and the ranks
+        self.lists = self.lists or [self.known[1]] * 2
 
     def refuse(self, line):
         if self.joining:                    # the other ranks are training
@@ -82,25 +93,31 @@ class SurvivingJob(Job):
         super().refuse(line)
 
     def gone(self, store=None):
-        self.away = self.excluded | absent(store or self.store, range(self.world))
-        return self.away
+        return self.excluded | absent(store or self.store, range(self.world))
 
     def collect(self, name, values):
         """As Job.collect, from the ranks that answer within `patience`.
 
-        If rank 0 waited longer, its partner would do the next outer step without it.
+        If the first rank waited longer, its partner would do the next outer step without it. It does so if
+        too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
         """
+        self.read()                         # first: the answer says that this rank knows the newest list
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
-        # again, since a rank that joins has a new one
-        self.addresses.update(zip(self.members, self.share("standby", self.standby[1])))
         if not self.leads:
             return None
-        awaited = set(range(self.world)) - self.gone() - self.unanswered
-        with contextlib.suppress(dist.DistStoreError):
-            self.store.wait([f"{name}/{r}" for r in sorted(awaited)], timedelta(seconds=self.patience))
-        here = {r for r in range(self.world) if self.store.check([f"{name}/{r}"])}
-        self.unanswered = set(range(self.world)) - here
-        return {r: json.loads(self.store.get(f"{name}/{r}")) for r in sorted(here)}
+        ranks = range(self.world)
+        awaited, here = set(ranks) - self.gone() - self.unanswered, []
+        for who, seconds in (awaited, self.patience), (self.lists[1], 5 * self.timeout):
+            if not enough(here, *self.lists):
+                with contextlib.suppress(dist.DistStoreError):
+                    self.store.wait([f"{name}/{r}" for r in who], timedelta(seconds=seconds))
+                here = [r for r in ranks if self.store.check([f"{name}/{r}"])]
+        if not enough(here, *self.lists):
+            raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is cut off")
+        self.lists = [self.lists[1], here]
+        self.store.set("known", json.dumps([self.known[0] + 1, here]))
+        self.unanswered = set(ranks) - {*here}
+        return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 
     def tell(self, event):
         """Send an event to rank 0's log, with its line for the screen."""
@@ -112,11 +129,6 @@ class SurvivingJob(Job):
         keys = [f"event/{n}" for n in range(first, self.events_read + 1)]
         written = [key for key in keys if self.store.check([key])]  # a rank that died in `tell` leaves a gap
         return [json.loads(self.store.get(key)) for key in written]
-
-    def close(self):
-        if self.unanswered and "TORCHELASTIC_RUN_ID" in os.environ:
-            self.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
-        super().close()
 
     def meet(self, key, ranks):
         come_back(self.store, self.rank)
@@ -136,11 +148,11 @@ class SurvivingJob(Job):
                 except (Gone, dist.DistError) as error:
                     with contextlib.suppress(RuntimeError):     # `save` ends with a message to the lost store
                         save()
-                    try:
-                        raise error if isinstance(error, Gone) else move(self, run)
-                    except Gone as gone:
-                        sys.exit(f"stopped: rank {self.rank} at step {run.step}: {gone}; go on with "
-                                 f"--resume {run.folder}")
+                    why = error
+                    with contextlib.suppress(dist.DistError):   # the standby store may be lost too
+                        why = error if isinstance(error, Gone) else move(self, run)
+                    sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; "
+                             f"go on with --resume {run.folder}")
         finally:
             run.pipeline.stop()
 
@@ -162,15 +174,21 @@ def build(job, o, argv):
     job = SurvivingJob(job, o.survive, o.join)
     if not o.survive:
         job.refuse("--join is for a run with --survive SECONDS: a run without it needs every process")
-    job.connect(o, group=False)
-    if job.nccl:
-        job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
     if o.join and o.method != "noloco" and len(o.stages) == 1:
         job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
-    run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
-    job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
-    if job.joining:
-        join(run)
+    try:
+        job.connect(o, group=False)
+        if job.nccl:
+            job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
+        job.read()
+        run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
+        job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
+        if job.joining:
+            join(run)
+    except RuntimeError as error:
+        if not job.joining:
+            raise
+        job.refuse(f"rank {job.rank} lost the ranks with which it was to go on ({one_line(error)[:100]})")
     return run
 
 
@@ -189,26 +207,23 @@ def make_outer(job, o, params, replicas, inner):
 def join(run):
     """Weights and a step for a rank that joins, or goes on at another store. Raises Left if a giver died."""
     job, rank, pipeline, outer = run.job, run.job.rank, run.pipeline, run.outer
-    try:
-        if not job.asks:
+    if not job.asks:
+        own_checkpoint(run)
+        step = job.latest if pipeline.peers else run.step
+    elif pipeline.peers:
+        step = pipeline.ask()
+        if step >= run.o.steps:
+            job.refuse("--join: training is over")
+        giver = pipeline.take_weights()
+        if giver == rank:
             own_checkpoint(run)
-            step = job.latest if pipeline.peers else run.step
-        elif pipeline.peers:
-            step = pipeline.ask()
-            if step >= run.o.steps:
-                job.refuse("--join: training is over")
-            giver = pipeline.take_weights()
-            if giver == rank:
-                own_checkpoint(run)
-            job.excluded.add(rank)      # until it begins, so that it makes new paths as all ranks do
-            come_back(job.store, rank)
-            job.tell(dict(event="joined", step=step, outer=step // (run.o.inner_steps or 1), rank=rank,
-                          given_by=giver))
-        else:
-            outer.join()
-            step = outer.steps
-    except RuntimeError as error:
-        job.refuse(f"no living rank answered rank {rank} ({str(error)[:100]})")
+        job.excluded.add(rank)          # until it begins, so that it makes new paths as all ranks do
+        come_back(job.store, rank)
+        job.tell(dict(event="joined", step=step, outer=step // (run.o.inner_steps or 1), rank=rank,
+                      given_by=giver))
+    else:
+        outer.join()
+        step = outer.steps
     print(f"rank {rank} takes part from step {step}", flush=True)
     if outer:
         outer.steps, outer.late = step, True

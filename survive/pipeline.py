@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from plumbing.processes import DAY, gloo_devices, gloo_group, one_line
 from skippipe import BACKWARD, kind
-from survive.meeting import Gone, Left, notice_silence
+from survive.meeting import Left, notice_silence
 from train import Pipeline, tag
 
 # The first element of a LOST marker is a NaN that arithmetic never makes, so a real NaN stays visible.
@@ -71,7 +71,7 @@ class SurvivingPipeline(Pipeline):
         if self.peers and not job.asks:
             for peer in self.living(self.peers):
                 self.link(peer)
-            for group in self.groups.values():
+            for group in self.groups.values() if self.job.latest < 0 else ():   # else it may die meanwhile
                 group.result()
             self.watcher.start()
 
@@ -93,8 +93,8 @@ class SurvivingPipeline(Pipeline):
         """Adopt the lives of iteration `step`. Returns whether other ranks are dead than in the one before.
 
         idle: this rank has no task. It lets another rank begin first. If it ran ahead, iterations would
-        begin before a death in earlier ones is known. Raises Gone when rank 0 is dead, and Left when this
-        rank is.
+        begin before a death in earlier ones is known. Raises DistError when the first rank is dead, and Left
+        when this rank is.
         """
         self.step, before = step, set(self.job.excluded)
         if self.grace < math.inf:
@@ -114,8 +114,6 @@ class SurvivingPipeline(Pipeline):
                 self.admit(rank)
         if self.job.members[0] in self.job.excluded:
             raise dist.DistError("the rank that leads is gone")
-        if 2 * len(self.job.excluded) > self.job.world:
-            raise Gone("more than half of the ranks are gone, or this host is cut off")
         return self.job.excluded != before
 
     def run(self, paths, batches, train=True, order=None):

@@ -1,23 +1,30 @@
 """Another store, for when node 0 is lost and its store with it.
 
 Every rank hosts a standby store, whose address all ranks know. A rank that loses the store writes a
-checkpoint (parts.py, rescue). Then it goes to the standby store of the lowest rank that answers, of the ranks
-last known alive, and waits there for the others. If more than half of the ranks last known alive come, they
-go on from their checkpoints; in a pipeline at the latest iteration of any. A rank that comes later joins.
+checkpoint (parts.py, rescue). Then it goes to the standby store of the lowest rank that answers, and meets
+the other ranks there. They go on from their checkpoints; in a pipeline at the latest iteration of any. A rank
+that comes later joins.
 
-Fewer ranks stop. The ranks that still have the store stop when more than half of all ranks are gone
-(Pipeline.begin, SurvivingNoLoCo.step). So no two parts of a run train on.
+No two parts of a run train on, since both need more than half of the same ranks. Those are the ranks that
+answered the last evaluation. The first rank writes this list to the store after each evaluation. Each rank
+reads it at the next evaluation, before it answers. Two rules then suffice:
+
+    with the store      the first rank stops unless more than half of each of the last two lists answer
+    without it          ranks go on if more than half of the newest list that any of them has read are there
+
+A newer list may be unknown to the ranks without the store. Then more than half of the list before have not
+answered since, and the first rule stops the first rank, and the store with it.
 """
-import contextlib
 import json
 import os
 import socket
+from contextlib import suppress
 from copy import copy
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from survive.meeting import Gone, Left, mark_absent
+from survive.meeting import Left, mark_absent, members_of
 
 
 def host_standby():
@@ -28,36 +35,45 @@ def host_standby():
         return store, [probe.getsockname()[0], store.port]
 
 
+def enough(here, *lists):
+    """Whether more than half of the ranks of each list are in `here`."""
+    return all(2 * len(set(here) & set(ranks)) > len(ranks) for ranks in lists)
+
+
 def move(job, run):
-    """A Left for this rank, with the survivors' job at the standby store where they meet.
+    """Raises Left, with the survivors' job at the standby store where they meet, or returns why it does not.
 
     job: a SurvivingJob whose store is lost. run: a train.Run that has just written its checkpoint. Raises
-    Gone if there are too few survivors.
+    DistError if the standby store is lost too.
     """
-    alive = sorted(set(range(job.world)) - job.away - job.excluded)
-    host, store = next((r, store) for r in alive if (store := standby_of(job, r)))      # its own answers
-    store.set(f"here/{job.rank}", str(run.step))
-    with contextlib.suppress(dist.DistStoreError):          # lower ranks do not answer, others may be dead
-        store.wait([f"here/{r}" for r in alive if r >= host], timedelta(seconds=5 * job.timeout))
-    here = [r for r in alive if store.check([f"here/{r}"])]
-    if 2 * len(here) <= len(alive):
-        store.delete_key(f"here/{job.rank}")
-        raise Gone(f"the store is lost, and {len(here)} of {len(alive)} ranks are too few to go on")
+    ranks = sorted({*job.known[1], job.rank}, key=lambda r: (r not in job.members, r))
+    host, store = next((r, store) for r in ranks if (store := standby_of(job, r)))      # its own answers
+    began = store.check(["takeover/members"])
+    store.set(f"takes part/{job.rank}", json.dumps([*job.known, run.step]))
+    # the ranks before the host do not answer
+    members = members_of(store, "takeover", job.rank, ranks[ranks.index(host):], 10 * job.timeout)
+    told = [json.loads(text) for text in store.multi_get([f"takes part/{r}" for r in members])]
+    number, known, _ = max(told)
+    if not enough(members, known):
+        return f"the store is lost, and {len(members)} of {len(known)} ranks are too few to go on"
     other = copy(job)
-    other.members = [int(r) for r in store.compare_set("members", "", " ".join(map(str, here))).split()]
-    other.store, other.leads = store, job.rank == other.members[0]
-    other.latest = max(int(step) for step in store.multi_get([f"here/{r}" for r in other.members]))
-    store.set("first plan", json.dumps(run.routes.plan))        # for ranks that join
-    for r in set(range(job.world)) - set(other.members):
-        mark_absent(store, r, "members")
+    other.store, other.address = store, job.addresses[host]
+    other.known, other.latest = [number + 1, members], max(step for *_, step in told)
     run.o.resume = str(run.folder)
-    line = f"rank {job.rank} goes on at step {run.step} with the store of another rank"
-    return Left(line, other, job.rank not in other.members)
+    settings = {"first plan": run.routes.plan, "known": other.known}
+    for r in range(job.world):                              # for ranks that join
+        settings |= {f"options/{r}": vars(run.o), f"problem/options/{r}": ""}
+        if r not in members:
+            mark_absent(store, r, "takeover")
+    for key, value in settings.items() if not began else ():
+        store.set(key, json.dumps(value))
+    line = f"rank {job.rank} goes on at step {run.step} with the store at {':'.join(map(str, other.address))}"
+    raise Left(line, other, began or job.rank not in members)
 
 
 def standby_of(job, rank):
     """The standby store of a rank; None if it does not answer."""
-    with contextlib.suppress(OSError, RuntimeError):
+    with suppress(OSError, RuntimeError):
         address, port = job.addresses[rank]
         socket.create_connection((address, port), job.patience).close()     # or torch prints a page
         store = dist.TCPStore(address, port, timeout=timedelta(seconds=job.patience), wait_for_workers=False)

@@ -257,7 +257,7 @@ def test_one_process_has_nobody_to_survive(corpus, tmp_path):
 
 def test_only_the_joiner_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
-        SurvivingJob(Job(), 1.0, joining=True).refuse("why")
+        SurvivingJob(Job(), 1.0, asks=True).refuse("why")
     assert stop.value.code == 2 and capsys.readouterr().err == "error: why\n"
 
 
@@ -321,7 +321,7 @@ def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
 def _half_way(rank, world, sends, number):
     """Rank 1 falls in the midst of the first message, 128 MB: which of two rank 0 has, who is dead to it, and
     whether the first had begun to come."""
-    job = SurvivingJob(Job(), 3.0, joining=False)
+    job = SurvivingJob(Job(), 3.0, asks=False)
     pipeline = SurvivingPipeline(torch.nn.Linear(1, 1), job, [[0], [1]], (1, 8192, 4096))
     peer, word = 1 - rank, [torch.ones(1)]
     if rank == sends:
