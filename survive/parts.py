@@ -148,8 +148,8 @@ class SurvivingJob(Job):
                 except (Gone, dist.DistError) as error:
                     with contextlib.suppress(RuntimeError):     # `save` ends with a message to the lost store
                         save()
-                    why = error
-                    with contextlib.suppress(dist.DistError):   # the standby store may be lost too
+                    why = "the store is lost, and a standby store too"
+                    with contextlib.suppress(dist.DistError):
                         why = error if isinstance(error, Gone) else move(self, run)
                     sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; "
                              f"go on with --resume {run.folder}")
