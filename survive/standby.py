@@ -54,8 +54,8 @@ def move(job, run):
     members = members_of(store, "takeover", job.rank, ranks[ranks.index(host):], 10 * job.timeout)
     told = [json.loads(text) for text in store.multi_get([f"takes part/{r}" for r in members])]
     number, known, _ = max(told)
-    if not enough(members, known):
-        return f"the store is lost, and {len(members)} of {len(known)} ranks are too few to go on"
+    if not enough(members, known) or members[0] not in run.stages[0]:       # the first rank's log needs data
+        return f"the store is lost; ranks {members} of {known} are too few to go on, or none of stage 0"
     other = copy(job)
     other.store, other.address = store, job.addresses[host]
     other.known, other.latest = [number + 1, members], max(step for *_, step in told)

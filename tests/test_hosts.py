@@ -212,7 +212,7 @@ def test_of_two_parts_only_the_larger_goes_on(stages, few, hosts, corpus, tmp_pa
     for rank, (code, _) in enumerate(results):
         step = 400
         if rank in few or len(few) == 4:
-            line = rf"stopped: rank {rank} at step (\d+): .*(too few|standby store).*; go on with --resume runs/x"
+            line = rf"stopped: rank {rank} at step (\d+): .*(too few|standby).*; go on with --resume runs/x"
             assert re.fullmatch(line, str(code)), results
             step = int(re.fullmatch(line, code)[1])
         assert step < 400 or code == 0, results
