@@ -19,7 +19,7 @@ Where a dead peer is handled:
         it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, giver, hand_over
         the other ranks connect to it                       pipeline.py  begin -> admit
     both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
-        node 0 is lost, and the store with it               parts.py     SurvivingJob.rescue
+        the store is lost, with node 0                      parts.py     rescue -> standby.py move
 
 In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage declares it
 dead. survive/meeting.py lists the states. docs/failures.md lists the faults and the waiting times.
@@ -105,18 +105,17 @@ class SurvivingJob(Job):
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if not self.leads:
             return None
-        ranks = range(self.world)
-        awaited, here = set(ranks) - self.gone() - self.unanswered, []
+        awaited, here = set(range(self.world)) - self.gone() - self.unanswered, []
         for who, seconds in (awaited, self.patience), (self.lists[1], 5 * self.timeout):
             if not enough(here, *self.lists):
                 with contextlib.suppress(dist.DistStoreError):
                     self.store.wait([f"{name}/{r}" for r in who], timedelta(seconds=seconds))
-                here = [r for r in ranks if self.store.check([f"{name}/{r}"])]
+                here = [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
         if not enough(here, *self.lists):
             raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is cut off")
         self.lists = [self.lists[1], here]
         self.store.set("known", json.dumps([self.known[0] + 1, here]))
-        self.unanswered = set(ranks) - {*here}
+        self.unanswered = set(range(self.world)) - {*here}
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 
     def tell(self, event):
