@@ -251,13 +251,13 @@ class SurvivingNoLoCo(NoLoCo):
 
         Raises RuntimeError when no replica begins an outer step within 60 timeouts.
         """
-        self.adopted, outer = None, max(position(self.store, r)[0] for r in self.ranks)
+        self.adopted, outer = None, max(0, *(position(self.store, r)[0] for r in self.ranks))
         while self.adopted is None:
             come_back(self.store, self.rank)
-            outer += 1
             self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
-            self.theta.fill_(math.nan)
-            self.late = True
-            self.steps = (outer + 1) * self.inner_steps - 1
-            super().step()
-        self.tell(dict(event="joined", outer=outer + 1, rank=self.rank, given_by=self.adopted))
+            if self.rank in self.taking_part(outer):        # a partner expects it, maybe already in the first
+                self.theta.fill_(math.nan)
+                self.late, self.steps = True, (outer + 1) * self.inner_steps - 1
+                super().step()
+            outer += 1
+        self.tell(dict(event="joined", outer=outer, rank=self.rank, given_by=self.adopted))
