@@ -12,9 +12,7 @@ from survive.outer import SurvivingNoLoCo
 class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     """As SurvivingNoLoCo, with a quarter of the bytes."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.far = False            # whether a member of the present group may be far
+    far = False         # whether a member of the present group may be far
 
     def post(self, group, vectors, lane=None):
         far = [r for r in group if position(self.store, r)[1] == "late"]

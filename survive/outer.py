@@ -21,7 +21,7 @@ import torch
 
 from noloco import NoLoCo, random_groups
 from plumbing.processes import gloo_interface
-from survive.meeting import absent, announce, come_back, connect, members_of, position
+from survive.meeting import absent, announce, come_back, connect, mark_absent, members_of, position
 
 
 class SurvivingNoLoCo(NoLoCo):
@@ -259,5 +259,8 @@ class SurvivingNoLoCo(NoLoCo):
                 self.theta.fill_(math.nan)
                 self.late, self.steps = True, (outer + 1) * self.inner_steps - 1
                 super().step()
+                # No partner waits until it trains, once the other replicas have left an evaluation.
+                mark_absent(self.store, self.rank, "join")
+                self.store.wait([f"{self.name}/{outer + 1}/ranks"], timedelta(seconds=60 * self.timeout))
             outer += 1
         self.tell(dict(event="joined", outer=outer, rank=self.rank, given_by=self.adopted))
