@@ -268,6 +268,27 @@ def test_a_store_lost_before_an_evaluation_leaves_a_checkpoint_from_which_all_go
     assert [checkpoint(tmp_path / "runs/x", 120, r)["step"] for r in range(4)] == [120] * 4
 
 
+def _join_elsewhere(argv):
+    """Rank 3 is started again, with the standby store of rank 1, once an evaluation there has missed it."""
+    port = json.loads(Job().store.get("standby/1"))[1]
+    os.environ.update(MASTER_PORT=str(port), RANK="3")
+    Job().store.wait(["row/3/False/1"], timedelta(seconds=100))
+    return train_main(3, 5, [*argv, "--join"])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stages", ["5", "3,2"])
+def test_the_nodes_of_two_stores_die_and_between_them_a_node_comes_back(stages, corpus, tmp_path):
+    argv = [*FAULTS, "--stages", stages, "--layers", 2, "--data", corpus, "--steps", 400]
+    faults = [(Fault.LOSE_NODE_0, 0, 22), (Fault.DIE_IN_FORWARD, 3, 45), (Fault.DIE_IN_FORWARD, 1, 300)]
+    *results, joined = faulty_run(5, argv, faults, tmp_path, helper=_join_elsewhere, fallen=[0, 1, 3])
+    print(*results, joined, sep="\n")
+    assert [result and result[0] for result in results] == [None, None, 0, None, 0] and joined[0] == 0
+    rows = metrics(tmp_path / "runs/x")
+    assert [row["rank"] for row in rows if row.get("event") == "joined"] == [3]
+    assert rows[-1]["step"] == 400 and rows[-1]["ranks"] == 3 and rows[-1]["heldout_loss"] < 0.5
+
+
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_stage_without_replicas_is_left_out_or_ends_the_run_with_a_checkpoint(skip, corpus, tmp_path):
     options = ["--stages", "1,1,1", "--layers", 3, "--microbatches", 4, "--links", "links.json",
