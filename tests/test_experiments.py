@@ -110,7 +110,7 @@ def test_a_clock_gives_the_steps_that_fit():
     o = types.SimpleNamespace(inner_steps=3, steps=10**6, eval_every=10**6, warmup=network.FIRST)
     o.survive = 0.0
     of_rank = types.SimpleNamespace(o=o, job=job)
-    meter = network.Clock(run=of_rank, whole=100.0)
+    meter = network.Clock(run=of_rank, whole=100.0, gap=100 / 6)
     for of_rank.step, seconds in ((10, 30.0), (20, 55.0)):
         meter.clock = time.perf_counter() - seconds
         meter.add(0.0, 0, None, 2.5)
@@ -157,7 +157,7 @@ def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps
     for kind in kinds:
         argv = f"--name x {runs.SMALL} {kind.options} --seed 1".split()
         layout(train.parse(argv, kind.processes), kind.processes)
-        for row in kept[kind.label][:1] if kept else []:
+        for row in kept.get(kind.label, [])[:1]:
             then = runs.options_of(row["command"], row["ranks"])        # as what results/ was made with
             now = runs.options_of(" ".join(argv), kind.processes)
             assert vars(now) | dict(seed=0) == vars(then) | dict(seed=0), kind.label
