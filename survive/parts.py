@@ -163,6 +163,9 @@ def run(job, o, argv):
             return train.train(build(job, o, argv))
         except Left as left:
             line, job, asks = left.args
+        except dist.DistError as error:             # in `build`, or before `rescue`
+            sys.exit(f"stopped: rank {job.rank} lost another rank before it could train ({one_line(error)[:100]}); "
+                     f"go on with --resume {o.resume or f'runs/{o.name}'}, or --join")
         print(line, file=sys.stderr, flush=True)
         argv = ["--join"] * asks
 
@@ -175,19 +178,14 @@ def build(job, o, argv):
         job.refuse("--join is for a run with --survive SECONDS: a run without it needs every process")
     if o.join and o.method != "noloco" and len(o.stages) == 1:
         job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
-    try:
-        job.connect(o, group=False)
-        if job.nccl:
-            job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
-        job.read()
-        run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
-        job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
-        if job.joining:
-            join(run)
-    except RuntimeError as error:
-        if not job.joining:
-            raise
-        job.refuse(f"rank {job.rank} lost the ranks with which it was to go on ({one_line(error)[:100]})")
+    job.connect(o, group=False)
+    if job.nccl:
+        job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
+    job.read()
+    run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
+    job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
+    if job.joining:
+        join(run)
     return run
 
 
