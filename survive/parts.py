@@ -164,8 +164,8 @@ def run(job, o, argv):
         except Left as left:
             line, job, asks = left.args
         except dist.DistError as error:             # in `build`, or before `rescue`
-            sys.exit(f"stopped: rank {job.rank} lost another rank before it could train ({one_line(error)[:100]}); "
-                     f"go on with --resume {o.resume or f'runs/{o.name}'}, or --join")
+            sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
+                     f"({one_line(error)[:100]}); go on with --join, or --resume runs/{o.name}")
         print(line, file=sys.stderr, flush=True)
         argv = ["--join"] * asks
 
