@@ -165,7 +165,7 @@ def run(job, o, argv):
             line, job, asks = left.args
         except dist.DistError as error:             # in `build`, or before `rescue`
             sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
-                     f"({one_line(error)[:100]}); go on with --join, or --resume runs/{o.name}")
+                     f"({one_line(error)[:100]}); start again, with --join or --resume")
         print(line, file=sys.stderr, flush=True)
         argv = ["--join"] * asks
 
