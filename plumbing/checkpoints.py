@@ -56,7 +56,7 @@ class Checkpoints:
         store, gone, held = self.job.store, self.job.gone(), list(self.parts(self.rank))
         store.set(f"saved/{held[-1]}/{self.rank}", "=")         # a store may refuse an empty value
         for step in held:
-            for r in gone if self.rank == 0 else ():
+            for r in gone if self.job.leads else ():
                 if not store.check([f"saved/{step}/{r}"]):
                     (self.place(step) / f"rank{r}.dead").touch()
         of_all, of_living = (max((step for step in held if self.saved(step, without)), default=0)

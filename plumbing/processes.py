@@ -51,6 +51,8 @@ class Job:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device("cpu")
         self.nccl = self.joining = False
+        self.members = range(self.world)        # the ranks that share values
+        self.leads = self.rank == 0             # it prints, and writes the log
         self.store = dist.HashStore()
         self.events = []
         if self.world > 1:
@@ -70,13 +72,13 @@ class Job:
         """
         self.store.set(f"{name}/{self.rank}", json.dumps(value))
         if read:
-            texts = self.store.multi_get([f"{name}/{r}" for r in range(self.world)])
+            texts = self.store.multi_get([f"{name}/{r}" for r in self.members])
             return [json.loads(text) for text in texts]
 
     def collect(self, name, value):
         """On rank 0 {rank: its value}, for the log; None on the other ranks, which do not wait."""
-        found = self.share(name, value, read=self.rank == 0)
-        return found and dict(enumerate(found))
+        found = self.share(name, value, read=self.leads)
+        return found and dict(zip(self.members, found))
 
     def together(self, function, *args, name=None):
         """function(*args) on every rank. BadInput or OSError on any rank ends all ranks with status 2.
@@ -98,7 +100,7 @@ class Job:
 
     def refuse(self, line):
         """Ends all ranks with status 2, after rank 0 has printed the line. Every rank must call it."""
-        if self.rank == 0:
+        if self.leads:
             complain(line)
         self.share("told", "")              # the line comes first: torchrun stops all when one rank leaves
         Job.collect(self, "left", "")       # rank 0 leaves last: it may host the store
@@ -110,12 +112,12 @@ class Job:
 
     def agree_on(self, name, function):
         """Rank 0 calls function(). Every rank gets its result, which JSON carries. Refuses as `together`."""
-        found = self.together(lambda: function() if self.rank == 0 else None, name=name)
+        found = self.together(lambda: function() if self.leads else None, name=name)
         return self.share(name, found)[0]
 
     def say(self, lines):
         """Rank 0 prints the lines."""
-        for line in lines if self.rank == 0 else []:
+        for line in lines if self.leads else []:
             print(line, flush=True)
 
     def tell(self, event):

@@ -171,11 +171,11 @@ class Log:
         self.run, self.o, self.job = run, run.o, run.job
         self.file = run.folder / "metrics.jsonl"
         self.latest = {}                        # rank: its last row, also of those that answer no longer
-        if self.job.rank == 0:
+        if self.job.leads:
             replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
             replace(self.file, "".join(line + "\n" for line in self.kept()))
             print(f"{run.folder}{f', from step {run.step}' if run.step else ''}")
-        self.bar = tqdm(total=self.o.steps, initial=run.step, disable=self.job.rank != 0, unit="step",
+        self.bar = tqdm(total=self.o.steps, initial=run.step, disable=not self.job.leads, unit="step",
                         dynamic_ncols=True)
         run.meter.go_on()
 
@@ -210,20 +210,19 @@ class Log:
         key = f"spread/{self.run.stage}/{moment}"
         row["squares"], row["weights"] = weight_spread(self.run.theta, replicas[:64], self.job, key)
         rows = self.job.collect(f"row/{moment}", row)
-        if self.job.rank > 0:
+        if not self.job.leads:
             return
         self.latest.update(rows)
         line, events = self.line_of(rows, self.latest), self.job.news()
         with open(self.file, "a") as file:
             file.writelines(json.dumps(found) + "\n" for found in [*events, line])
-        told = [event["line"] for event in events]
         numbers = [*say(line, STEP), f"{line['ranks']} of {self.job.world} ranks"]
-        told.append(f"step {line['step']}: {', '.join(numbers)}")
+        told = [*(event["line"] for event in events), f"step {line['step']}: {', '.join(numbers)}"]
         self.bar.write("\n".join(told), file=sys.stdout)
 
     def line_of(self, rows, latest):
         """The line of metrics.jsonl. rows: {rank: its row} of the ranks that answered; latest: of all."""
-        now, ever = ({key: [row[key] for row in found.values()] for key in found[0]}
+        now, ever = ({key: [row[key] for row in found.values()] for key in found[self.job.rank]}
                      for found in (rows, latest))
         run, seconds, per_byte = self.run, self.run.meter.seconds, self.run.corpus.bytes_per_token
         heldout = [loss for loss in now["heldout"] if loss is not None] or [math.nan]
@@ -243,7 +242,6 @@ class Log:
     def finish(self):
         """The last lines, from the last line of metrics.jsonl."""
         self.bar.close()
-        if self.job.rank == 0:
+        if self.job.leads:
             line = json.loads(self.file.read_text().splitlines()[-1])
-            self.job.say(say(line, LAST))
-            self.job.say([f"kept in {self.run.folder}"])
+            self.job.say([*say(line, LAST), f"kept in {self.run.folder}"])

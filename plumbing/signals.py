@@ -100,7 +100,7 @@ class Signals:
 
     def say(self, more=""):
         self.run.log.bar.close()
-        if self.job.rank == 0:
+        if self.job.leads:
             print(f"stopped at step {self.run.step}{more}; {next_command(self.run)}", file=sys.stderr)
 
     def beat(self):

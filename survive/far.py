@@ -1,35 +1,21 @@
 """One byte a weight (plumbing/onebyte.py) where replicas may be away. A group with a far replica sends fp32.
 
 One byte can only carry a weight that is close to the receiver's own. A late replica (survive/meeting.py) may
-be far from its partners. It writes far/R to the store before a meeting, and removes this key after an outer
-step with all its partners. Its partners read the key before any message leaves, so the group agrees.
+be far from its partners. It says that it is late before a meeting. Its partners read this before any message
+leaves, so the group agrees.
 """
-import contextlib
-
 from plumbing.onebyte import OneByte, Unread
+from survive.meeting import position
 from survive.outer import SurvivingNoLoCo
 
 
 class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     """As SurvivingNoLoCo, with a quarter of the bytes."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.far = False            # whether a member of the present group may be far
-
-    def exchange(self):
-        was_late = self.late
-        with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
-            if was_late:
-                self.store.set(f"far/{self.rank}", "")
-        found = super().exchange()
-        with contextlib.suppress(RuntimeError):
-            if was_late and not self.late:
-                self.store.delete_key(f"far/{self.rank}")
-        return found
+    far = False         # whether a member of the present group may be far
 
     def post(self, group, vectors, lane=None):
-        far = [r for r in group if self.store.check([f"far/{r}"])]
+        far = [r for r in group if position(self.store, r)[1] == "late"]
         self.far = bool(far)
         if far:
             self.report("fp32 instead of int8", far=far)

@@ -4,35 +4,32 @@ A wait that times out closes every connection of its process group. A restarted 
 group. So each meeting makes a Gloo group of its own (about 10 ms). The store holds the list of its members.
 
     state       of rank R
-    alive       it takes part in outer steps
-    late        its last outer step lacked a partner, so it may be behind (`SurvivingNoLoCo.late`)
-    absent      absent/R is in the store: no replica waits for R, and no new outer step has it
-    joining     a new process of an absent rank, started with --join, which has no weights yet
-    dead        only in pipelines: R's number in lives/STEP is odd, and this iteration leaves it out
+    alive       it takes part
+    late        it takes part, but may be behind: `SurvivingNoLoCo.late`
+    absent      no rank waits for it: absent/R is in the store, or in a pipeline its number in lives/T is odd
+    joining     it asks for weights; no rank waits for it
+    gone        its process has ended
 
     from            to          cause                                           function
-    alive           late        a partner of its outer step did not arrive      SurvivingNoLoCo.exchange
-    alive, late     absent      a member of a meeting waited for it in vain     members_of -> mark_absent
-    absent          late        R finds itself absent, or was left out          SurvivingNoLoCo.exchange,
-                                and then removes its mark                       step -> hurry -> come_back
-    absent          alive, late R comes to an evaluation                        SurvivingJob.meet -> come_back
-    late            alive       every partner of its outer step arrived         SurvivingNoLoCo.exchange
-    absent          joining     its new process asks for weights                SurvivingNoLoCo.join
-    joining         late        it has received phi and delta                   SurvivingNoLoCo.join
-    any             dead        a peer's connection to it broke, or it sent     Pipeline.watch -> probe,
-                                no beat for a third of the timeout              wait, attempt -> declare_dead
-    dead            joining     R wakes, or its new process writes itself       Pipeline.leave, ask
-                                into the next iteration
-    joining         late        it has a replica's weights                      Pipeline.take_weights
+    alive           late        a partner did not arrive in its outer step      SurvivingNoLoCo.exchange
+    late            alive       every partner arrived                           SurvivingNoLoCo.exchange
+    alive, late     absent      a rank waited in vain: in an outer step         members_of -> mark_absent
+                                in a pipeline                                   Pipeline.declare_dead
+                                at a takeover                                   standby.move -> mark_absent
+    absent          late        R was only slow, and removes absent/R           SurvivingNoLoCo.step -> hurry
+    absent          joining     R was only slow, and its number is odd          Pipeline.leave
+                                R comes too late to a takeover                  standby.move
+    joining         late        R has a replica's weights                       parts.join
+    any             gone        R's process dies, or too few ranks are left     Gone
+    gone            joining     R's new process, started with --join            parts.build
 
 The keys of the store in survive/, and who writes them:
 
     absent/R        rank R is absent. A rank that waited for R in vain; R removes the key when it comes back.
     at/R            "17 in": rank R has come to outer step 17, so it lives, even if its partner holds it up.
+                    "17 late": as "17 in", and rank R is late, so its partners meet it in fp32 (far.py).
                     "17 out": rank R has done outer step 17. R itself.
-    far/R           rank R was late, so its partners meet it in fp32 (far.py). R itself.
     outer/S/N/ranks the ranks of stage S (its first rank) in outer step N. The first rank to come to it.
-    join/S/K        the K-th process that asks for weights; join/S/K/by the replica that gives them.
     lives/T         in pipelines, of each rank in iteration T: how often it has died and joined (odd: it is
                     dead). The first rank to begin T; a rank that joins, if no rank has begun T.
     pair/A/B/V/W    Gloo's, to connect ranks A and B in their lives V and W (pipelines).
@@ -41,12 +38,15 @@ The keys of the store in survive/, and who writes them:
     giver/R/V       the replica that gives R weights. The first rank of its stage to ask.
     ready/R/V       rank R has joined and has weights. R itself.
     step            an iteration that a rank has begun lately. Watch threads.
-    first plan      the plan that checkpoints hold (planned paths). Rank 0.
+    first plan      the plan that checkpoints hold (planned paths). The first rank.
+    standby/R       the address of rank R's standby store (standby.py). R itself.
+    known           the number and the ranks of the list of those that answered last. The first rank.
+    takes part/R    at a standby store: the newest list that rank R has read, and R's step. R itself.
+    takeover/R      rank R has come to that store. takeover/members: the ranks that go on, the first first.
 """
 import contextlib
 import os
 import socket
-import stat
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -54,22 +54,12 @@ import torch.distributed as dist
 from plumbing.processes import gloo_group
 
 
-class Gone(Exception):
+class Gone(RuntimeError):
     """Training cannot go on. Each survivor writes a checkpoint and prints the message, one line."""
 
 
 class Left(Exception):
-    """The others train without this rank, which may join again. The message is one line."""
-
-
-def meet(store, key, rank, ranks, timeout):
-    """(members, group): those of `ranks` that came to meeting `key`, in their order, and their Gloo group.
-
-    timeout: seconds. The group is None for a rank that came too late to be a member, or is the only one.
-    Raises RuntimeError when the store or a member is lost.
-    """
-    members = members_of(store, key, rank, ranks, timeout)
-    return members, connect(store, key, rank, members, timeout)
+    """This rank builds its parts anew. args: a line to print, the job, whether this rank asks to join."""
 
 
 def connect(store, key, rank, members, timeout):
@@ -102,7 +92,7 @@ def members_of(store, key, rank, ranks, timeout):
     with contextlib.suppress(dist.DistStoreError):          # no rank has written the list in time
         store.wait([f"{key}/members"], half)
         return first_list()
-    if any(position(store, r)[1] == "in" for r in missing()):
+    if any(position(store, r)[1] != "out" for r in missing()):
         with contextlib.suppress(dist.DistStoreError):
             store.wait([f"{key}/members"], half)
     for r in missing():
@@ -129,12 +119,12 @@ def absent(store, ranks):
 
 
 def announce(store, rank, outer, where):
-    """Tell the other replicas that this rank is "in" outer step `outer`, or "out" of it."""
+    """Tell the other replicas that this rank is "in" outer step `outer`, also if "late", or "out" of it."""
     store.set(f"at/{rank}", f"{outer} {where}")
 
 
 def position(store, rank):
-    """(the last outer step to which `rank` came, "in" or "out")."""
+    """(the last outer step to which `rank` came, "in", "late" or "out")."""      # they compare in this order
     outer, where = store.get(f"at/{rank}").split() if store.check([f"at/{rank}"]) else (-1, b"out")
     return int(outer), where.decode()
 
@@ -147,18 +137,13 @@ def notice_silence(store, timeout):
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    seconds = max(2, round(5 * timeout))
-    settings = {socket.SO_KEEPALIVE: 1}
-    tcp = {"TCP_KEEPIDLE": max(1, seconds // 2), "TCP_KEEPINTVL": max(1, seconds // 8), "TCP_KEEPCNT": 4,
-           "TCP_USER_TIMEOUT": 1000 * seconds}
+    seconds, kind = max(2, round(5 * timeout)), (socket.AF_INET, socket.SOCK_STREAM)
+    settings = {"TCP_KEEPIDLE": max(1, seconds // 2), "TCP_KEEPINTVL": max(1, seconds // 8),
+                "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 1000 * seconds}
     for fd in os.listdir("/proc/self/fd") if hasattr(socket, "TCP_USER_TIMEOUT") else []:
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
-                continue
-            link = socket.socket(fileno=os.dup(int(fd)))
-            if link.family != socket.AF_UNIX and link.getpeername()[1] == store.port:
+        # an OSError or IndexError: this is no TCP socket
+        with contextlib.suppress(OSError, IndexError), socket.fromfd(int(fd), *kind) as link:
+            if link.getpeername()[1] == store.port:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in settings.items():
-                    link.setsockopt(socket.SOL_SOCKET, option, value)
-                for option, value in tcp.items():
                     link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-            link.close()

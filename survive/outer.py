@@ -12,16 +12,16 @@ Lateness does not spread: a replica that waits for its partner says so ("in" its
 that waits for it in turn then waits twice as long.
 """
 import contextlib
+import math
 import os
 import sys
-import time
 from datetime import timedelta
 
 import torch
 
 from noloco import NoLoCo, random_groups
 from plumbing.processes import gloo_interface
-from survive.meeting import Gone, absent, announce, come_back, connect, meet, members_of, position
+from survive.meeting import absent, announce, come_back, connect, mark_absent, members_of, position
 
 
 class SurvivingNoLoCo(NoLoCo):
@@ -36,7 +36,7 @@ class SurvivingNoLoCo(NoLoCo):
     the inner optimizer.
     excluded: a set to which the caller adds replicas that never come back (the dead of a pipeline).
     alone: the number of outer steps done without any partner.
-    `step` raises RuntimeError when the store is lost, and Gone on rank 0 when it seems cut off.
+    `step` raises RuntimeError when the store is lost.
     """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=None, reset=None,
@@ -55,9 +55,6 @@ class SurvivingNoLoCo(NoLoCo):
         self.last_stale_list = -1           # the last outer step whose list may name an absent replica
         self.alone = self.alone_in_a_row = 0
         self.unreached = set()              # since the last exchange: partners that came, but sent nothing
-        self.last_met = time.monotonic()    # when this replica last exchanged anything
-        self.joins_seen = store.add(f"joins/{self.ranks[0]}", 0)
-        self.open_joins = set()             # requests to join that this replica has not answered yet
 
     def step(self):
         with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
@@ -67,21 +64,13 @@ class SurvivingNoLoCo(NoLoCo):
                 self.hurry()
         due = super().step()
         if due:
-            self.serve()
-            self.stop_if_cut_off()
+            absent(self.store, self.ranks)                  # raises if the store is lost
         return due
 
     @property
     def current(self):
         """The outer step that ends the present inner steps; the first is 0."""
         return self.steps // self.inner_steps
-
-    def stop_if_cut_off(self):
-        """Rank 0 hosts the store, so only rank 0 could train alone for ever without an error."""
-        lonely = self.alone_in_a_row >= 3 and time.monotonic() - self.last_met > 4 * self.timeout
-        living = self.living()
-        if self.rank == 0 and lonely and absent(self.store, living) == set(living) - {0} != set():
-            raise Gone("no other replica has been met for long: they are gone, or this host is cut off")
 
     # ---- who meets whom
 
@@ -161,7 +150,7 @@ class SurvivingNoLoCo(NoLoCo):
         members, arriving, works = (self.rank,), [[v] for v in vectors.values()], {}
         missing, came, error = set(), set(), ""         # of the partners in this outer step
         try:
-            announce(self.store, self.rank, outer, "in")
+            announce(self.store, self.rank, outer, "late" if self.late else "in")
             group = self.group()
             missing = set(group) - {self.rank}          # until its numbers are here
             key = self.key(outer, group)
@@ -214,7 +203,6 @@ class SurvivingNoLoCo(NoLoCo):
     def count(self, n, unreached):
         """Count outer steps done alone, and warn if partners that came, so they live, are never reached."""
         if n > 1:
-            self.last_met = time.monotonic()
             self.alone_in_a_row, self.unreached = 0, set()
             return
         self.alone += len(self.living()) > 1
@@ -241,8 +229,8 @@ class SurvivingNoLoCo(NoLoCo):
             self.theta.copy_(self.phi)
             self.delta.zero_()
         if len(finite) < len(arrived):
-            adopted = (finite or [self.rank])[0] if adopts else None
-            self.report("not finite", refused=sorted(set(arrived) - set(finite)), adopted=adopted)
+            self.adopted = finite[0] if adopts and finite else None
+            self.report("not finite", refused=sorted(set(arrived) - set(finite)), adopted=self.adopted)
         if adopts:
             finite = [self.rank]
             if self.reset:
@@ -259,49 +247,20 @@ class SurvivingNoLoCo(NoLoCo):
     # ---- coming back
 
     def join(self):
-        """Take phi (theta is phi after an outer step), delta and the number of steps from a living replica.
+        """Come to the next outer steps without weights, until a partner is there whose theta it adopts.
 
-        The living replica gives them after its next outer step (`serve`). Raises RuntimeError when none
-        did within 60 timeouts.
+        Raises RuntimeError when no replica begins an outer step within 60 timeouts.
         """
-        key = f"join/{self.ranks[0]}/{self.store.add(f'joins/{self.ranks[0]}', 1)}"
-        self.store.set(f"{key}/{self.rank}", "here")        # at the meeting already, though marked absent
-        self.store.set(key, str(self.rank))
-        self.store.wait([f"{key}/by"], timedelta(seconds=60 * self.timeout))
-        giver, self.steps = map(int, self.store.get(f"{key}/by").split())
-        self.hand_over(key, giver, gives=False)
-        come_back(self.store, self.rank)
-        self.theta.copy_(self.phi)
-        self.late = True
-
-    def serve(self):
-        """After an outer step: give phi and delta to a joining replica, unless another replica does."""
-        before, self.joins_seen = self.joins_seen, self.store.add(f"joins/{self.ranks[0]}", 0)
-        self.open_joins |= set(range(before + 1, self.joins_seen + 1))
-        for number in sorted(self.open_joins):
-            key = f"join/{self.ranks[0]}/{number}"
-            mine = f"{self.rank} {self.steps}"
-            if not self.store.check([key]):         # the joining replica is about to write its rank, or died
-                continue
-            self.open_joins.remove(number)
-            joining = int(self.store.get(key))
-            if joining != self.rank and self.store.compare_set(f"{key}/by", "", mine).decode() == mine:
-                self.tell(dict(event="joined", outer=self.current, rank=joining, given_by=self.rank))
-                announce(self.store, self.rank, self.current, "in")
-                with contextlib.suppress(RuntimeError):         # the joining replica may die again
-                    self.hand_over(key, joining, gives=True)
-                    self.last_met = time.monotonic()
-                announce(self.store, self.rank, self.current, "out")
-
-    def hand_over(self, key, peer, gives):
-        """Send phi and delta to a peer, or receive them. Raises RuntimeError when the peer does not come."""
-        members, link = meet(self.store, key, self.rank, sorted((self.rank, peer)), self.timeout)
-        if link is None:
-            raise RuntimeError(f"replica {peer} did not come")
-        for tag, vector in enumerate((self.phi, self.delta)):
-            host = vector.to(self.message_device)
-            work = (link.send if gives else link.recv)([host], members.index(peer), tag)
-            work.wait(timedelta(seconds=self.timeout))
-            if not gives:
-                vector.copy_(host)
-            self.bytes_sent += gives * vector.nbytes
+        self.adopted, outer = None, max(0, *(position(self.store, r)[0] for r in self.ranks))
+        while self.adopted is None:
+            come_back(self.store, self.rank)
+            self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
+            if self.rank in self.taking_part(outer):        # a partner expects it, maybe already in the first
+                self.theta.fill_(math.nan)
+                self.late, self.steps = True, (outer + 1) * self.inner_steps - 1
+                super().step()
+                # No partner waits until it trains, once the other replicas have left an evaluation.
+                mark_absent(self.store, self.rank, "join")
+                self.store.wait([f"{self.name}/{outer + 1}/ranks"], timedelta(seconds=60 * self.timeout))
+            outer += 1
+        self.tell(dict(event="joined", outer=outer, rank=self.rank, given_by=self.adopted))

@@ -19,14 +19,13 @@ Where a dead peer is handled:
         it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, giver, hand_over
         the other ranks connect to it                       pipeline.py  begin -> admit
     both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
-        node 0 is lost, and the store with it               parts.py     SurvivingJob.rescue
+        the store is lost, with node 0                      parts.py     rescue -> standby.py move
 
 In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage declares it
 dead. survive/meeting.py lists the states. docs/failures.md lists the faults and the waiting times.
 """
 import contextlib
 import json
-import os
 import sys
 from datetime import timedelta
 
@@ -34,12 +33,13 @@ import torch.distributed as dist
 
 import train
 from plumbing.checkpoints import load, restore
-from plumbing.processes import Job
+from plumbing.processes import Job, one_line
 from survive.far import SurvivingOneByte
-from survive.meeting import Gone, Left, absent, come_back, meet, notice_silence
+from survive.meeting import Gone, Left, absent, come_back, connect, members_of, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
+from survive.standby import enough, host_standby, move
 
 KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 EVENTS = {      # the line on the screen for each event
@@ -57,16 +57,34 @@ class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
     needs_all = False
 
-    def __init__(self, job, timeout, joining):
+    standby = None      # this rank's
+    latest = -1         # the step at which a job at another store goes on
+
+    def __init__(self, job, timeout, asks):
         vars(self).update(vars(job))        # the same process, so the same rank, store and device
         self.timeout = timeout
         self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
-        self.joining = joining
+        self.asks = asks                    # to join
+        self.joining = asks or self.latest >= 0
         self.excluded = set()               # in pipelines: the dead that the present iteration leaves out
         self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
+        self.lists = []                     # the last two lists of ranks that answered (standby.py)
         self.events_read = 0
+        if self.store.check(["takeover/members"]):
+            self.members = [int(r) for r in self.store.get("takeover/members").split()]
+        self.leads = self.rank == self.members[0]
         if self.world > 1:
             notice_silence(self.store, timeout)
+        self.standby = self.standby or host_standby()
+        if self.leads and not self.joining:
+            self.store.set("known", json.dumps([0, list(self.members)]))
+
+    def read(self):
+        """Read what this rank must know when the store is lost."""
+        own = {self.rank: self.standby[1]}      # a rank that joins has a new standby store
+        self.addresses = dict(zip(self.members, self.share("standby", self.standby[1]))) | own
+        self.known = json.loads(self.store.get("known"))        # its number, and the ranks
+        self.lists = self.lists or [self.known[1]] * 2
 
     def refuse(self, line):
         if self.joining:                    # the other ranks are training
@@ -74,29 +92,31 @@ class SurvivingJob(Job):
             sys.exit(2)
         super().refuse(line)
 
-    def take_out(self, dead):
-        """Leave exactly these ranks out of the present iteration."""
-        self.unanswered -= self.excluded - dead
-        self.excluded &= dead           # in place: the outer step holds this set
-        self.excluded |= dead
-
     def gone(self, store=None):
         return self.excluded | absent(store or self.store, range(self.world))
 
     def collect(self, name, values):
         """As Job.collect, from the ranks that answer within `patience`.
 
-        If rank 0 waited longer, its partner would do the next outer step without it.
+        If the first rank waited longer, its partner would do the next outer step without it. It does so if
+        too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
         """
+        self.read()                         # first: the answer says that this rank knows the newest list
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
-        if self.rank:
+        if not self.leads:
             return None
-        awaited = set(range(self.world)) - self.gone() - self.unanswered
-        with contextlib.suppress(dist.DistStoreError):
-            self.store.wait([f"{name}/{r}" for r in sorted(awaited)], timedelta(seconds=self.patience))
-        here = {r for r in range(self.world) if self.store.check([f"{name}/{r}"])}
-        self.unanswered = set(range(self.world)) - here
-        return {r: json.loads(self.store.get(f"{name}/{r}")) for r in sorted(here)}
+        awaited, here = set(range(self.world)) - self.gone() - self.unanswered, []
+        for who, seconds in (awaited, self.patience), (self.lists[1], 5 * self.timeout):
+            if not enough(here, *self.lists):
+                with contextlib.suppress(dist.DistStoreError):
+                    self.store.wait([f"{name}/{r}" for r in who], timedelta(seconds=seconds))
+                here = [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
+        if not enough(here, *self.lists):
+            raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is cut off")
+        self.lists = [self.lists[1], here]
+        self.store.set("known", json.dumps([self.known[0] + 1, here]))
+        self.unanswered = set(range(self.world)) - {*here}
+        return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 
     def tell(self, event):
         """Send an event to rank 0's log, with its line for the screen."""
@@ -109,18 +129,17 @@ class SurvivingJob(Job):
         written = [key for key in keys if self.store.check([key])]  # a rank that died in `tell` leaves a gap
         return [json.loads(self.store.get(key)) for key in written]
 
-    def close(self):
-        if self.unanswered and "TORCHELASTIC_RUN_ID" in os.environ:
-            self.say(["Training is over. torchrun may wait 300 s for dead ranks; Ctrl-C ends it."])
-        super().close()
-
     def meet(self, key, ranks):
         come_back(self.store, self.rank)
-        return meet(self.store, key, self.rank, ranks, 2 * self.patience)
+        members = members_of(self.store, key, self.rank, ranks, 2 * self.patience)
+        return members, connect(self.store, key, self.rank, members, 2 * self.patience)
 
     @contextlib.contextmanager
     def rescue(self, run, save):
-        """Around training. On Gone and on a lost store this rank writes a checkpoint and prints one line."""
+        """Around training. On Gone and on a lost store this rank writes a checkpoint.
+
+        Raises Left if it goes on at another store. Otherwise it prints one line and ends.
+        """
         try:
             with super().rescue(run, save):
                 try:
@@ -128,9 +147,11 @@ class SurvivingJob(Job):
                 except (Gone, dist.DistError) as error:
                     with contextlib.suppress(RuntimeError):     # `save` ends with a message to the lost store
                         save()
-                    reason = str(error) if isinstance(error, Gone) else "the store on node 0 is lost"
-                    sys.exit(f"stopped: rank {self.rank} at step {run.step}: {reason}; go on with --resume "
-                             f"{run.folder}")
+                    why = "the store is lost, and a standby store too"
+                    with contextlib.suppress(dist.DistError):
+                        why = error if isinstance(error, Gone) else move(self, run)
+                    sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; "
+                             f"go on with --resume {run.folder}")
         finally:
             run.pipeline.stop()
 
@@ -141,24 +162,29 @@ def run(job, o, argv):
         try:
             return train.train(build(job, o, argv))
         except Left as left:
-            print(f"{left}: it joins again", file=sys.stderr, flush=True)
-        argv = [*argv, "--join"]
+            line, job, asks = left.args
+        except dist.DistError as error:             # in `build`, or before `rescue`
+            sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
+                     f"({one_line(error)[:100]}); start again, with --join or --resume")
+        print(line, file=sys.stderr, flush=True)
+        argv = ["--join"] * asks
 
 
 def build(job, o, argv):
     """As train.build, with surviving parts. With --join this rank then takes a living replica's weights."""
-    o.join = job.rank > 0 and "--join" in argv
+    o.join = "--join" in argv
     job = SurvivingJob(job, o.survive, o.join)
     if not o.survive:
         job.refuse("--join is for a run with --survive SECONDS: a run without it needs every process")
+    if o.join and o.method != "noloco" and len(o.stages) == 1:
+        job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
     job.connect(o, group=False)
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
-    if o.join and o.method != "noloco" and len(o.stages) == 1:
-        job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
+    job.read()
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
     job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
-    if o.join:
+    if job.joining:
         join(run)
     return run
 
@@ -176,39 +202,36 @@ def make_outer(job, o, params, replicas, inner):
 
 
 def join(run):
-    """Take part in a job that is training. Raises Left if the replica that gave the weights died."""
-    job, rank = run.job, run.job.rank
-    print(f"rank {rank} asks to join, with the weights of a living replica", flush=True)
-    try:
-        if run.pipeline.peers:
-            join_pipeline(run)
-        else:
-            run.outer.join()
-            run.step = run.outer.steps
-    except Left:
-        run.pipeline.stop()
-        raise
-    except RuntimeError as error:
-        job.refuse(f"--join: no living rank answered ({str(error)[:100]})")
-    print(f"rank {rank} joined at step {run.step}", flush=True)
-    if run.reader:
-        run.reader.cursor = run.step * run.o.microbatches * run.o.batch
+    """Weights and a step for a rank that joins, or goes on at another store. Raises Left if a giver died."""
+    job, rank, pipeline, outer = run.job, run.job.rank, run.pipeline, run.outer
+    if not job.asks:
+        own_checkpoint(run)
+        step = job.latest if pipeline.peers else run.step
+    elif pipeline.peers:
+        step = pipeline.ask()
+        if step >= run.o.steps:
+            job.refuse("--join: training is over")
+        giver = pipeline.take_weights()
+        if giver == rank:
+            own_checkpoint(run)
+        job.excluded.add(rank)          # until it begins, so that it makes new paths as all ranks do
+        come_back(job.store, rank)
+        job.tell(dict(event="joined", step=step, outer=step // (run.o.inner_steps or 1), rank=rank,
+                      given_by=giver))
+    else:
+        outer.join()
+        step = outer.steps
+    print(f"rank {rank} takes part from step {step}", flush=True)
+    if outer:
+        outer.steps, outer.late = step, True
+    if run.reader and (job.asks or step != run.step):
+        run.reader.cursor = step * run.o.microbatches * run.o.batch
+    run.step = step
 
 
-def join_pipeline(run):
-    job, rank, step = run.job, run.job.rank, run.pipeline.ask()
-    if step >= run.o.steps:
-        job.refuse("--join: training is over")
-    giver = run.pipeline.take_weights()
-    if giver == rank:
-        own = run.checkpoints.parts(rank)
-        if not own:
-            job.refuse(f"--join: no replica has rank {rank}'s weights, nor has {run.folder} a checkpoint")
-        restore(run, load(own[max(own)]))
-        print(f"no replica of its stage lives: rank {rank} has its weights of step {run.step}", flush=True)
-    run.step, outer = step, step // (run.o.inner_steps or 1)
-    job.excluded.add(rank)              # until it begins, so that it makes new paths as all ranks do
-    come_back(job.store, rank)
-    if run.outer:
-        run.outer.steps, run.outer.late = step, True
-    job.tell(dict(event="joined", step=step, outer=outer, rank=rank, given_by=giver))
+def own_checkpoint(run):
+    own = run.checkpoints.parts(run.job.rank)
+    if not own:
+        run.job.refuse(f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint")
+    restore(run, load(own[max(own)]))
+    print(f"rank {run.job.rank} has its own weights of step {run.step}", flush=True)

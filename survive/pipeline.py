@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from plumbing.processes import DAY, gloo_devices, gloo_group, one_line
 from skippipe import BACKWARD, kind
-from survive.meeting import Gone, Left, notice_silence
+from survive.meeting import Left, notice_silence
 from train import Pipeline, tag
 
 # The first element of a LOST marker is a NaN that arithmetic never makes, so a real NaN stays visible.
@@ -59,7 +59,8 @@ class SurvivingPipeline(Pipeline):
         job = self.job
         self.peers = [a + b - self.rank for a, b in pairs if self.rank in (a, b)]      # of other stages
         self.step = -1
-        self.record, self.lives = [0] * job.world, [0] * job.world
+        self.lives = [int(r not in job.members) for r in range(job.world)]
+        self.record = self.lives.copy()
         self.groups, self.queues = {}, {}                   # of each peer; a group is the Future of one
         self.marker = lost_marker(self.message_shape, self.dtype)
         self.waiting = self.arrival = None                  # a peer; the Future of its message or its group
@@ -67,10 +68,10 @@ class SurvivingPipeline(Pipeline):
         self.busy_until = self.grace = math.inf             # see `allow`; the first run may compile
         self.stopped = threading.Event()
         self.watcher = threading.Thread(target=self.watch, daemon=True)
-        if self.peers and not job.joining:
-            for peer in self.peers:
+        if self.peers and not job.asks:
+            for peer in self.living(self.peers):
                 self.link(peer)
-            for group in self.groups.values():
+            for group in self.groups.values() if self.job.latest < 0 else ():   # else it may die meanwhile
                 group.result()
             self.watcher.start()
 
@@ -92,8 +93,8 @@ class SurvivingPipeline(Pipeline):
         """Adopt the lives of iteration `step`. Returns whether other ranks are dead than in the one before.
 
         idle: this rank has no task. It lets another rank begin first. If it ran ahead, iterations would
-        begin before a death in earlier ones is known. Raises Gone when rank 0 is dead, and Left when this
-        rank is.
+        begin before a death in earlier ones is known. Raises DistError when the first rank is dead, and Left
+        when this rank is.
         """
         self.step, before = step, set(self.job.excluded)
         if self.grace < math.inf:
@@ -106,12 +107,13 @@ class SurvivingPipeline(Pipeline):
             if record[self.rank] != old[self.rank]:
                 self.leave()
             self.record = record
-            self.job.take_out({r for r, life in enumerate(record) if life % 2})
-            for rank, life in enumerate(record):
-                if life != old[rank] and life % 2 == 0:
-                    self.admit(rank)
-        if 0 in self.job.excluded:
-            raise Gone("rank 0 is gone")
+            # in place: the outer step holds this set
+            self.job.excluded ^= before ^ {r for r, life in enumerate(record) if life % 2}
+            for rank in self.living(r for r, life in enumerate(record) if life != old[r]):
+                self.job.unanswered.discard(rank)
+                self.admit(rank)
+        if self.job.members[0] in self.job.excluded:
+            raise dist.DistError("the rank that leads is gone")
         return self.job.excluded != before
 
     def run(self, paths, batches, train=True, order=None):
@@ -184,6 +186,9 @@ class SurvivingPipeline(Pipeline):
 
     # ---- the dead
 
+    def living(self, ranks):
+        return [r for r in ranks if self.record[r] % 2 == 0]
+
     def declare_dead(self, peer, error):
         """Every rank leaves this peer out, from the first iteration on that no rank has begun."""
         if self.lives[peer] != self.record[peer]:
@@ -211,14 +216,13 @@ class SurvivingPipeline(Pipeline):
 
     def leave(self):
         """This rank was declared dead. Raises Left; ends the process if another one has taken its place."""
-        line = f"rank {self.rank} was silent for so long that other ranks declared it dead"
-        if self.rank == 0:
-            raise Gone(line)
+        if self.job.leads:
+            raise dist.DistError("this rank led, and was silent for so long that other ranks left it")
         self.agree(int(self.job.store.get("step")))
         if self.lives[self.rank] > self.record[self.rank] + 1:
             print(f"rank {self.rank} leaves: a new process has its place", file=sys.stderr, flush=True)
             sys.exit(0)
-        raise Left(line)
+        raise Left(f"rank {self.rank} was declared dead, since it was silent: it joins again", self.job, True)
 
     # ---- coming back
 
@@ -238,11 +242,11 @@ class SurvivingPipeline(Pipeline):
         """
         giver = self.giver(self.rank)
         if giver != self.rank and not self.hand_over(giver, gives=False):
-            raise Left(f"rank {self.rank} lost rank {giver}, which gave it its weights")
+            self.stop()
+            raise Left(f"rank {self.rank} lost rank {giver}, which gave it its weights", self.job, True)
         self.job.store.set(self.key("ready", self.rank), "=")
-        for peer in self.peers:
-            if self.record[peer] % 2 == 0:
-                self.link(peer)
+        for peer in self.living(self.peers):
+            self.link(peer)
         return giver
 
     def admit(self, rank):
@@ -258,8 +262,7 @@ class SurvivingPipeline(Pipeline):
         It is `rank` itself if no other replica of the stage is alive and has weights.
         """
         store, stage = self.job.store, set(range(self.job.world)) - {*self.peers, rank}
-        alive = {r: life for r, life in enumerate(self.record) if r in stage and life % 2 == 0}
-        able = [r for r, life in alive.items() if not life or store.check([self.key("ready", r)])]
+        able = [r for r in self.living(stage) if not self.record[r] or store.check([self.key("ready", r)])]
         return int(store.compare_set(self.key("giver", rank), "", str(min(able, default=rank))))
 
     def hand_over(self, peer, gives):

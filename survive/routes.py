@@ -15,7 +15,7 @@ class SurvivingRoutes(Routes):
         if job.joining:
             plan = json.loads(job.store.get("first plan"))
         super().__init__(job, o, pipeline, stages, plan)
-        if job.rank == 0:
+        if job.leads:
             job.store.set("first plan", json.dumps(self.plan))
         if self.plan:
             self.network = Network(**self.plan["network"])      # on every rank, to plan anew without asking
@@ -37,12 +37,10 @@ class SurvivingRoutes(Routes):
         """Make paths without the dead. Raises Gone when there are none."""
         dead = self.job.excluded
         left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= dead]
-        if len(dead) == self.job.world - 1:
-            raise Gone("every other rank is gone, or this host is cut off")
         if 0 in left_out or left_out and not self.o.skip:
             way = " and without --skip no microbatch can leave it out" if left_out[0] else ""
             raise Gone(f"every replica of stage {left_out[0]} is gone{way}")
-        if self.job.rank == 0:
+        if self.job.leads:
             self.job.tell(dict(event="dead", step=step, ranks=sorted(dead), stages_left_out=left_out))
         self.stages = living(self.all_stages, dead)
         if self.present_plan:
