@@ -107,11 +107,11 @@ class SurvivingJob(Job):
             return None
         awaited, here = set(range(self.world)) - self.gone() - self.unanswered, []
         for who, seconds in (awaited, self.patience), (self.lists[1], 5 * self.timeout):
-            if not enough(here, *self.lists):
+            if not enough(here, *self.lists, tie=True):
                 with contextlib.suppress(dist.DistStoreError):
                     self.store.wait([f"{name}/{r}" for r in who], timedelta(seconds=seconds))
                 here = [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
-        if not enough(here, *self.lists):
+        if not enough(here, *self.lists, tie=True):
             raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is cut off")
         self.lists = [self.lists[1], here]
         self.store.set("known", json.dumps([self.known[0] + 1, here]))

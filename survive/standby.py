@@ -5,15 +5,15 @@ checkpoint (parts.py, rescue). Then it goes to the standby store of the lowest r
 the other ranks there. They go on from their checkpoints; in a pipeline at the latest iteration of any. A rank
 that comes later joins.
 
-No two parts of a run train on, since both need more than half of the same ranks. Those are the ranks that
-answered the last evaluation. The first rank writes this list to the store after each evaluation. Each rank
-reads it at the next evaluation, before it answers. Two rules then suffice:
+No two parts of a run train on, since one needs half and the other more than half of the same ranks. Those are
+the ranks that answered the last evaluation. The first rank writes this list to the store after each
+evaluation. Each rank reads it at the next evaluation, before it answers. Two rules then suffice:
 
-    with the store      the first rank stops unless more than half of each of the last two lists answer
+    with the store      the first rank stops unless at least half of each of the last two lists answer
     without it          ranks go on if more than half of the newest list that any of them has read are there
 
 A newer list may be unknown to the ranks without the store. Then more than half of the list before have not
-answered since, and the first rule stops the first rank, and the store with it.
+answered since, so the first rule stops the first rank, and the store with it.
 """
 import json
 import os
@@ -35,9 +35,9 @@ def host_standby():
         return store, [probe.getsockname()[0], store.port]
 
 
-def enough(here, *lists):
-    """Whether more than half of the ranks of each list are in `here`."""
-    return all(2 * len(set(here) & set(ranks)) > len(ranks) for ranks in lists)
+def enough(here, *lists, tie=False):
+    """Whether more than half of the ranks of each list are in `here`. tie: half is enough."""
+    return all(2 * len(set(here) & set(ranks)) + tie > len(ranks) for ranks in lists)
 
 
 def move(job, run):

@@ -26,6 +26,7 @@ from plumbing.processes import Job, restarts
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob
 from survive.pipeline import SurvivingPipeline
+from survive.standby import enough
 from tests.harness import (SMALL, checkpoint, fork, metrics, processes, rank_process, run, store_host,
                            train_main)
 
@@ -438,3 +439,11 @@ def test_soak(stages, corpus, tmp_path):
     events = Counter(row["event"] for row in rows if "event" in row)
     print(f"\n{deaths} processes died of {Counter(f.name for f, *_ in faults)}; {events}; {rows[-1]}")
     assert rows[-1]["step"] == 400 and rows[-1]["heldout_loss"] < 1 and events["joined"] >= deaths - 1
+
+
+def test_at_most_one_part_of_a_split_run_goes_on_and_of_two_hosts_the_one_with_the_store():
+    for n in range(1, 10):
+        for with_store in range(n + 1):
+            here, others = [*range(with_store)], [*range(with_store, n)]
+            assert not (enough(here, range(n), tie=True) and enough(others, range(n)))
+    assert enough([0], [0, 1], tie=True) and not enough([1], [0, 1])
