@@ -2,9 +2,9 @@
 
     python -m experiments.network [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-tries       four settings of each method on each network, one seed, compared on 16 kB of validation 2 h
+tries       four settings of each method on each network, one seed, compared on 16 kB of validation 1 h 45
 grid        five seeds of the best setting of each, on 64 kB of test text; --survive on two         3 h 20
-latency     an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms (needs 4 cores)    35 min
+latency     an outer step alone: all-reduce and pair, 2 and 8 hosts, 0 to 100 ms                    10 min
 pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 20
 
 Hours are estimates for one instance, which needs two idle cores. Several instances share a part by labels:
@@ -272,7 +272,7 @@ def draw_grid(plt, found):
 
 ALONE = {"all-reduce": ("diloco", "fp32"), "all-reduce, one byte": ("diloco", "int8"),
          "pair": ("noloco", "fp32"), "pair, one byte": ("noloco", "int8")}
-COUNTS, LATENCIES = (2, 4, 8, 16), (0, 5, 25, 50, 100)
+COUNTS, LATENCIES = (2, 8), (0, 5, 25, 50, 100)
 
 
 def latency_runs(steps):
@@ -282,7 +282,7 @@ def latency_runs(steps):
                   hosts=f"--cpu {CPU} --mbit 200 --latency {ms}")
 
 
-def time_alone(run, first=2, trials=10):
+def time_alone(run, first=2, trials=7):
     """Write the seconds of each kind's trials, until the last rank is through, to alone.json.
 
     All ranks begin at one moment: hosts share this machine's clock. The first trials connect.
@@ -291,7 +291,7 @@ def time_alone(run, first=2, trials=10):
     for name, (method, wire) in ALONE.items():
         outer, seconds = KINDS[method][wire](params, inner_steps=1), []
         for _ in range(first + trials):
-            moment = torch.tensor(time.monotonic() + 1, dtype=torch.float64)
+            moment = torch.tensor(time.monotonic() + 0.5, dtype=torch.float64)
             dist.broadcast(moment, 0)
             time.sleep(max(0.0, float(moment) - time.monotonic()))
             outer.step()
