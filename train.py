@@ -44,7 +44,7 @@ from plumbing.lanes import lanes
 from plumbing.muon import Muon
 from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
 from plumbing.overlap import overlapping
-from plumbing.processes import Job, restarts
+from plumbing.processes import Job, complain, restarts
 from plumbing.report import Meter, banner
 from plumbing.wires import AVERAGES, KINDS
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
@@ -507,11 +507,14 @@ class ReplanningRoutes(Replanning, Routes):
 
 def main(argv=None):
     job = Job(argv)
+    words = sys.argv if argv is None else argv
+    if "--join" in words and job.rank == 0:     # alone: a word to the other ranks would stay in their store
+        complain("--join is for a process that comes back to a running job, never for rank 0")
+        sys.exit(2)
     o = Options(**job.agree(parse, argv))
-    argv = sys.argv if argv is None else argv
-    if o.survive or "--join" in argv:
+    if o.survive or "--join" in words:
         from survive import parts
-        return parts.run(job, o, argv)
+        return parts.run(job, o, words)
     job.connect(o)
     own = {}
     if o.replan:

@@ -212,6 +212,8 @@ def predicted(method, wire, network):
 
 def share_of(others, seeds):
     """When each run reaches the loss that the other of its seed ends with, as a share of the other's time."""
+    if others is seeds:
+        return ""
     others = same_seeds(seeds, others)
     found = [reaches(other.final, run.losses, run.curves["seconds"]) for run, other in zip(seeds, others)]
     return spread_of_reached([at and at / end for at, end in zip(found, ends(others))], ".0%")
@@ -232,15 +234,14 @@ def show_tries(found):
 
 
 def show_grid(found):
-    show_head("network | method | seeds | steps | seconds | seconds of a synchronisation | predicted "
+    show_head("network | method | steps | seconds of a synchronisation | predicted "
               "| held-out nats per byte | over DiLoCo's | DiLoCo's last loss, in so much of its time | DDP's")
     rows = rows_of(found)
     base = {(name, method): seeds for name, method, _, seeds in rows if method != "NoLoCo"}
     for name, method, way, seeds in rows:
         guesses = [f"{seconds:.2f}" for seconds in predicted(method, seeds[0].o.wire, name)]
         ddp, diloco = base[name, "DDP"], base[name, "DiLoCo"]
-        show_row(name, f"{method}, {way}", len(seeds), spread_of([run.steps[-1] for run in seeds], ".0f"),
-                 spread_of(ends(seeds), ".0f"),
+        show_row(name, f"{method}, {way}", spread_of([run.steps[-1] for run in seeds], ".0f"),
                  spread_of([run.curves["sync_seconds"][-1] for run in seeds], ".2f"), " or ".join(guesses),
                  spread_of(finals(seeds)), more_than(diloco, seeds), share_of(diloco, seeds),
                  share_of(ddp, seeds))
@@ -262,7 +263,7 @@ def draw_grid(plt, found):
     for axis, network in zip(axes, dict.fromkeys(row[0] for row in rows)):
         here = {method: (way, seeds) for name, method, way, seeds in rows if name == network}
         (_, diloco), (_, noloco) = here["DiLoCo"], here["NoLoCo"]
-        draw_lines(axis, f"{network}: NoLoCo over DiLoCo at the end,\n{more_than(diloco, noloco)}",
+        draw_lines(axis, f"{network}: NoLoCo's last loss over DiLoCo's,\n{more_than(diloco, noloco)} (nats)",
                    [(seeds, f"{method}, {way}".replace(", ", "\n"), method, "-")
                     for method, (way, seeds) in here.items()])
     return figure

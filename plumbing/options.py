@@ -124,7 +124,6 @@ def check(o, given):
          "--wire bf16 rounds updates of NoLoCo's theta away: give --wire int8"),
         (o.wire == "int8" and o.gamma != o.beta, f"--wire int8 needs gamma = beta, not {o.gamma}, {o.beta}"),
         (not 0 <= o.delay <= (o.inner_steps or 0), f"--delay {o.delay}: takes 0 to --inner-steps, or half"),
-        (o.join, "--join is for a process that comes back to a running job, never for rank 0"),
         (restarts and not (o.name or o.resume), "torchrun's --max-restarts needs --name, to find the folder"),
         (o.name and Path(o.name).name != o.name, f"--name {o.name}: takes a name without a path"))
 

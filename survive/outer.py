@@ -263,4 +263,5 @@ class SurvivingNoLoCo(NoLoCo):
                 mark_absent(self.store, self.rank, "join")
                 self.store.wait([f"{self.name}/{outer + 1}/ranks"], timedelta(seconds=60 * self.timeout))
             outer += 1
+        self.late = True
         self.tell(dict(event="joined", outer=outer, rank=self.rank, given_by=self.adopted))

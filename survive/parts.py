@@ -57,7 +57,7 @@ class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
     needs_all = False
 
-    standby = None      # this rank's
+    standby = address = None        # this rank's standby store, and where the job's is after a takeover
     latest = -1         # the step at which a job at another store goes on
 
     def __init__(self, job, timeout, asks):
@@ -68,7 +68,6 @@ class SurvivingJob(Job):
         self.joining = asks or self.latest >= 0
         self.excluded = set()               # in pipelines: the dead that the present iteration leaves out
         self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
-        self.lists = []                     # the last two lists of ranks that answered (standby.py)
         self.events_read = 0
         if self.store.check(["takeover/members"]):
             self.members = [int(r) for r in self.store.get("takeover/members").split()]
@@ -77,14 +76,13 @@ class SurvivingJob(Job):
             notice_silence(self.store, timeout)
         self.standby = self.standby or host_standby()
         if self.leads and not self.joining:
-            self.store.set("known", json.dumps([0, list(self.members)]))
+            self.store.set("known", json.dumps([0, list(self.members), list(self.members)]))
 
     def read(self):
         """Read what this rank must know when the store is lost."""
         own = {self.rank: self.standby[1]}      # a rank that joins has a new standby store
         self.addresses = dict(zip(self.members, self.share("standby", self.standby[1]))) | own
-        self.known = json.loads(self.store.get("known"))        # its number, and the ranks
-        self.lists = self.lists or [self.known[1]] * 2
+        self.known = json.loads(self.store.get("known"))    # a number, the ranks that answered last, before
 
     def refuse(self, line):
         if self.joining:                    # the other ranks are training
@@ -105,16 +103,16 @@ class SurvivingJob(Job):
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if not self.leads:
             return None
-        awaited, here = set(range(self.world)) - self.gone() - self.unanswered, []
-        for who, seconds in (awaited, self.patience), (self.lists[1], 5 * self.timeout):
-            if not enough(here, *self.lists, tie=True):
+        (number, *lists), here = self.known, []
+        awaited = set(range(self.world)) - self.gone() - self.unanswered
+        for who in awaited, *15 * [lists[0]]:                   # 15 times patience: 5 timeouts
+            if not enough(here, *lists, tie=True):
                 with contextlib.suppress(dist.DistStoreError):
-                    self.store.wait([f"{name}/{r}" for r in who], timedelta(seconds=seconds))
+                    self.store.wait([f"{name}/{r}" for r in who], timedelta(seconds=self.patience))
                 here = [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
-        if not enough(here, *self.lists, tie=True):
+        if not enough(here, *lists, tie=True):
             raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is cut off")
-        self.lists = [self.lists[1], here]
-        self.store.set("known", json.dumps([self.known[0] + 1, here]))
+        self.store.set("known", json.dumps([number + 1, here, lists[0]]))
         self.unanswered = set(range(self.world)) - {*here}
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 

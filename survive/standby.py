@@ -5,15 +5,20 @@ checkpoint (parts.py, rescue). Then it goes to the standby store of the lowest r
 the other ranks there. They go on from their checkpoints; in a pipeline at the latest iteration of any. A rank
 that comes later joins.
 
-No two parts of a run train on, since one needs half and the other more than half of the same ranks. Those are
-the ranks that answered the last evaluation. The first rank writes this list to the store after each
-evaluation. Each rank reads it at the next evaluation, before it answers. Two rules then suffice:
+Two parts of a run never train on:
 
-    with the store      the first rank stops unless at least half of each of the last two lists answer
-    without it          ranks go on if more than half of the newest list that any of them has read are there
+1. The first rank writes list k, the ranks that answered evaluation k, to the store. A rank reads the newest
+   list before it answers.
+2. With the store, the first rank stops unless half of list k - 1 and half of list k - 2 answer.
+3. Without the store, ranks go on if they are more than half of the newest list that any of them has read, and
+   more than half of the list before.
+4. Ranks that last read list k are in no list after k + 1. If they are more than half of list k, rule 2 stops
+   the first rank at list k + 2. So the newest lists of two parts differ by one at most.
+5. Then both parts need more than half of one common list, which only one can have. (The part with the store
+   needs half, the other one more.)
 
-A newer list may be unknown to the ranks without the store. Then more than half of the list before have not
-answered since, so the first rule stops the first rank, and the store with it.
+A rank that is ahead of the first rank by a whole evaluation may have read one list less; rule 4 leaves that
+case out.
 """
 import json
 import os
@@ -29,8 +34,9 @@ from survive.meeting import Left, mark_absent, members_of
 
 def host_standby():
     """(this rank's standby store, [its address, its port])."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))      # sends nothing
+    family, *_, master = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "127.0.0.1"), 1)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(master)               # sends nothing
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         return store, [probe.getsockname()[0], store.port]
 
@@ -47,23 +53,29 @@ def move(job, run):
     DistError if the standby store is lost too.
     """
     ranks = sorted({*job.known[1], job.rank}, key=lambda r: (r not in job.members, r))
-    host, store = next((r, store) for r in ranks if (store := standby_of(job, r)))      # its own answers
+    # A rank that led leads no more, though its store may answer.
+    ranks = [r for r in ranks if not job.address or job.addresses.get(r) != job.address]
+    host, store = next(((r, store) for r in ranks if (store := standby_of(job, r))), (None, None))
+    if not store:
+        return "the store is lost, and no standby store answers"
     began = store.check(["takeover/members"])
     store.set(f"takes part/{job.rank}", json.dumps([*job.known, run.step]))
     # the ranks before the host do not answer
     members = members_of(store, "takeover", job.rank, ranks[ranks.index(host):], 10 * job.timeout)
     told = [json.loads(text) for text in store.multi_get([f"takes part/{r}" for r in members])]
-    number, known, _ = max(told)
-    if not enough(members, known) or members[0] not in run.stages[0]:       # the first rank's log needs data
-        return f"the store is lost; ranks {members} of {known} are too few to go on, or none of stage 0"
+    number, *lists, _ = max(told)
+    if not enough(members, *lists) or members[0] not in run.stages[0]:      # the first rank's log needs data
+        for key in "takeover/members", f"takeover/{job.rank}", *(f"absent/{r}" for r in range(job.world)):
+            store.delete_key(key)           # for a later meeting here
+        return f"the store is lost; ranks {members} of {lists[0]} are too few to go on, or none of stage 0"
     other = copy(job)
     other.store, other.address = store, job.addresses[host]
-    other.known, other.latest = [number + 1, members], max(step for *_, step in told)
+    other.known, other.latest = [number + 1, members, members], max(step for *_, step in told)
     run.o.resume = str(run.folder)
     settings = {"first plan": run.routes.plan, "known": other.known}
     for r in range(job.world):                              # for ranks that join
         settings |= {f"options/{r}": vars(run.o), f"problem/options/{r}": ""}
-        if r not in members:
+        if r not in members and not began:
             mark_absent(store, r, "takeover")
     for key, value in settings.items() if not began else ():
         store.set(key, json.dumps(value))
@@ -73,7 +85,7 @@ def move(job, run):
 
 def standby_of(job, rank):
     """The standby store of a rank; None if it does not answer."""
-    with suppress(OSError, RuntimeError):
+    with suppress(OSError, RuntimeError, LookupError):
         address, port = job.addresses[rank]
         socket.create_connection((address, port), job.patience).close()     # or torch prints a page
         store = dist.TCPStore(address, port, timeout=timedelta(seconds=job.patience), wait_for_workers=False)
