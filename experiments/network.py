@@ -239,12 +239,11 @@ def show_grid(found):
     rows = rows_of(found)
     base = {(name, method): seeds for name, method, _, seeds in rows if method != "NoLoCo"}
     for name, method, way, seeds in rows:
-        guesses = [f"{seconds:.2f}" for seconds in predicted(method, seeds[0].o.wire, name)]
-        ddp, diloco = base[name, "DDP"], base[name, "DiLoCo"]
-        show_row(name, f"{method}, {way}", spread_of([run.steps[-1] for run in seeds], ".0f"),
-                 spread_of([run.curves["sync_seconds"][-1] for run in seeds], ".2f"), " or ".join(guesses),
-                 spread_of(finals(seeds)), more_than(diloco, seeds), share_of(diloco, seeds),
-                 share_of(ddp, seeds))
+        guesses = " or ".join(f"{seconds:.2f}" for seconds in predicted(method, seeds[0].o.wire, name))
+        held = spread_of([run.curves["sync_seconds"][-1] for run in seeds], ".2f")
+        ddp, diloco, last = base[name, "DDP"], base[name, "DiLoCo"], spread_of(finals(seeds))
+        show_row(name, f"{method}, {way}", spread_of([run.steps[-1] for run in seeds], ".0f"), held, guesses,
+                 last, more_than(diloco, seeds), share_of(diloco, seeds), share_of(ddp, seeds))
 
 
 def draw_lines(axis, title, lines):
