@@ -40,8 +40,9 @@ The keys of the store in survive/, and who writes them:
     step            an iteration that a rank has begun lately. Watch threads.
     first plan      the plan that checkpoints hold (planned paths). The first rank.
     standby/R       the address of rank R's standby store (standby.py). R itself.
-    known           the number and the ranks of the list of those that answered last. The first rank.
-    takes part/R    at a standby store: the newest list that rank R has read, and R's step. R itself.
+    known           the number of the last evaluation, the ranks that answered it, and those that answered
+                    the one before. The first rank.
+    takes part/R    at a standby store: what rank R last read of `known`, and R's step. R itself.
     takeover/R      rank R has come to that store. takeover/members: the ranks that go on, the first first.
 """
 import contextlib

@@ -7,7 +7,7 @@ Where a dead peer is handled:
         outer steps that begin later leave it out           outer.py     taking_part
         outer steps that list it already                    outer.py     expected, leap (one stage only)
         it comes back after a hang                          outer.py     step -> leap, hurry
-        it comes back as a new process (--join)             outer.py     join; serve on the replica that gives
+        it comes back as a new process (--join)             outer.py     join, then accept -> adopt
     pipeline: a peer is silent or its connection broke      pipeline.py  watch -> probe; wait, attempt
         it is declared dead                                 pipeline.py  declare_dead
         the iteration that first leaves it out              pipeline.py  publish, agree, begin
@@ -15,7 +15,7 @@ Where a dead peer is handled:
         paths and the plan, without it and with it again    routes.py    go_round, replan
         outer steps of its stage                            outer.py     living (job.excluded)
         it wakes up: it joins as a new process does         pipeline.py  leave -> parts.py run
-        it comes back as a new process (--join)             parts.py     join_pipeline; pipeline.py ask
+        it comes back as a new process (--join)             parts.py     join; pipeline.py ask
         it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, giver, hand_over
         the other ranks connect to it                       pipeline.py  begin -> admit
     both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
@@ -82,7 +82,7 @@ class SurvivingJob(Job):
         """Read what this rank must know when the store is lost."""
         own = {self.rank: self.standby[1]}      # a rank that joins has a new standby store
         self.addresses = dict(zip(self.members, self.share("standby", self.standby[1]))) | own
-        self.known = json.loads(self.store.get("known"))    # a number, the ranks that answered last, before
+        self.known = json.loads(self.store.get("known"))        # meeting.py says what it holds
 
     def refuse(self, line):
         if self.joining:                    # the other ranks are training

@@ -52,9 +52,9 @@ def move(job, run):
     job: a SurvivingJob whose store is lost. run: a train.Run that has just written its checkpoint. Raises
     DistError if the standby store is lost too.
     """
-    ranks = sorted({*job.known[1], job.rank}, key=lambda r: (r not in job.members, r))
-    # A rank that led leads no more, though its store may answer.
-    ranks = [r for r in ranks if not job.address or job.addresses.get(r) != job.address]
+    # The rank that hosts the lost store leads no more, though its store may answer.
+    led = {r for r, address in job.addresses.items() if address == job.address}
+    ranks = sorted({*job.known[1], job.rank} - led, key=lambda r: (r not in job.members, r))
     host, store = next(((r, store) for r in ranks if (store := standby_of(job, r))), (None, None))
     if not store:
         return "the store is lost, and no standby store answers"
@@ -72,13 +72,13 @@ def move(job, run):
     other.store, other.address = store, job.addresses[host]
     other.known, other.latest = [number + 1, members, members], max(step for *_, step in told)
     run.o.resume = str(run.folder)
-    settings = {"first plan": run.routes.plan, "known": other.known}
-    for r in range(job.world):                              # for ranks that join
-        settings |= {f"options/{r}": vars(run.o), f"problem/options/{r}": ""}
-        if r not in members and not began:
+    if not began:
+        settings = {"first plan": run.routes.plan, "known": other.known}
+        settings |= {f"options/{r}": vars(run.o) for r in range(job.world)}             # for ranks that join
+        settings |= {f"problem/options/{r}": "" for r in range(job.world)}
+        store.multi_set([*settings], [*map(json.dumps, settings.values())])
+        for r in {*range(job.world)} - {*members}:
             mark_absent(store, r, "takeover")
-    for key, value in settings.items() if not began else ():
-        store.set(key, json.dumps(value))
     line = f"rank {job.rank} goes on at step {run.step} with the store at {':'.join(map(str, other.address))}"
     raise Left(line, other, began or job.rank not in members)
 
