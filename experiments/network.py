@@ -83,21 +83,24 @@ def tries_runs(steps):
 
 
 def grid_runs(steps):
-    """A try (steps): each method's first way, 3 s by the clock on the last network, between two hosts."""
-    tried = {} if steps else published("tries")
+    """The best way of each method on each network that `tries` has, and two of NoLoCo with --survive.
+
+    A try (steps): each method's first way, 3 s by the clock on the last network, between two hosts.
+    """
+    if steps:
+        for method, ways in METHODS.items():
+            way, options = next(iter(ways.items()))
+            run = between_hosts(QUICK, method, way, f"{options} --warmup 4 --eval-sequences 8")
+            yield replace(run, processes=2, program=f"{PROGRAM} 3", hosts=NETWORKS[QUICK][0])
+        return
+    tried = published("tries")
     for name, (method, ways) in itertools.product(NETWORKS, METHODS.items()):
-        there = f"{PLAIN if name == CUT else name}: {method}"
-        if not steps and f"{there}, {next(iter(ways))}" not in tried:
-            continue                                                # a network that nobody has tried yet
-        best = min(ways, key=lambda way: tried[f"{there}, {way}"][0].final if tried else 0)
-        run = between_hosts(name, method, best, ways[best])
-        if not steps:
-            yield run
-        elif name == QUICK:
-            yield replace(run, options=f"{run.options} --warmup 4 --eval-sequences 8", processes=2,
-                          program=f"{PROGRAM} 3", hosts=NETWORKS[name][0])
-    for name in () if steps else (SLOWER, CUT):
-        yield between_hosts(name, "NoLoCo", *SURVIVE)
+        labels = {way: f"{PLAIN if name == CUT else name}: {method}, {way}" for way in ways}
+        losses = {way: tried[label][0].final for way, label in labels.items() if label in tried}
+        if losses:
+            best = min(losses, key=losses.get)
+            yield between_hosts(name, method, best, ways[best])
+    yield from (between_hosts(name, "NoLoCo", *SURVIVE) for name in (SLOWER, CUT))
 
 
 # ---------------------------------------------------------------- one clock for all
@@ -179,7 +182,7 @@ def clocked(argv):
     if run.corpus:
         half = run.corpus.heldout.chunk(2)[own.half == "test"]
         run.corpus.heldout = half.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
-    run.theta = run.theta[:1 << 16]         # all that evaluations send
+    run.theta = run.theta[:1 << 16]         # evaluations send these alone; the checkpoint is never read
     if own.clock:
         run.meter = Clock(run=run, whole=own.clock, gap=own.clock / EVALUATIONS[own.half])
     else:
@@ -247,10 +250,10 @@ def show_grid(found):
 
 
 def draw_lines(axis, title, lines):
-    """lines: (runs, text, colour, dashes)"""
-    for runs, text, colour, dashes in lines:
+    """lines: (runs, text, colour)"""
+    for runs, text, colour in lines:
         x, curves = timed(runs)
-        band(axis, curves, x, COLOURS[colour], ls=dashes, label=text)
+        band(axis, curves, x, COLOURS[colour], label=text)
     axis.set(xlabel="measured seconds", ylabel="held-out nats per byte", title=title)
     label_ends(axis)
 
@@ -263,7 +266,7 @@ def draw_grid(plt, found):
         here = {method: (way, seeds) for name, method, way, seeds in rows if name == network}
         (_, diloco), (_, noloco) = here["DiLoCo"], here["NoLoCo"]
         draw_lines(axis, f"{network}: NoLoCo's last loss over DiLoCo's,\n{more_than(diloco, noloco)} (nats)",
-                   [(seeds, f"{method}, {way}".replace(", ", "\n"), method, "-")
+                   [(seeds, f"{method}, {way}".replace(", ", "\n"), method)
                     for method, (way, seeds) in here.items()])
     return figure
 
@@ -373,7 +376,7 @@ def show_pipeline(found):
 def draw_pipeline(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 4.6), layout="constrained")
     draw_lines(axis, "4 stages of 2 hosts between eight cities (bands: range of three seeds)",
-               [(seeds, name.replace(", ", "\n", 1), PLANS[name][2], "-")
+               [(seeds, name.replace(", ", "\n", 1), PLANS[name][2])
                 for name, seeds in results(found).items() if PLANS[name][2]])
     return figure
 

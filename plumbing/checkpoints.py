@@ -191,5 +191,5 @@ def new_folder(o):
     forbid((config.exists() and not restarts(),
             f"{config.parent} exists: go on with --resume {config.parent}, or give another --name"))
     config.parent.mkdir(parents=True, exist_ok=True)
-    config.touch()
+    config.touch(exist_ok=restarts() > 0)       # of two runs that begin at once the second fails here
     return name
