@@ -51,7 +51,7 @@ class Checkpoints:
         """Tell that this rank has written its part, and drop the parts that nobody needs. No rank waits.
 
         This rank keeps its last two parts, its part of the newest checkpoint that all ranks hold, and all
-        from the newest on that all living ranks hold. Rank 0 marks the dead where they have no part.
+        from the newest on that all living ranks hold. The first rank marks the dead where they have no part.
         """
         store, gone, held = self.job.store, self.job.gone(), list(self.parts(self.rank))
         store.set(f"saved/{held[-1]}/{self.rank}", "=")         # a store may refuse an empty value

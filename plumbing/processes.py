@@ -20,7 +20,7 @@ BROKEN = "Connection ", "Broken pipe", "ncclRemoteError"      # in the errors of
 
 
 class BadInput(Exception):
-    """Something that the user can correct. The message is the one line that rank 0 prints."""
+    """Something that the user can correct. The message is the one line that the first rank prints."""
 
 
 def forbid(*rules):
@@ -39,6 +39,7 @@ class Job:
     """This process among the processes of the run.
 
     rank, world; device; nccl: whether messages travel over NCCL. store: every rank reads and writes its keys.
+    The first rank, of `members`, is rank 0; in survive/ it may become another one.
     joining: whether this process takes a dead rank's place in a job that is training (survive/).
     """
     needs_all = True    # training stops when a process is lost
@@ -76,15 +77,15 @@ class Job:
             return [json.loads(text) for text in texts]
 
     def collect(self, name, value):
-        """On rank 0 {rank: its value}, for the log; None on the other ranks, which do not wait."""
+        """On the first rank {rank: its value}, for the log; None on the other ranks, which do not wait."""
         found = self.share(name, value, read=self.leads)
         return found and dict(zip(self.members, found))
 
     def together(self, function, *args, name=None):
         """function(*args) on every rank. BadInput or OSError on any rank ends all ranks with status 2.
 
-        So does a missing package. Rank 0 prints its one line before. name: unique to this call (default: that
-        of the function).
+        So does a missing package. The first rank prints its one line before. name: unique to this call
+        (default: that of the function).
         """
         result, problem = None, ""
         try:
@@ -99,34 +100,37 @@ class Job:
         return result
 
     def refuse(self, line):
-        """Ends all ranks with status 2, after rank 0 has printed the line. Every rank must call it."""
+        """Ends all ranks with status 2, after the first rank has printed the line. Every rank calls it."""
         if self.leads:
             complain(line)
         self.share("told", "")              # the line comes first: torchrun stops all when one rank leaves
-        Job.collect(self, "left", "")       # rank 0 leaves last: it may host the store
+        Job.collect(self, "left", "")       # the first rank leaves last: it may host the store
         sys.exit(2)
 
     def agree(self, parse, argv):
-        """The fields of parse(argv, world) on rank 0, for every rank."""
+        """The fields of parse(argv, world) on the first rank, for every rank."""
         return self.agree_on("options", lambda: vars(parse(argv, self.world)))
 
     def agree_on(self, name, function):
-        """Rank 0 calls function(). Every rank gets its result, which JSON carries. Refuses as `together`."""
+        """The first rank calls function(). Every rank gets its result, which JSON carries.
+
+        Refuses as `together`.
+        """
         found = self.together(lambda: function() if self.leads else None, name=name)
         return self.share(name, found)[0]
 
     def say(self, lines):
-        """Rank 0 prints the lines."""
+        """The first rank prints the lines."""
         for line in lines if self.leads else []:
             print(line, flush=True)
 
     def tell(self, event):
-        """Put an event in rank 0's log: a dict with `line` for the screen. Only rank 0 may call it; in
-        survive/ every rank may, and without `line`."""
+        """Put an event in the first rank's log: a dict with `line` for the screen. Only the first rank
+        may call it; in survive/ every rank may, and without `line`."""
         self.events.append(event)
 
     def news(self):
-        """The events since the last call, on rank 0."""
+        """The events since the last call, on the first rank."""
         told, self.events = self.events, []
         return told
 
@@ -207,7 +211,7 @@ class Job:
     def close(self):
         """At the end, when all is saved: a lost rank or store does not matter any more."""
         with contextlib.suppress(RuntimeError):
-            self.collect("done", "")        # rank 0 leaves last: it may host the store
+            self.collect("done", "")        # the first rank leaves last: it may host the store
             if dist.is_initialized():
                 dist.barrier()
                 dist.destroy_process_group()

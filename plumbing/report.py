@@ -110,7 +110,7 @@ def weight_spread(theta, replicas, job, key):
 # ---- before the run
 
 def banner(run):
-    """Yields what runs, a line each, then warnings: for rank 0, which has config.json."""
+    """Yields what runs, a line each, then warnings: for the first rank, which has config.json."""
     o, job, corpus = run.o, run.job, run.corpus
     whole, inner = (n / 1e6 for n in count_parameters(run.config))
     tokens = o.microbatches * o.batch * o.seq_len
@@ -141,7 +141,7 @@ def banner(run):
 
 # ---- during the run
 
-# How rank 0 says a number of metrics.jsonl that is not zero: at each evaluation, and at the end.
+# How the first rank says a number of metrics.jsonl that is not zero: at each evaluation, and at the end.
 STEP = dict(
     heldout_loss="held-out {:.4f}", train_loss="train {:.4f}", tokens_per_second="{:.0f} tokens/s",
     weight_spread="weight spread {:.2e}", iteration_seconds="iteration {:.4g} s",
@@ -165,7 +165,10 @@ def say(line, words):
 
 
 class Log:
-    """The run's progress bar and metrics. run: a train.Run. Only rank 0 writes; all tell it their numbers."""
+    """The run's progress bar and metrics. run: a train.Run.
+
+    Only the first rank writes; all ranks tell it their numbers.
+    """
 
     def __init__(self, run):
         self.run, self.o, self.job = run, run.o, run.job

@@ -12,13 +12,12 @@ from survive.outer import SurvivingNoLoCo
 class SurvivingOneByte(OneByte, SurvivingNoLoCo):
     """As SurvivingNoLoCo, with a quarter of the bytes."""
 
-    far = False         # whether a member of the present group may be far
+    far = ()            # the members of the present group that may be far
 
     def post(self, group, vectors, lane=None):
-        far = [r for r in group if position(self.store, r)[1] == "late"]
-        self.far = bool(far)
-        if far:
-            self.report("fp32 instead of int8", far=far)
+        self.far = [r for r in group if position(self.store, r)[1] == "late"]
+        if self.far:
+            self.report("fp32 instead of int8", far=self.far)
         return super().post(group, vectors, lane)
 
     def encoded(self, vector):

@@ -7,21 +7,35 @@ group. So each meeting makes a Gloo group of its own (about 10 ms). The store ho
     alive       it takes part
     late        it takes part, but may be behind: `SurvivingNoLoCo.late`
     absent      no rank waits for it: absent/R is in the store, or in a pipeline its number in lives/T is odd
-    joining     it asks for weights; no rank waits for it
+    joining     it has no weights yet, and asks a replica for them
     gone        its process has ended
 
     from            to          cause                                           function
-    alive           late        a partner did not arrive in its outer step      SurvivingNoLoCo.exchange
-    late            alive       every partner arrived                           SurvivingNoLoCo.exchange
-    alive, late     absent      a rank waited in vain: in an outer step         members_of -> mark_absent
+    alive           late        R did an outer step without a partner           SurvivingNoLoCo.exchange
+                                R goes on at another store                      parts.join
+    late            alive       every partner arrived, and R is not absent      SurvivingNoLoCo.exchange
+    alive, late     absent      a rank waited in vain for R:
+                                in an outer step, or to compare weights         members_of -> mark_absent
                                 in a pipeline                                   Pipeline.declare_dead
                                 at a takeover                                   standby.move -> mark_absent
-    absent          late        R was only slow, and removes absent/R           SurvivingNoLoCo.step -> hurry
+    absent          late        R was only slow, and removes absent/R:
+                                before an inner step                            SurvivingNoLoCo.step -> hurry
+                                to compare weights in an evaluation             SurvivingJob.meet
     absent          joining     R was only slow, and its number is odd          Pipeline.leave
                                 R comes too late to a takeover                  standby.move
-    joining         late        R has a replica's weights                       parts.join
-    any             gone        R's process dies, or too few ranks are left     Gone
+    joining         joining     the replica that was to give R weights died:
+                                on one stage                                    SurvivingNoLoCo.join
+                                in a pipeline                                   Pipeline.take_weights
+    joining         absent      R has a replica's weights, on one stage         SurvivingNoLoCo.join
+    joining         late        R has a replica's or its own, in a pipeline     parts.join
+    joining         gone        no replica has weights for R, nor R itself      parts.own_checkpoint
+    any             gone        R's process dies
+                                too few ranks are left                          Gone, or standby.move
+                                a new process has R's place                     Pipeline.leave
     gone            joining     R's new process, started with --join            parts.build
+
+An evaluation misses a rank that does not answer in time. The next one does not wait for this rank:
+`SurvivingJob.unanswered`, the first rank's own list.
 
 The keys of the store in survive/, and who writes them:
 
@@ -38,10 +52,11 @@ The keys of the store in survive/, and who writes them:
     giver/R/V       the replica that gives R weights. The first rank of its stage to ask.
     ready/R/V       rank R has joined and has weights. R itself.
     step            an iteration that a rank has begun lately. Watch threads.
-    first plan      the plan that checkpoints hold (planned paths). The first rank.
+    address         the address of this store, after a takeover. The first ranks of the takeover.
+    first plan      the plan that checkpoints hold (planned paths). The first rank, or those of a takeover.
     standby/R       the address of rank R's standby store (standby.py). R itself.
     known           the number of the last evaluation, the ranks that answered it, and those that answered
-                    the one before. The first rank.
+                    the one before. The first rank, or those of a takeover.
     takes part/R    at a standby store: what rank R last read of `known`, and R's step. R itself.
     takeover/R      rank R has come to that store. takeover/members: the ranks that go on, the first first.
 """
@@ -114,9 +129,8 @@ def come_back(store, rank):
 
 def absent(store, ranks):
     """The set of the absent ones of `ranks`."""
-    if not store.add("absences", 0):                        # one request in a run without faults
-        return set()
-    return {r for r in ranks if store.check([f"absent/{r}"])}
+    any_ever = store.add("absences", 0)                     # one request in a run without faults
+    return {r for r in ranks if any_ever and store.check([f"absent/{r}"])}
 
 
 def announce(store, rank, outer, where):
@@ -139,8 +153,7 @@ def notice_silence(store, timeout):
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     seconds, kind = max(2, round(5 * timeout)), (socket.AF_INET, socket.SOCK_STREAM)
-    settings = {"TCP_KEEPIDLE": max(1, seconds // 2), "TCP_KEEPINTVL": max(1, seconds // 8),
-                "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 1000 * seconds}
+    settings = {"TCP_KEEPIDLE": seconds // 2, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": 1000 * seconds}
     for fd in os.listdir("/proc/self/fd") if hasattr(socket, "TCP_USER_TIMEOUT") else []:
         # an OSError or IndexError: this is no TCP socket
         with contextlib.suppress(OSError, IndexError), socket.fromfd(int(fd), *kind) as link:

@@ -23,6 +23,8 @@ from noloco import NoLoCo, random_groups
 from plumbing.processes import gloo_interface
 from survive.meeting import absent, announce, come_back, connect, mark_absent, members_of, position
 
+NO_WEIGHT = -math.inf       # all that a replica sends which joins and has no weights yet
+
 
 class SurvivingNoLoCo(NoLoCo):
     """NoLoCo that needs no process group: RANK and WORLD_SIZE give the ranks, `store` connects them.
@@ -74,34 +76,18 @@ class SurvivingNoLoCo(NoLoCo):
 
     # ---- who meets whom
 
-    def living(self):
-        return [r for r in self.ranks if r not in self.excluded]
-
     def begun(self, outer):
         return self.store.check([f"{self.name}/{outer}/ranks"])
 
-    def last_begun(self, outer):
-        with contextlib.suppress(RuntimeError):
-            while self.begun(outer + 1):
-                outer += 1
-        return outer
-
     def taking_part(self, outer):
         """The ranks of outer step `outer`: those not absent when the first replica came to it."""
-        key = f"{self.name}/{outer}/ranks"
-        if self.begun(outer):
-            ranks = self.store.get(key)
-        else:
-            away = absent(self.store, self.ranks) - {self.rank}
-            here = " ".join(str(r) for r in self.living() if r not in away)
-            ranks = self.store.compare_set(key, "", here)
-        return [int(r) for r in ranks.split()]
+        away = (self.excluded | absent(self.store, self.ranks)) - {self.rank}
+        here = " ".join(str(r) for r in self.ranks if r not in away)
+        return [int(r) for r in self.store.compare_set(f"{self.name}/{outer}/ranks", "", here).split()]
 
-    def group(self):
-        """As NoLoCo.group; this replica alone where it takes no part."""
-        return self.group_in(self.current)
-
-    def group_in(self, outer):
+    def group(self, outer=None):
+        """As NoLoCo.group, in this outer step (default: the present); alone if this replica takes no part."""
+        outer = self.current if outer is None else outer
         groups = random_groups(self.taking_part(outer), self.group_size, outer, self.seed)
         return next((g for g in groups if self.rank in g), (self.rank,))
 
@@ -131,7 +117,7 @@ class SurvivingNoLoCo(NoLoCo):
 
     def expected(self, outer):
         """Whether a partner can still come to meet this replica in outer step `outer`."""
-        group = self.group_in(outer)
+        group = self.group(outer)
         partners = set(group) - {self.rank}
         if self.store.check([f"{self.key(outer, group)}/members"]):
             return False
@@ -174,8 +160,10 @@ class SurvivingNoLoCo(NoLoCo):
         with contextlib.suppress(RuntimeError):
             announce(self.store, self.rank, outer, "out")
         if missing:
-            self.late = True
-            self.last_stale_list = self.last_begun(outer)
+            self.late, self.last_stale_list = True, outer
+            with contextlib.suppress(RuntimeError):
+                while self.begun(self.last_stale_list + 1):
+                    self.last_stale_list += 1
             self.report("outer step without partners", missing=sorted(missing), error=error)
         arrived = {r: its for r, *its in zip(members, *arriving) if r not in missing}
         self.count(len(arrived), came & missing)
@@ -198,14 +186,15 @@ class SurvivingNoLoCo(NoLoCo):
 
     def report(self, event, **more):
         with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
-            self.tell(dict(event=event, outer=self.current + 1, rank=self.rank, **more))
+            outer = self.current + 1
+            self.tell(dict(event=event, step=outer * self.inner_steps, outer=outer, rank=self.rank, **more))
 
     def count(self, n, unreached):
         """Count outer steps done alone, and warn if partners that came, so they live, are never reached."""
         if n > 1:
             self.alone_in_a_row, self.unreached = 0, set()
             return
-        self.alone += len(self.living()) > 1
+        self.alone += len(set(self.ranks) - self.excluded) > 1
         self.alone_in_a_row += 1
         self.unreached |= unreached
         if self.alone_in_a_row % 3 == 0 and self.unreached:
@@ -219,18 +208,19 @@ class SurvivingNoLoCo(NoLoCo):
 
         A replica that is not finite itself takes a partner's theta as its theta and phi, and delta = 0.
         Without a finite partner it takes its own phi. It does the outer step alone: Delta and delta are 0,
-        so N1 to N3 change nothing.
+        so N1 to N3 change nothing. `adopted` is this partner, or None.
         """
         finite = [r for r, vectors in arrived.items() if all(map(self.finite, vectors))]
         adopts = self.rank not in finite
+        refused = [r for r in arrived if r not in finite and not joins(arrived[r][0])]
         if adopts:
             if finite:
                 self.adopt(arrived[finite[0]][0])
             self.theta.copy_(self.phi)
             self.delta.zero_()
-        if len(finite) < len(arrived):
-            self.adopted = finite[0] if adopts and finite else None
-            self.report("not finite", refused=sorted(set(arrived) - set(finite)), adopted=self.adopted)
+        self.adopted = finite[0] if adopts and finite else None
+        if refused:
+            self.report("not finite", refused=refused, adopted=self.adopted)
         if adopts:
             finite = [self.rank]
             if self.reset:
@@ -256,7 +246,7 @@ class SurvivingNoLoCo(NoLoCo):
             come_back(self.store, self.rank)
             self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
             if self.rank in self.taking_part(outer):        # a partner expects it, maybe already in the first
-                self.theta.fill_(math.nan)
+                self.theta.fill_(NO_WEIGHT)
                 self.late, self.steps = True, (outer + 1) * self.inner_steps - 1
                 super().step()
                 # No partner waits until it trains, once the other replicas have left an evaluation.
@@ -264,4 +254,9 @@ class SurvivingNoLoCo(NoLoCo):
                 self.store.wait([f"{self.name}/{outer + 1}/ranks"], timedelta(seconds=60 * self.timeout))
             outer += 1
         self.late = True
-        self.tell(dict(event="joined", outer=outer, rank=self.rank, given_by=self.adopted))
+        self.tell(dict(event="joined", step=self.steps, outer=outer, rank=self.rank, given_by=self.adopted))
+
+
+def joins(theta):
+    """Whether theta, or a message of it, is that of a replica which joins. (It travels in fp32.)"""
+    return torch.is_tensor(theta) and bool((theta == NO_WEIGHT).all())

@@ -13,7 +13,7 @@ Where a dead peer is handled:
         the iteration that first leaves it out              pipeline.py  publish, agree, begin
         microbatches on it are lost and counted             pipeline.py  take, task
         paths and the plan, without it and with it again    routes.py    go_round, replan
-        outer steps of its stage                            outer.py     living (job.excluded)
+        outer steps of its stage                            outer.py     taking_part (excluded)
         it wakes up: it joins as a new process does         pipeline.py  leave -> parts.py run
         it comes back as a new process (--join)             parts.py     join; pipeline.py ask
         it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, giver, hand_over
@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import train
 from plumbing.checkpoints import load, restore
-from plumbing.processes import Job, one_line
+from plumbing.processes import BadInput, Job, forbid, one_line
 from survive.far import SurvivingOneByte
 from survive.meeting import Gone, Left, absent, come_back, connect, members_of, notice_silence
 from survive.outer import SurvivingNoLoCo
@@ -49,7 +49,8 @@ EVENTS = {      # the line on the screen for each event
     "fp32 instead of int8": "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
     "joined": "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
     "lost": "rank {rank} lost rank {peer} at step {step}: {error}",
-    "dead": "from step {step} on paths go round the dead ranks {ranks}; stages left out: {stages_left_out}",
+    "dead": "from step {step} on paths avoid ranks {ranks}, dead or joining, and stages {stages_left_out}",
+    "takeover": "rank {rank} leads from step {step} on, with another store and without ranks {missing}",
 }
 
 
@@ -57,7 +58,7 @@ class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
     needs_all = False
 
-    standby = address = None        # this rank's standby store, and where the job's is after a takeover
+    standby = address = None        # this rank's standby store; after a takeover, where the job's store is
     latest = -1         # the step at which a job at another store goes on
 
     def __init__(self, job, timeout, asks):
@@ -71,6 +72,7 @@ class SurvivingJob(Job):
         self.events_read = 0
         if self.store.check(["takeover/members"]):
             self.members = [int(r) for r in self.store.get("takeover/members").split()]
+            self.address = json.loads(self.store.get("address"))
         self.leads = self.rank == self.members[0]
         if self.world > 1:
             notice_silence(self.store, timeout)
@@ -117,15 +119,15 @@ class SurvivingJob(Job):
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 
     def tell(self, event):
-        """Send an event to rank 0's log, with its line for the screen."""
+        """Send an event to the first rank's log, with its line for the screen."""
         event = dict(event, line=EVENTS[event["event"]].format(**event))
         self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
 
     def news(self):
         first, self.events_read = self.events_read + 1, self.store.add("events", 0)
         keys = [f"event/{n}" for n in range(first, self.events_read + 1)]
-        written = [key for key in keys if self.store.check([key])]  # a rank that died in `tell` leaves a gap
-        return [json.loads(self.store.get(key)) for key in written]
+        # a rank that died in `tell` leaves a gap
+        return [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
 
     def meet(self, key, ranks):
         come_back(self.store, self.rank)
@@ -138,20 +140,19 @@ class SurvivingJob(Job):
 
         Raises Left if it goes on at another store. Otherwise it prints one line and ends.
         """
-        try:
-            with super().rescue(run, save):
-                try:
-                    yield
-                except (Gone, dist.DistError) as error:
-                    with contextlib.suppress(RuntimeError):     # `save` ends with a message to the lost store
-                        save()
-                    why = "the store is lost, and a standby store too"
-                    with contextlib.suppress(dist.DistError):
-                        why = error if isinstance(error, Gone) else move(self, run)
-                    sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; "
-                             f"go on with --resume {run.folder}")
-        finally:
-            run.pipeline.stop()
+        with contextlib.closing(run.pipeline), super().rescue(run, save):
+            try:
+                yield
+            except (Gone, dist.DistError) as error:
+                then = f"go on with --resume {run.folder}"
+                if not run.checkpoints.parts(self.rank):        # nor do the ranks that died before have one
+                    then = "the ranks have no checkpoint in common: start again with another --name"
+                with contextlib.suppress(RuntimeError):         # `save` ends with a message to the lost store
+                    save()
+                why = "the store is lost, and a standby store too"
+                with contextlib.suppress(dist.DistError):
+                    why = error if isinstance(error, Gone) else move(self, run)
+                sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; {then}")
 
 
 def run(job, o, argv):
@@ -190,13 +191,10 @@ def build(job, o, argv):
 def make_outer(job, o, params, replicas, inner):
     if o.method != "noloco" or job.world == 1:
         return train.make_outer(job, o, params, replicas, inner)
-
-    def tell(event):
-        job.tell(dict(step=event["outer"] * o.inner_steps, **event))
-
     # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps there.
     return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store, timeout=job.timeout,
-                            catch_up=len(o.stages) == 1, tell=tell, reset=inner.reset, excluded=job.excluded)
+                            catch_up=len(o.stages) == 1, tell=job.tell, reset=inner.reset,
+                            excluded=job.excluded)
 
 
 def join(run):
@@ -205,6 +203,8 @@ def join(run):
     if not job.asks:
         own_checkpoint(run)
         step = job.latest if pipeline.peers else run.step
+        if job.leads:
+            job.tell(dict(event="takeover", step=step, rank=rank, missing=sorted(job.gone())))
     elif pipeline.peers:
         step = pipeline.ask()
         if step >= run.o.steps:
@@ -228,8 +228,11 @@ def join(run):
 
 
 def own_checkpoint(run):
-    own = run.checkpoints.parts(run.job.rank)
-    if not own:
-        run.job.refuse(f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint")
-    restore(run, load(own[max(own)]))
-    print(f"rank {run.job.rank} has its own weights of step {run.step}", flush=True)
+    rank = run.job.rank
+    own = run.checkpoints.parts(rank)
+    try:
+        forbid((not own, f"no rank has rank {rank}'s weights, nor has {run.folder} a checkpoint"))
+        restore(run, load(own[max(own)]))
+    except BadInput as error:
+        run.job.refuse(str(error))
+    print(f"rank {rank} has its own weights of step {run.step}", flush=True)

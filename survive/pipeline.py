@@ -242,7 +242,7 @@ class SurvivingPipeline(Pipeline):
         """
         giver = self.giver(self.rank)
         if giver != self.rank and not self.hand_over(giver, gives=False):
-            self.stop()
+            self.close()
             raise Left(f"rank {self.rank} lost rank {giver}, which gave it its weights", self.job, True)
         self.job.store.set(self.key("ready", self.rank), "=")
         for peer in self.living(self.peers):
@@ -286,13 +286,12 @@ class SurvivingPipeline(Pipeline):
         """
         store = self.job.store.clone()                      # a client that waits serves no other thread
         notice_silence(store, self.job.timeout)
-        beat, seen = 0, {}
+        seen = {}
         while not self.stopped.wait(self.job.timeout / 12):
             now, peer, arrival = time.monotonic(), self.waiting, self.arrival
             try:
                 if peer is not None or now - self.busy_until < self.job.timeout / 3:
-                    beat += 1
-                    store.set(self.key("beat", self.rank), str(beat))
+                    store.add(self.key("beat", self.rank), 1)
                     if self.step >= 0:
                         store.set("step", str(self.step))
                 if peer is not None:
@@ -303,7 +302,7 @@ class SurvivingPipeline(Pipeline):
                         arrival.set_exception(error)
 
     def probe(self, store, peer, arrival, seen, now):
-        """Raises RuntimeError if the wait for a peer should end. seen: {beat's key: (beat, when first read)}.
+        """Raises RuntimeError if the wait for a peer should end. seen: {beat's key: (count, when first read)}
 
         Another rank may have dropped this one. The peer is silent without a beat for a third of the timeout.
         (A third, because other replicas of the stage then still wait in their outer step for the ranks that
@@ -312,9 +311,9 @@ class SurvivingPipeline(Pipeline):
         if store.check([self.key("dropped", self.rank)]):
             raise RuntimeError("other ranks do not wait for this rank any more")
         key = self.key("beat", peer)
-        last = store.get(key) if store.check([key]) else b""
-        if seen.get(key, (None, 0.0))[0] != last:
-            seen[key] = last, now
+        count = store.add(key, 0)
+        if seen.get(key, (None, 0.0))[0] != count:
+            seen[key] = count, now
         if now - seen[key][1] > self.job.timeout / 3 and not arrival.done():
             store.set(self.key("dropped", peer), "=")       # when it wakes it must not declare this rank dead
             raise RuntimeError(f"no sign of life for {self.job.timeout / 3:g} s")
@@ -332,7 +331,7 @@ class SurvivingPipeline(Pipeline):
         self.busy_until = time.monotonic() + seconds
         self.grace = seconds
 
-    def stop(self):
+    def close(self):
         self.stopped.set()
         for works in self.queues.values():
             works.put(None)

@@ -23,8 +23,7 @@ class SurvivingRoutes(Routes):
         self.present_plan = self.plan           # self.plan stays the first one, for checkpoints
 
     def at(self, step):
-        plan = self.present_plan
-        idle = plan and not plan["order"][self.job.rank]
+        idle = self.present_plan and not self.present_plan["order"][self.job.rank]
         if self.pipeline.begin(step, idle):
             self.go_round(step)
         plan = self.present_plan

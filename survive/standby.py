@@ -69,17 +69,17 @@ def move(job, run):
             store.delete_key(key)           # for a later meeting here
         return f"the store is lost; ranks {members} of {lists[0]} are too few to go on, or none of stage 0"
     other = copy(job)
-    other.store, other.address = store, job.addresses[host]
-    other.known, other.latest = [number + 1, members, members], max(step for *_, step in told)
+    other.store, other.latest = store, max(step for *_, step in told)
     run.o.resume = str(run.folder)
     if not began:
-        settings = {"first plan": run.routes.plan, "known": other.known}
+        settings = {"first plan": run.routes.plan, "address": job.addresses[host],
+                    "known": [number + 1, members, members]}
         settings |= {f"options/{r}": vars(run.o) for r in range(job.world)}             # for ranks that join
         settings |= {f"problem/options/{r}": "" for r in range(job.world)}
         store.multi_set([*settings], [*map(json.dumps, settings.values())])
         for r in {*range(job.world)} - {*members}:
             mark_absent(store, r, "takeover")
-    line = f"rank {job.rank} goes on at step {run.step} with the store at {':'.join(map(str, other.address))}"
+    line = f"rank {job.rank} goes on at step {run.step}, store {':'.join(map(str, job.addresses[host]))}"
     raise Left(line, other, began or job.rank not in members)
 
 
