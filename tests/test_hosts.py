@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from plumbing.processes import Job
 from survive.outer import SurvivingNoLoCo
 from tests.harness import SMALL, assert_same, checkpoint, metrics, processes, run, train_main
 from tools.hosts import Hosts, enter
@@ -57,29 +58,32 @@ def _on_host(rank, world, networks, argv, environment, only=None):
 def _alone_together(rank, world, networks, argv, environment):
     """Two replicas that reach the store, but offer each other loopback: what they say in six outer steps."""
     be_on_host(rank, networks, environment)
-    (store, *_), text = next(iter(dist.rendezvous("env://"))), io.StringIO()
-    outer = SurvivingNoLoCo([torch.nn.Parameter(torch.ones(4))], inner_steps=1, store=store, timeout=0.5)
+    job, text = Job(), io.StringIO()
+    outer = SurvivingNoLoCo([torch.nn.Parameter(torch.ones(4))], inner_steps=1, store=job.store, timeout=0.5)
     with contextlib.redirect_stderr(text):
         for _ in range(6):
             outer.step()
-    store.set(f"ended/{rank}", "=")
-    store.wait([f"ended/{r}" for r in range(world)])
-    store.set(f"left/{rank}", "=")
-    if rank == 0:                                               # it hosts the store, and leaves last
-        store.wait([f"left/{r}" for r in range(world)])
+    job.share("ended", "")
+    job.close()
     return outer.alone, text.getvalue()
 
 
 def train_on(hosts, *argv, cwd, during=None, fallen=(), only=None, world=4, **environment):
-    """Train with one rank on each host; `during` runs beside it. [(exit status, output)]"""
-    beside = threading.Thread(target=during or (lambda: None), daemon=True)
-    beside.start()
+    """Train with one rank on each host: [(exit status, output)].
+
+    during: a function that runs beside it, from the first evaluation on.
+    """
+    def beside():
+        wait_until(lambda: rows_of(cwd))
+        during()
+
+    if during:
+        threading.Thread(target=beside, daemon=True).start()
     try:
         return processes(world, _on_host, hosts.networks, [*COMMON, *argv], environment, only, cwd=cwd,
                          fallen=fallen)
     finally:
-        for host in range(4):
-            hosts.cut([host], 0)
+        hosts.mbit, hosts.free, hosts.silent = {(): 200}, {}, [0.0] * 8
 
 
 def wait_until(condition, limit=60):
@@ -145,18 +149,13 @@ def test_replicas_that_never_reach_each_other_say_so(hosts, tmp_path):
         assert f"(ranks [{1 - rank}])" in text and "Gloo uses lo here" in text
 
 
-def missed(folder, rank):
-    """Whether another rank has waited for this one in vain."""
-    return any(rank in row.get("missing", ()) and row["rank"] != rank or row.get("event") == "dead"
-               for row in rows_of(folder))
-
-
 @pytest.mark.parametrize("stages", ["4", "2,2"])
 def test_training_goes_on_while_a_link_is_cut_and_takes_the_host_back(stages, hosts, corpus, tmp_path):
     def during():
-        wait_until(lambda: rows_of(tmp_path))
         hosts.cut([3])
-        wait_until(lambda: missed(tmp_path, 3))         # told at an evaluation
+        # told at an evaluation: another rank has waited in vain
+        wait_until(lambda: any(3 in row.get("missing", ()) and row["rank"] != 3 or row.get("event") == "dead"
+                               for row in rows_of(tmp_path)))
         hosts.cut([3], 0)
         wait_until(lambda: [row["ranks"] for row in rows_of(tmp_path) if "ranks" in row][-5:] == [4] * 5)
         for rank in range(4):
@@ -175,20 +174,14 @@ def test_training_goes_on_while_a_link_is_cut_and_takes_the_host_back(stages, ho
     assert (stages == "4") <= len(lost) == len(outer) == len(ranks)
 
 
-@pytest.mark.parametrize("stages, seconds", [("4", None), ("2,2", None), ("2,2", 1)],
+@pytest.mark.parametrize("stages, seconds", [("4", math.inf), ("2,2", math.inf), ("2,2", 1)],
                          ids=["one stage", "for good", "restored"])
 def test_a_run_finishes_when_a_link_is_cut(stages, seconds, hosts, corpus, tmp_path):
     """For good, or for less than a third of --survive (with the wait of TCP's next try)."""
-    def during():
-        wait_until(lambda: rows_of(tmp_path))
-        hosts.cut([3])
-        if seconds:
-            time.sleep(seconds)         # the fault itself
-            hosts.cut([3], 0)
-
-    survive, fallen, n = (9, [], 4) if seconds else (2, [3], 3)
+    survive, fallen, n = (9, [], 4) if seconds == 1 else (2, [3], 3)
     argv = ["--stages", stages, "--layers", 2, "--inner-steps", 5, "--steps", 60, "--survive", survive]
-    results = train_on(hosts, *argv, "--data", corpus, cwd=tmp_path, during=during, fallen=fallen)
+    results = train_on(hosts, *argv, "--data", corpus, cwd=tmp_path, fallen=fallen,
+                       during=lambda: hosts.cut([3], seconds))
     assert [result[0] for result in results if result][:n] == [0] * n
     rows, said = metrics(tmp_path / "runs/x"), results[0][1]
     assert rows[-1]["step"] == 60 and rows[-1]["ranks"] == n
@@ -199,21 +192,13 @@ def test_a_run_finishes_when_a_link_is_cut(stages, seconds, hosts, corpus, tmp_p
 @pytest.mark.parametrize("stages, few", [("8", {0, 1, 2}), ("4,4", {0, 1, 4}), ("8", {4, 5, 6, 7})], ids=str)
 def test_of_two_parts_one_goes_on(stages, few, hosts, corpus, tmp_path):
     """Five of eight hosts train on without node 0 and its store; of two halves the one with the store."""
-    def during():
-        wait_until(lambda: rows_of(tmp_path))
-        hosts.mbit.update({pair: 1e-9 for pair in itertools.combinations(range(8), 2)
-                           if len({*pair} & few) == 1})
-
+    between = {pair: 1e-9 for pair in itertools.combinations(range(8), 2) if len({*pair} & few) == 1}
     argv = ["--stages", stages, "--layers", 2, "--inner-steps", 5, "--steps", 400, "--survive", 0.8]
-    try:
-        results = train_on(hosts, *argv, "--data", corpus, cwd=tmp_path, during=during, world=8)
-    finally:
-        hosts.mbit, hosts.free = {(): 200}, {}
+    results = train_on(hosts, *argv, "--data", corpus, cwd=tmp_path, world=8,
+                       during=lambda: hosts.mbit.update(between))
     for rank, (code, _) in enumerate(results):
-        step = 400
-        if rank in few:
-            line = rf"stopped: rank {rank} at step (\d+): .*(too few|standby).*; go on with --resume runs/x"
-            assert re.fullmatch(line, str(code)), results
-            step = int(re.fullmatch(line, code)[1])
-        assert step < 400 or code == 0, results
+        line = rf"stopped: rank {rank} at step (\d+): .*(too few|standby).*; go on with --resume runs/x"
+        stopped = re.fullmatch(line, str(code))
+        assert stopped if rank in few else code == 0, results
+        step = int(stopped[1]) if stopped else 400
         assert checkpoint(tmp_path / "runs/x", step, rank)["step"] == step
