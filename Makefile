@@ -18,7 +18,8 @@ test: .venv/ready
 
 # every failure in every kind of job; then 200 outer steps with a random one every ten
 faults: .venv/ready
-	$(BIN)/python -m pytest -q -m "faults or not faults" -k "survivors or takes or joins or restarts or without_replicas"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not soak" -k "test_survive or takes" \
+		tests/test_survive.py tests/test_hosts.py
 
 soak: .venv/ready
 	$(BIN)/python -m pytest -q -s -m soak

@@ -39,7 +39,7 @@ class SurvivingRoutes(Routes):
         if 0 in left_out or left_out and not self.o.skip:
             way = " and without --skip no microbatch can leave it out" if left_out[0] else ""
             raise Gone(f"every replica of stage {left_out[0]} is gone{way}")
-        if self.job.leads:
+        if dead and self.job.leads:         # a rank that joins tells that itself
             self.job.tell(dict(event="dead", step=step, ranks=sorted(dead), stages_left_out=left_out))
         self.stages = living(self.all_stages, dead)
         if self.present_plan:
