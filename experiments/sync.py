@@ -51,7 +51,7 @@ def draw_simulated(plt, r):
           title="B  Simulated: DiLoCo waits for the slowest of all replicas, NoLoCo for a partner\n"
                 "(500 outer steps, exchange time left out)")
     c.set(xscale="log", yscale="log", xlabel="replicas", ylabel="seconds per synchronisation",
-          title=f"C  Simulated: counting bytes an all-reduce is closer\n({r['params'] / 1e6:g}M fp32 weights, "
+          title=f"C  Simulated: with bytes an all-reduce is closer\n({r['params'] / 1e6:g}M fp32 weights, "
                 f"{r['mbit']:g} Mbit/s, {1000 * r['latency_seconds']:g} ms, std(t) / t_c {r['spread']:g})")
     c.set_xticks(r["counts"], [str(n) for n in r["counts"]])
     c.minorticks_off()
