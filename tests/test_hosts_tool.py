@@ -15,6 +15,7 @@ import pytest
 
 from planning.instance import city_links
 from tests.harness import HERE
+from tests.test_hosts import wait_until
 from tools import hosts as tool
 from tools.hosts import Hosts, enter, read
 
@@ -49,13 +50,6 @@ def left():
         with suppress(OSError):         # it ended meanwhile
             found.add(os.readlink(process / "ns/net"))
     return found
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)        # between two looks
 
 
 def socket_on(hosts, host, kind):
