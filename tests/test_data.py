@@ -81,14 +81,12 @@ def test_tokenizer_file(tmp_path):
     assert data.bytes_per_token == pytest.approx(len(text) / 400, rel=0.01)
     with pytest.raises(BadInput, match="needs --vocab 52, not 40"):
         load_corpus(options(*argv, "--vocab", 40))
-    # A text that spells the end token does not end there. Another end token is named beside the tokenizer.
+    # a text that spells the end token does not end there
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(file)
     assert tokenizer.encode("w7 <|endoftext|> w9").ids == [9, 1, 11]
-    encode = lambda *texts: [tokens.tolist() for tokens in load_tokenizer(file).encode(texts)]
-    assert encode(b"w7 <|endoftext|> w9") == [[9, 0, 0, 0, 11, 1]]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token=dict(content="w9"))))
-    assert encode(b"w7", b"") == [[9, 11], [11]]
+    encoded = load_tokenizer(file).encode([b"w7 <|endoftext|> w9", b""])
+    assert [tokens.tolist() for tokens in encoded] == [[9, 0, 0, 0, 11, 1], [1]]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="nowhere")))
     with pytest.raises(BadInput, match="has no nowhere to end a document"):
         load_corpus(options(*argv))

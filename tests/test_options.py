@@ -12,6 +12,8 @@ import pytest
 
 import bench_sync
 import train
+from experiments import pictures
+from plumbing.processes import BadInput
 from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused
 from tools import emulate, export, hosts, partial, prepare
 
@@ -56,6 +58,15 @@ def test_bad_input_is_one_line_of_rank_0_and_status_2(line, error, files):
     main, *argv = program_of(line.removeprefix("2: "))
     told = refused(2, *argv, main=main, cwd=Path()) if line.startswith("2: ") else error_of(main, *argv)
     assert error in told
+
+
+def test_a_missing_package_names_the_extra(files, monkeypatch):
+    for package in ("tokenizers", "matplotlib"):
+        monkeypatch.setitem(sys.modules, package, None)
+    error = error_of(train.main, "--tokenizer", "x.json")
+    assert "needs the tokenizers package: pip install '.[hf]'" in error
+    with pytest.raises(BadInput, match=r"\[plot\]"):
+        pictures.picture(Path(), "sync_measured", None, [])
 
 
 @pytest.mark.parametrize("main, option", [(partial.main, "--shares"), (emulate.main, "--time-scale")])

@@ -158,11 +158,12 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
     assert line["simulated_seconds"] == states[0]["plan"]["makespan"] > 0.05
 
 
-@pytest.mark.parametrize("routing, method", [("dtfm", "ddp"), ("dtfm-skip", "diloco"), ("no-tc2", "noloco")])
+@pytest.mark.parametrize("routing, method", [("dtfm", "ddp"), ("dtfm-skip", "diloco --inner-steps 2"),
+                                             ("no-tc2", "noloco --inner-steps 2")])
 def test_every_planned_routing_runs_emulated_with_every_method(routing, method, skip_run, corpus):
-    run(5, "--stages", "2,1,2", "--skip", 0.33, "--routing", routing, "--method", method,
-        *(["--inner-steps", 2] if method != "ddp" else []), "--links", "links.json", "--microbatches", 2,
-        "--steps", 3, "--data", corpus, "--name", routing, *SMALL, cwd=skip_run, main=emulate.main)
+    run(5, "--stages", "2,1,2", "--skip", 0.33, "--routing", routing, "--method", *method.split(), "--links",
+        "links.json", "--microbatches", 2, "--steps", 3, "--data", corpus, "--name", routing, *SMALL,
+        cwd=skip_run, main=emulate.main)
     line = metrics(skip_run / "runs" / routing)[-1]
     plan = checkpoint(skip_run / "runs" / routing, 3, 0)["plan"]
     assert all(len(path) == (3 if routing == "dtfm" else 2) for path in plan["paths"])
