@@ -63,5 +63,4 @@ def test_measured_bytes_equal_the_counted_bytes(tmp_path):
     for _, _, sent in results:
         assert sent == 3 * [theta, theta, short]        # exchange; NoLoCo; one byte
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows.values())
-    for name, row in rows.items():
-        assert f"| {name} | " in results[0][1] and f"] | {row['bytes'] / 1e6:.0f} | " in results[0][1]
+    assert all(f"| {name} | " in results[0][1] for name in rows)

@@ -14,7 +14,7 @@ BUDGETS = {
     "code": {       # lines without docstrings, comments and blanks, of a file or of all files of a folder
         "noloco.py": 140, "model.py": 115, "skippipe.py": 400, "train.py": 380, "bench_sync.py": 270,
         "test_minimal.py": 420, "plumbing": 1216, "planning": 650, "survive": 763, "tools": 420,
-        "experiments": 1350, "tests": 3085,
+        "experiments": 1350, "tests": 3025,
     },
     "words": {"README.md": 1750, "docs/*.md": 13000, "docs/results.md": 4500},
     "lines": {"README.md": 200},
@@ -68,7 +68,6 @@ def test_imports_point_down(room):
             for name in (before + alias.name for alias in node.names):
                 allowed = any(f"{name}.".startswith(f"{low}.") for low in IMPORTS[room])
                 assert allowed or name.split(".")[0] not in ours, f"{file} imports {name}"
-                assert (room, name.split(".")[0]) != ("skippipe.py", "torch"), f"{file} imports {name}"
 
 
 def test_an_equations_number_is_defined_once():

@@ -101,7 +101,6 @@ def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_
     assert [*help_of][:10] == "method inner-steps stages skip model steps lr data name resume".split()
     for option, defaults in {"lr": "tiny 0.003, small 0.0006, medium 0.0002, large 0.00012",
                              "inner-steps": "noloco 50, diloco 100, noloco with tiny 10, diloco with tiny 20",
-                             "alpha": "noloco 0.5, diloco 0.3, noloco with tiny 0.0, diloco with tiny 0.0",
                              "group-size": "noloco 2", "clip": "1.0", "seed": "0"}.items():
         assert help_of[option].endswith(f"(default: {defaults})"), help_of[option]
 

@@ -223,8 +223,7 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(replan, trained, tmp_pa
 
 def test_ranks_without_work_in_a_plan_are_named(trained, tmp_path):
     """One microbatch that visits two of three stages leaves out one rank."""
-    delay = [[0, 0.1, 0.2], [0.1, 0, 0.3], [0.2, 0.3, 0]]
-    (tmp_path / "links.json").write_text(json.dumps(dict(delay=delay, compute=0.05)))
+    (tmp_path / "links.json").write_text(json.dumps(dict(delay=[[0.1] * 3] * 3, compute=0.05)))
     out = trained(3, "--stages", "1,1,1", "--skip", 0.33, "--microbatches", 1, "--links", "links.json",
                   "--steps", 1)
     ((_, visited),) = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]["paths"]
