@@ -102,9 +102,9 @@ def within(tolerance, wanted, measure, *args):
 
 
 def round_trip(hosts, one, other):
-    """Milliseconds, the least of 15: what is not the network's only adds."""
+    """Milliseconds, the least of 8: what is not the network's only adds."""
     ends, times = [socket_on(hosts, host, UDP) for host in (one, other)], []
-    for _ in range(15):
+    for _ in range(8):
         begin = time.monotonic()
         exchange(*ends)
         times.append(1000 * (time.monotonic() - begin))
