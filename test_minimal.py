@@ -31,8 +31,8 @@ from planning.search import plan
 from skippipe import Deadlock, Network, full_paths, random_paths, simulate
 from tests.harness import SMALL, SMALL_CONFIG, checkpoint, gloo, processes, run, write_corpus
 from tests.oracles import (
-    PUBLISHED_ROUTES, any_paths, assert_possible, every_order, random_network, reference_logits, replay,
-    valid_combinations, worst_gradient,
+    PUBLISHED_ROUTES, any_paths, assert_possible, every_order, numbered, random_network, reference_logits,
+    replay, valid_combinations, worst_gradient,
 )
 
 
@@ -369,8 +369,7 @@ def test_message_lists_replayed_as_blocking_fifo_channels_finish():
     r = random.Random(0)
     for trial in range(400):
         sizes = [r.randint(1, 4) for _ in range(r.randint(1, 5))]
-        ranks = iter(range(sum(sizes)))
-        stages = [[next(ranks) for _ in range(s)] for s in sizes]
+        stages = numbered(sizes)
         count = r.randint(1, 5)
         paths = any_paths(stages, count, r) if trial % 2 else random_paths(stages, count, trial, 0)
         assert replay(paths, range(sum(sizes))), f"deadlock: {paths}"
@@ -378,8 +377,7 @@ def test_message_lists_replayed_as_blocking_fifo_channels_finish():
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 1, 1, 1), (3,), (1, 3)])
 def test_pipeline_gradients_equal_one_process(sizes):
-    r, ranks = random.Random(0), iter(range(sum(sizes)))
-    stages = [[next(ranks) for _ in range(s)] for s in sizes]
+    r, stages = random.Random(0), numbered(sizes)
     sets = [full_paths(stages, 3)] + [random_paths(stages, 3, step, 0) for step in range(12)]
     sets += [any_paths(stages, r.randint(1, 4), r) for _ in range(12)]
     assert worst_gradient(stages, sets, (2, 8, 16)) < 1e-5

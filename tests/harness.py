@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 from torch.utils._pytree import tree_leaves
 
 import train
@@ -30,12 +31,14 @@ NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of tor
 SMALL = ["--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
          "--eval-sequences", "8", "--device", "cpu"]
 SMALL_CONFIG = Config(256, 32, 64, 4, 2, 2)     # that of a run with these options
+LINKS = dict(delay=[[0.002 * (i != j) * (1 + (i + j) % 3) for j in range(5)] for i in range(5)], compute=0.01,
+             overhead=0.001)    # a network of five nodes
 
 # The server imports everything once, all files with functions that ranks run, and what an optimizer would
 # import by itself (seconds); each test process is a fork of it, ready in milliseconds.
 fork = multiprocessing.get_context("forkserver")
-PRELOAD = ["torch._dynamo", "test_minimal", *(f"tests.{p.stem}" for p in HERE.glob("tests/test_*.py"))]
-fork.set_forkserver_preload(PRELOAD)
+FILES = [f"tests.{path.stem}" for path in HERE.glob("tests/test_*.py")]
+fork.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "test_minimal", *FILES])
 HELD = deque(maxlen=64)
 
 
@@ -134,6 +137,15 @@ def run(world, *argv, cwd, main=train.main):
     results = processes(world, captured, main, argv, cwd=cwd)
     assert all(code == 0 for code, _ in results), results
     return results[0][1]
+
+
+def torchrun(rank, world, *argv):
+    """In a fork: torchrun with two workers, fresh interpreters. The file `said` gets what they print."""
+    with open("said", "w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    os.environ.pop("PYTHONPATH", None)
+    torch.distributed.run.main(["--standalone", "--nproc-per-node", "2", *argv])
 
 
 def error_of(main, *argv):

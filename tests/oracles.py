@@ -1,6 +1,5 @@
 """Oracles of several test files: a Llama in float64, blocking channels, all plans by trying everything."""
 
-import copy
 import itertools
 import json
 from collections import Counter, deque
@@ -18,8 +17,8 @@ from skippipe import chain
 from tests.harness import HERE, SMALL_CONFIG, connected_job, processes
 
 
-def reference_logits(tokens, w, config):
-    """A Llama in float64, position by position, written apart from model.py."""
+def reference_logits(tokens, w, config, rho=1.0):
+    """A Llama in float64, position by position, written apart from model.py; its residuals times rho."""
     norm = lambda x, g: x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * g
     heads, shared = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads
     d = config.hidden_size // heads
@@ -41,10 +40,10 @@ def reference_logits(tokens, w, config):
                 scores = [turn(q[t, j * d : j * d + d], t) @ turn(k[s, kv], s) for s in range(t + 1)]
                 row.append((torch.stack(scores) / d**0.5).softmax(0) @ v[: t + 1, kv])
             rows.append(torch.cat(row))
-        x = x + torch.stack(rows) @ part("self_attn.o_proj").T
+        x = x + rho * torch.stack(rows) @ part("self_attn.o_proj").T
         h = norm(x, part("post_attention_layernorm"))
         gate = h @ part("mlp.gate_proj").T
-        x = x + (gate / (1 + (-gate).exp()) * (h @ part("mlp.up_proj").T)) @ part("mlp.down_proj").T
+        x = x + rho * (gate / (1 + (-gate).exp()) * (h @ part("mlp.up_proj").T)) @ part("mlp.down_proj").T
     return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
 
 
@@ -71,23 +70,16 @@ def heldout_loss(stages, o):
     return stages[0].loss(through(stages, rows[:, :-1]), rows[:, 1:]).item() / rows[:, 1:].numel()
 
 
-def scaled_blocks(model, x, rho):
-    """The layers of a Llama on x, each residual times rho, in float64."""
-    config, whole = model.config, copy.deepcopy(model).double()
-    angles = rotary(x.shape[1], config.hidden_size // config.num_attention_heads, config.rope_theta, x.device)
-    x = x.double()
-    for layer in whole.model.layers.values():
-        x = x + rho * layer.self_attn(layer.input_layernorm(x), *angles)
-        x = x + rho * layer.mlp(layer.post_attention_layernorm(x))
-    return x
+def numbered(sizes):
+    """Stages of so many ranks each, numbered stage by stage."""
+    return [list(range(a, b)) for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 def small_llama(stages, shape):
     """(the layers of each stage, the config of a model for messages of this shape): 1, 2, 1, ... layers."""
-    marks = list(accumulate((s % 2 + 1 for s in range(len(stages))), initial=0))
-    layers = [list(range(a, b)) for a, b in pairwise(marks)]
+    layers = numbered([s % 2 + 1 for s in range(len(stages))])
     return layers, Config(hidden_size=shape[2], num_attention_heads=2, num_key_value_heads=1,
-                          intermediate_size=48, num_hidden_layers=marks[-1])
+                          intermediate_size=48, num_hidden_layers=layers[-1][-1] + 1)
 
 
 def microbatches(t, paths, shape):
@@ -194,12 +186,12 @@ PUBLISHED_ROUTES = {
 
 def random_network(draw, shape, speeds=(1.0,), memory=(1, 2, 3)):
     """Nodes numbered stage by stage, delays with and without ties."""
-    nodes, first = sum(shape), [sum(shape[:s]) for s in range(len(shape))]
+    nodes = sum(shape)
     near_or_far = lambda: draw.choice([0.1, 0.5, 1.0, 2.0, 3 * draw.random()])
     delay = [[0.0 if i == j else near_or_far() for j in range(nodes)] for i in range(nodes)]
     compute = [draw.choice(speeds) for _ in range(nodes)]
-    stages = [list(range(a, a + n)) for a, n in zip(first, shape)]
-    return skippipe.Network(delay, compute, stages, draw.choice(memory), draw.choice([0.0, 0.13]), 0.09)
+    return skippipe.Network(delay, compute, numbered(shape), draw.choice(memory),
+                            draw.choice([0.0, 0.13]), 0.09)
 
 
 def assert_possible(network, paths, rounds, result):

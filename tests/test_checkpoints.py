@@ -23,7 +23,7 @@ from tests.harness import (NEEDS_MUON, SMALL, assert_same, captured, checkpoint,
 def done(corpus, tmp_path_factory):
     """A folder with a run of 4 steps of two processes in runs/x."""
     folder = tmp_path_factory.mktemp("done")
-    run(2, "--steps", 4, "--data", corpus, "--name", "x", *SMALL, cwd=folder)
+    run(2, "--steps", 4, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL, cwd=folder)
     return folder
 
 
@@ -64,8 +64,7 @@ def test_resume_is_bit_exact(kind, trained, tmp_path):
     for rank in (1, 2, 3):  # as if killed while they wrote
         (again / f"checkpoints/00000012/rank{rank}.pt").unlink()
     out = run(4, "--resume", again, cwd=tmp_path)
-    lacking = f"{again}/checkpoints/00000012 lacks the part of rank 1, 2, 3"
-    assert f"warning: {lacking}; step 6 is taken" in out.splitlines()
+    assert f"warning: {again}/checkpoints/00000012 lacks the part of rank 1, 2, 3; step 6 is taken\n" in out
     assert all(0 < line["held"] <= line["held_max"] < 1 for line in metrics(again)[1:])
     assert f"{metrics(again)[-1]['held']:.1%} of it held by synchronisation" in out
     # phi in flight is sent again
@@ -73,27 +72,28 @@ def test_resume_is_bit_exact(kind, trained, tmp_path):
     same = lambda line: {k: v for k, v in line.items() if "second" not in k and k not in timed}
     assert list(map(same, metrics(again))) == list(map(same, metrics(whole)))
     assert_same(whole, again, 12)
-    # the last two are kept; instead of a damaged one the one before is taken
+    # the last two are kept
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["00000006", "00000012"]
-    broken = whole / "checkpoints/00000012/rank2.pt"
-    broken.write_bytes(broken.read_bytes()[:1000])
-    out = run(4, "--resume", whole, "--steps", 12, cwd=tmp_path)
-    assert re.search(rf"^warning: {broken} is damaged \(.*\); step 6 is taken$", out, re.M)
-    assert f"{whole}, from step 6" in out
-    assert_same(whole, again, 12)
-    for step in (6, 12):
-        (whole / f"checkpoints/{step:08d}/rank{step // 6}.pt").write_bytes(b"")
-    line = refused(4, "--resume", "runs/x", "--steps", 20, cwd=tmp_path)
-    assert "and runs/x has no checkpoint that all 4 ranks hold" in line
-    assert "differs" in refused(4, "--resume", "runs/x", "--stages", 4, cwd=tmp_path)
+
+
+def test_instead_of_a_damaged_checkpoint_the_one_before_is_taken(done, tmp_path):
+    folder = shutil.copytree(done, tmp_path / "copy")
+    broken = Path("runs/x/checkpoints/00000004/rank1.pt")
+    (folder / broken).write_bytes((folder / broken).read_bytes()[:1000])
+    out = run(2, "--resume", "runs/x", cwd=folder)
+    assert re.search(rf"^warning: {broken} is damaged \(.*\); step 2 is taken$", out, re.M)
+    assert "runs/x, from step 2" in out
+    assert_same(folder / "runs/x", done / "runs/x", 4, world=2)
+    for step, rank in ((2, 1), (4, 0)):
+        (folder / f"runs/x/checkpoints/{step:08d}/rank{rank}.pt").write_bytes(b"")
+    line = refused(2, "--resume", "runs/x", "--steps", 20, cwd=folder)
+    assert "and runs/x has no checkpoint that all 2 ranks hold" in line
+    assert "differs" in refused(2, "--resume", "runs/x", "--stages", "1,1", cwd=folder)
 
 
 def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(done, tmp_path):
     folder = shutil.copytree(done, tmp_path / "copy")
-
-    def state():
-        return {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in folder.rglob("*")}
-
+    state = lambda: {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in folder.rglob("*")}
     before = state()
     for extra in ([], ["--steps", 4, "--eval-every", 2], ["--steps", 3]):
         out = run(2, "--resume", "runs/x", *extra, cwd=folder)
@@ -203,9 +203,8 @@ def test_a_disk_without_room_for_a_checkpoint_is_one_line_of_one_rank(corpus, tm
     codes, texts = zip(*results)
     assert codes == (2,) * 4 and not any("Traceback" in text or "stopped" in text for text in texts)
     (line,) = [line for line in "".join(texts).splitlines() if "runs/x/" in line]
-    assert line == ("error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File too "
-                    "large; once that is put right remove runs/x, which holds no checkpoint yet, and start "
-                    "again")
+    assert line.startswith("error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File")
+    assert "once that is put right remove runs/x, which holds no checkpoint yet" in line
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".tmp", ".pt")]
 
 

@@ -121,7 +121,7 @@ def test_a_clock_gives_the_steps_that_fit():
 
 
 def test_a_clocked_run_evaluates_just_after_outer_steps(trained, tmp_path):
-    trained(2, "--clock", 4.0, "--inner-steps", 3, "--warmup", 6, main=network.clocked)
+    trained(2, "--clock", 2.0, "--inner-steps", 3, "--warmup", 6, main=network.clocked)
     steps = [row["step"] for row in metrics(tmp_path / "runs/x")]
     assert steps[0] > 6 and not any(step % 3 for step in steps)
     assert len(steps) >= 2 and len({b - a for a, b in zip(steps, steps[1:-1])}) <= 1
@@ -147,9 +147,6 @@ def measured(name):
 def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps, monkeypatch):
     for module in (skip, together):
         monkeypatch.setattr(module, "makespan", lambda *_: 50.0)        # planning takes seconds
-    if not measured("tries"):
-        same = {kind.label: [types.SimpleNamespace(final=2.0)] for kind in network.tries_runs(None)}
-        monkeypatch.setattr(network, "published", lambda _: same)
     kinds = list(PARTS[name][0](steps))
     assert len({kind.label for kind in kinds}) == len(kinds) > 1
     kept = {} if steps or not measured(name) else runs.load(HERE, name)["runs"]
@@ -171,9 +168,6 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_pat
             table(runs.load(HERE, name))
     sync.show(["--out", str(HERE)])
     printed = {line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
-    # the paper's window for n = 2: 416 points, of which 103 grow; 557 decay, 244 of them outside
-    signs, limits = "99.8% (0.03) | 99.7% (0.02)", "1.51, 1.51 | 2.47, 2.47"
-    assert f"| 2 | 416, 103 | 557, 244 | {signs} | {limits} |" in printed
     checked = Counter()
     for file in (HERE / "README.md", *HERE.glob("docs/*.md")):
         lines = [line.strip() for line in file.read_text().splitlines()]

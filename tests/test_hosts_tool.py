@@ -15,6 +15,7 @@ import pytest
 
 from planning.instance import city_links
 from tests.harness import HERE
+from tests.test_hosts import wait_until
 from tools import hosts as tool
 from tools.hosts import Hosts, enter, read
 
@@ -24,7 +25,7 @@ UDP, TCP = socket.SOCK_DGRAM, socket.SOCK_STREAM
 COUNT = """import time
 n, begin = 0, float(input())
 time.sleep(begin - time.time())
-while time.time() < begin + 2: n += 1
+while time.time() < begin + 1: n += 1
 print(n)"""
 
 
@@ -51,13 +52,6 @@ def left():
     return found
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)        # between two looks
-
-
 def socket_on(hosts, host, kind):
     """A bound socket stays in the network where it was made: a thread goes there, makes it, and ends."""
     def make():
@@ -81,7 +75,7 @@ def connected(hosts, one, other):
         return client, server.accept()[0]
 
 
-def goodput(hosts, pairs, seconds=1):
+def goodput(hosts, pairs, seconds=0.5):
     """Mbit/s that arrive over TCP at each pair's second host: the median of three spans, after a second."""
     begin = time.monotonic() + 1
 
@@ -108,9 +102,9 @@ def within(tolerance, wanted, measure, *args):
 
 
 def round_trip(hosts, one, other):
-    """Milliseconds, the least of 15: what is not the network's only adds."""
+    """Milliseconds, the least of 8: what is not the network's only adds."""
     ends, times = [socket_on(hosts, host, UDP) for host in (one, other)], []
-    for _ in range(15):
+    for _ in range(8):
         begin = time.monotonic()
         exchange(*ends)
         times.append(1000 * (time.monotonic() - begin))

@@ -1,15 +1,12 @@
 """The model beyond test_minimal.py: gradients, memory, stages, sizes, and Hugging Face's form of it."""
 
-import sys
-
 import pytest
 import torch
 
-import train
 from model import Config, Llama, count_parameters, rotary
 from plumbing.fast import CrossEntropy, FastLlama
 from plumbing.huggingface import save_pretrained
-from tests.harness import error_of, options
+from tests.harness import options
 from tests.oracles import reference_logits, through
 
 
@@ -83,10 +80,3 @@ def test_what_is_saved_is_the_same_model_in_transformers(tied, tmp_path):
     assert count_parameters(config)[0] == sum(p.numel() for p in theirs.parameters())
     same = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
     assert theirs.config.tie_word_embeddings == tied == same
-
-
-def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    line = error_of(train.main, "--tokenizer", "x.json")
-    assert "needs the tokenizers package: pip install '.[hf]'" in line and not (tmp_path / "runs").exists()

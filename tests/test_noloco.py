@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from noloco import DiLoCo, NoLoCo, random_groups
 from plumbing.onebyte import BLOCK, MARGIN, OneByteNoLoCo, Unread
@@ -189,6 +188,8 @@ def batches(replica):
 @gloo
 def _sharded(rank, world):
     """The weights at the end of the example of docs/hosts.md."""
+    from torch.distributed.fsdp import FullyShardedDataParallel         # seconds
+
     mine = batches(rank // 2)[:, rank % 2]
     scope = dict(torch=torch, NoLoCo=NoLoCo, model=small(), loss_of=loss_of, batches=mine)
     model = recipe("hosts.md", **scope)["model"]

@@ -18,7 +18,7 @@ import torch
 
 import skippipe
 import train
-from model import Config, Llama
+from model import Llama
 from noloco import flatten
 from planning import search
 from planning.instance import published_network
@@ -29,16 +29,15 @@ from planning.training import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
 from plumbing.processes import BadInput, Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
-from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit, metrics,
-                           options, processes, run, train_main)
-from tests.oracles import random_network, replay, scaled_blocks, through, worst_gradient
+from tests.harness import (LINKS, SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit,
+                           metrics, options, processes, run, train_main)
+from tests.oracles import numbered, random_network, reference_logits, replay, through, worst_gradient
 from tools import emulate
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (3, 2, 2), (1, 5), (2, 3, 1, 4)])
 def test_paths_visit_every_stage_as_evenly_as_possible(sizes):
-    ranks = iter(range(sum(sizes)))
-    stages = [[next(ranks) for _ in range(s)] for s in sizes]
+    stages = numbered(sizes)
     for paths in (full_paths(stages, 3), *(random_paths(stages, 3, step, seed=0) for step in range(30))):
         assert len(paths) == 3 * sizes[0]
         for s, stage in enumerate(stages):
@@ -76,14 +75,14 @@ def test_bfloat16_messages_give_nearly_the_same_gradients():
 
 def test_the_rho_rule_scales_what_layers_add_and_leaves_no_trace():
     """The weights afterwards are those before, to the bit."""
-    model = Llama(Config(hidden_size=32, num_attention_heads=2, num_key_value_heads=2))
-    x = torch.randn(2, 8, 32)
-    before = model.blocks(x)
+    model, tokens = Llama(SMALL_CONFIG), torch.arange(8)[None]
+    before, weights = model(tokens), {name: w.double() for name, w in model.state_dict().items()}
     with torch.no_grad(), scaled(model, 0.75):
-        got = model.blocks(x)
-    assert torch.allclose(got.double(), scaled_blocks(model, x, 0.75), rtol=0, atol=1e-5)
+        got = model(tokens)
+    want = reference_logits(tokens[0], weights, SMALL_CONFIG, 0.75)
+    assert torch.allclose(got[0].double(), want, rtol=0, atol=1e-5)
     assert not torch.allclose(got, before, rtol=0, atol=1e-2)
-    assert torch.equal(model.blocks(x), before)
+    assert torch.equal(model(tokens), before)
 
 
 def test_shares_of_visits_and_what_stages_add_where_some_are_missing_by_hand():
@@ -159,11 +158,12 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
     assert line["simulated_seconds"] == states[0]["plan"]["makespan"] > 0.05
 
 
-@pytest.mark.parametrize("routing, method", [("dtfm", "ddp"), ("dtfm-skip", "diloco"), ("no-tc2", "noloco")])
+@pytest.mark.parametrize("routing, method", [("dtfm", "ddp"), ("dtfm-skip", "diloco --inner-steps 2"),
+                                             ("no-tc2", "noloco --inner-steps 2")])
 def test_every_planned_routing_runs_emulated_with_every_method(routing, method, skip_run, corpus):
-    run(5, "--stages", "2,1,2", "--skip", 0.33, "--routing", routing, "--method", method,
-        *(["--inner-steps", 2] if method != "ddp" else []), "--links", "links.json", "--microbatches", 2,
-        "--steps", 3, "--data", corpus, "--name", routing, *SMALL, cwd=skip_run, main=emulate.main)
+    run(5, "--stages", "2,1,2", "--skip", 0.33, "--routing", routing, "--method", *method.split(), "--links",
+        "links.json", "--microbatches", 2, "--steps", 3, "--data", corpus, "--name", routing, *SMALL,
+        cwd=skip_run, main=emulate.main)
     line = metrics(skip_run / "runs" / routing)[-1]
     plan = checkpoint(skip_run / "runs" / routing, 3, 0)["plan"]
     assert all(len(path) == (3 if routing == "dtfm" else 2) for path in plan["paths"])
@@ -223,8 +223,7 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(replan, trained, tmp_pa
 
 def test_ranks_without_work_in_a_plan_are_named(trained, tmp_path):
     """One microbatch that visits two of three stages leaves out one rank."""
-    delay = [[0, 0.1, 0.2], [0.1, 0, 0.3], [0.2, 0.3, 0]]
-    (tmp_path / "links.json").write_text(json.dumps(dict(delay=delay, compute=0.05)))
+    (tmp_path / "links.json").write_text(json.dumps(dict(delay=[[0.1] * 3] * 3, compute=0.05)))
     out = trained(3, "--stages", "1,1,1", "--skip", 0.33, "--microbatches", 1, "--links", "links.json",
                   "--steps", 1)
     ((_, visited),) = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]["paths"]
@@ -256,8 +255,7 @@ def test_the_living_get_shorter_paths_where_they_must():
 # ---- a node that becomes slow
 
 SLOW = 2        # the rank that becomes three times slower
-FIVE = Network([[0.002 * (i != j) * (1 + (i + j) % 3) for j in range(5)] for i in range(5)], 0.01,
-               [[0], [1, 2], [3, 4]], overhead=0.001)
+FIVE = Network(**LINKS, stages=[[0], [1, 2], [3, 4]])
 
 
 def slowed(network, factor=3):
@@ -290,8 +288,7 @@ def _slowing(argv):
 
 
 def test_training_goes_round_a_node_that_becomes_slow(trained, tmp_path):
-    links = dict(delay=FIVE.delay, compute=FIVE.compute, overhead=FIVE.overhead)
-    (tmp_path / "links.json").write_text(json.dumps(links))
+    (tmp_path / "links.json").write_text(json.dumps(LINKS))
     out = trained(5, "--stages", "1,2,2", "--routing", "skippipe", "--replan", 0.2, "--links", "links.json",
                   "--microbatches", 4, "--steps", 16, "--eval-every", 4, "--save-every", 4, "--warmup", 2,
                   "--inner-steps", 3, main=_slowing)
