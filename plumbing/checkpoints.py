@@ -13,7 +13,7 @@ import torch
 from plumbing.processes import BadInput, forbid, one_line, restarts
 from plumbing.report import Log, Meter, atomic
 
-FORM = 3        # the version of what is saved; other versions are refused
+FORM = 4        # the version of what is saved; other versions are refused
 
 
 class Checkpoints:
@@ -125,7 +125,7 @@ def load(file):
 
 
 def state_of(run):
-    return dict(step=run.step, cursor=run.cursor, theta=run.theta, adam=run.inner.state_dict(),
+    return dict(step=run.step, cursor=run.cursor, theta=run.theta, inner=run.inner.state_dict(),
                 outer=run.outer and run.outer.state_dict(), owed=run.average and run.average.owed,
                 plan=run.routes.plan, rho=run.rho, corpus=run.corpus and run.corpus.digest,
                 meter=run.meter.state(run))
@@ -144,7 +144,7 @@ def restore(run, state):
     """Put what `state_of` returned into the run. Returns its plan."""
     run.step, run.rho = state["step"], rho_of(run.o, state)
     run.theta.copy_(state["theta"])
-    run.inner.load_state_dict(state["adam"])
+    run.inner.load_state_dict(state["inner"])
     run.meter = Meter(**state["meter"])
     if run.outer:
         run.outer.load_state_dict(state["outer"])

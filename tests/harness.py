@@ -183,7 +183,7 @@ def assert_same(folder, other, step, world=4):
     for rank in range(world):
         states = [checkpoint(run, step, rank) for run in (folder, other)]
         outer = lambda state: [(state["outer"] or {}).get(name) for name in ("phi", "delta")]
-        leaves = [tree_leaves([s["theta"], s["adam"], s["cursor"], *outer(s)]) for s in states]
+        leaves = [tree_leaves([s["theta"], s["inner"], s["cursor"], *outer(s)]) for s in states]
         for a, b in zip(*leaves, strict=True):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b, rank
 
