@@ -63,10 +63,6 @@ class OneByte:
         """fp32 is a vector already."""
         return message if message.dtype == self.theta.dtype else Unread(self, message)
 
-    def beside(self):
-        """The vector beside which messages are read."""
-        return self.theta
-
     def notice(self, thetas):
         """Not here: what is read differs from the partner's weights by its rounding."""
 
@@ -85,8 +81,8 @@ class OneByte:
 class Unread:
     """A message of which `split` reads one block at a time, so that the block is still in cache when used.
 
-    own: the vector beside which it is read (None: as outer.beside says). The message may arrive until `split`
-    is called.
+    own: the vector beside which it is read (None: outer.theta). The message may arrive until `split` is
+    called.
     """
 
     def __init__(self, outer, message, own=None):
@@ -94,7 +90,7 @@ class Unread:
 
     def split(self, pieces):
         """M3. A block lasts until the next is read."""
-        beside = self.outer.beside() if self.own is None else self.own
+        beside = self.outer.theta if self.own is None else self.own
         codes, scales = self.outer.parts(self.message.to(beside.device))
         room = torch.empty(2, BLOCK, device=beside.device)
         for own, k, s in zip(beside.split(pieces), codes, scales):

@@ -9,13 +9,12 @@ theta at the m-th step too, goes on training, and merges D steps later what came
 D = 0 is the paper's outer step. docs/stability.md says why D should be at most m / 2.
 """
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from noloco import DiLoCo, NoLoCo, outer_update
+from noloco import DiLoCo, NoLoCo
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.wires import ShortDiLoCo, wired
 
@@ -55,17 +54,15 @@ class PhiAhead(Travelling, NoLoCo):
 
     @torch.no_grad()
     def step(self):
-        self.flying = self.flying or self.post(self.group(), {"phi": self.phi}, self.lane)
+        self.flying = self.flying or super().post(self.group(), {"phi": self.phi}, self.lane)
         return super().step()
 
-    def exchange(self):
-        (thetas,), works = self.post(self.group(), {"theta": self.theta})
+    def post(self, group, vectors):
+        """Send theta. phi is under way to the same group."""
+        (thetas,), works = super().post(group, {"theta": self.theta})
         (phis,), more = self.flying
-        for work in works + more:
-            work.wait()
         self.flying = None
-        self.notice(thetas)
-        return thetas, phis, len(thetas)
+        return (thetas, phis), works + more
 
 
 class Delayed(Travelling):
@@ -98,23 +95,13 @@ class Delayed(Travelling):
         self.flying = flying
 
     def land(self):
-        """Merge what arrived, piece by piece in cache."""
+        """Merge what arrived: the base class's outer step of `sent`, which becomes phi."""
         self.settle()
         thetas, *phis = self.flying[0]
-        phis = phis[0] if phis else []
         self.notice(thetas)
-        averages = (self.alpha, self.beta, self.gamma) == (0, 1, 1)     # phi <- mean(theta), no delta
-        vectors = self.theta, self.sent, self.phi, self.delta, *thetas, *phis
-        for theta, sent, phi, delta, *others in zip(*(v.split(self.pieces) for v in vectors)):
-            theta.sub_(sent)                                            # what was learnt meanwhile
-            others = [v.to(theta.device) for v in others]
-            total = reduce(torch.add, others[:len(thetas)])
-            if averages:
-                torch.div(total, len(thetas), out=phi)
-            else:
-                mean_phi = reduce(torch.add, others[len(thetas):]) / len(thetas) if phis else None
-                outer_update(phi, delta, total / len(thetas), mean_phi, self.alpha, self.beta, self.gamma)
-            theta.add_(phi)
+        theta, self.theta = self.theta.sub_(self.sent), self.sent       # what was learnt meanwhile
+        super().outer_step(thetas, phis[0] if phis else [], len(thetas))
+        self.theta = theta.add_(self.sent)
         self.flying = None
 
     def state_dict(self):
@@ -135,9 +122,6 @@ class DelayedNoLoCo(Delayed, NoLoCo):
 
 class DelayedOneByte(Delayed, OneByteNoLoCo):
     """--delay with --wire int8"""
-
-    def beside(self):
-        return self.sent
 
 
 class DelayedDiLoCo(Delayed, DiLoCo):
