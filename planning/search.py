@@ -82,9 +82,9 @@ class Search(skippipe.Search):
             gone = Counter(self.network.stage_of[r] for u in out for r in paths[u])
             visits = {s: gone[s] for s in self.visits}
             scale = 0.3 * draw.random() ** 4 * max(self.trip.values())
-            hop = {i: {j: self.hop[i][j] + scale * draw.random() for j in nodes} for i in nodes}
+            cost = {i: {j: self.cost[i][j] + scale * draw.random() for j in nodes} for i in nodes}
             rest = [None if u in out else path for u, path in enumerate(paths)]
-            candidate = self.fill(rest, visits, self.trip, lambda: hop, 0.5)
+            candidate = self.fill(rest, visits, self.trip, lambda: cost, 0.5)
             new = self.dispatch(candidate)
             if new.makespan <= result.makespan + self.leeway(4):
                 paths, result = candidate, new
