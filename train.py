@@ -433,7 +433,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     model = FastLlama(config, layers[stage], ends, o.seed, job.device)
     theta, grad = flatten(model.parameters())
     theta.grad = grad
-    inner = job.together(muon, model, o.beta2) if o.optimizer == "muon" else Inner(adam([theta], o.beta2))
+    inner = muon(model, o.beta2) if o.optimizer == "muon" else Inner(adam([theta], o.beta2))
     run = Run(job, o, stages, stage, config, corpus, reader, model, theta, inner, take_folder(o, job))
     if o.compile:
         for layer in model.model.layers.values():

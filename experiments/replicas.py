@@ -150,9 +150,8 @@ class Fleet:
         lengths = self.lengths = [p.numel() for p in self.model.parameters()]
         # (trials, seeds, N, P)
         self.theta = first.to(device)[None, :, None].repeat(len(trials), 1, replicas, 1)
-        flat, self.grad = self.theta.view(-1), torch.zeros_like(self.theta)
-        flat.grad = self.grad.view(-1)
-        self.adam = Inner(adam([flat], o.beta2))
+        self.theta.grad = self.grad = torch.zeros_like(self.theta)
+        self.adam = Inner(adam([self.theta], o.beta2))
         inside = [name for name, shape in self.shapes.items() if "layers" in name and len(shape) == 2]
         theta, grads = self.named(self.theta), self.named(self.grad)
         self.loss, self.slope = loss_and_slope(self.model, device)

@@ -134,14 +134,14 @@ def state_of(run):
 def go_on(run):
     """Load the newest checkpoint that all ranks hold; returns its plan. After a restart there may be none."""
     state, run.stale = run.job.together(run.checkpoints.newest, run.stages[run.stage])
-    if not state:
-        return None
-    run.job.together(fits, run, state)
-    return restore(run, state)
+    return state and run.job.together(restore, run, state)
 
 
 def restore(run, state):
-    """Put what `state_of` returned into the run. Returns its plan."""
+    """Put what `state_of` returned into the run. Returns its plan. Raises BadInput for other data."""
+    if run.corpus and state["corpus"] != run.corpus.digest:
+        raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, then "
+                       f"{state['corpus']}): give the same --data or start a new run")
     run.step, run.rho = state["step"], rho_of(run.o, state)
     run.theta.copy_(state["theta"])
     run.inner.load_state_dict(state["inner"])
@@ -168,13 +168,6 @@ def begin(run):
         sys.exit(0)
     run.job.together(run.checkpoints.forget, run.stale)           # training passes there again
     return run.job.together(Log, run)
-
-
-def fits(run, state):
-    """Raises BadInput if the run cannot go on from this checkpoint."""
-    if run.corpus and state["corpus"] != run.corpus.digest:
-        raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, then "
-                       f"{state['corpus']}): give the same --data or start a new run")
 
 
 def take_folder(o, job):

@@ -5,8 +5,6 @@ a gradient by the noise of that replica's own small batches. Muon makes a matrix
 """
 import torch
 
-from plumbing.processes import BadInput
-
 
 class Inner:
     """torch optimizers that step together, each on parameters of its own."""
@@ -40,11 +38,10 @@ def adam(params, beta2=0.95):
 
 def muon(model, beta2=0.95):
     """An Inner: torch's Muon for the matrices of the layers, with updates as large as Adam's; Adam for all
-    else. Raises BadInput where torch has no Muon.
+    else.
     """
-    if not hasattr(torch.optim, "Muon"):
-        raise BadInput(f"--optimizer muon needs torch 2.9 or newer, this is {torch.__version__}")
     layers = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = set(layers)
     rest = [p for p in model.parameters() if p not in inside]
-    return Inner(torch.optim.Muon(layers, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), adam(rest, beta2))
+    part = torch.optim.Muon(layers, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return Inner(part, adam(rest, beta2))

@@ -124,8 +124,6 @@ def banner(run):
                f"weights travel in {o.wire}{f' for {o.delay} steps' if o.delay else ''}")
     yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, "
            f"corpus {corpus.digest}")
-    if corpus.undecodable:
-        yield f"warning: {corpus.undecodable} bytes of the text are no UTF-8, and replaced: use iconv"
     sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
     bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
     if sizes and not 0 < o.gamma < bound:

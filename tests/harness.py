@@ -16,7 +16,6 @@ from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
@@ -26,7 +25,6 @@ from model import Config
 from plumbing.processes import Job
 
 HERE = Path(__file__).parent.parent
-NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of torch 2.9 and newer")
 SMALL = ["--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
          "--eval-sequences", "8", "--device", "cpu"]
 SMALL_CONFIG = Config(256, 32, 64, 4, 2, 2)     # that of a run with these options

@@ -17,8 +17,7 @@ from noloco import flatten
 from plumbing.inner import Inner, adam, muon
 from plumbing.report import weight_spread
 from skippipe import full_paths
-from tests.harness import (HERE, NEEDS_MUON, SMALL, SMALL_CONFIG, assert_same, checkpoint, metrics, options,
-                           run)
+from tests.harness import HERE, SMALL, SMALL_CONFIG, assert_same, checkpoint, metrics, options, run
 from tests.oracles import heldout_loss, loaded
 
 
@@ -130,7 +129,6 @@ def test_torchrun_launch_line(corpus, tmp_path):
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["stages"] == [1, 1]
 
 
-@NEEDS_MUON
 def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
     model = Llama(Config(num_hidden_layers=1))
     theta, grad = flatten(model.parameters())
@@ -150,7 +148,6 @@ def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
     assert all((moved[name] * p.grad).sum() < 0 for name, p in model.named_parameters())
 
 
-@NEEDS_MUON
 def test_muons_adam_is_ours_and_a_reset_muon_is_a_new_one():
     def moved(optimizer_of, reset=False):
         """By the second step, of another gradient."""
