@@ -63,6 +63,9 @@ class Region(Search):
     def fair_visits(self):
         return self.whole.caps, self.due
 
+    def room(self, stage):
+        return 0            # the whole has shared out the visits
+
     def late(self):
         return self.whole.late()
 
