@@ -134,7 +134,7 @@ def state_of(run):
 def go_on(run):
     """Load the newest checkpoint that all ranks hold; returns its plan. After a restart there may be none."""
     state, run.stale = run.job.together(run.checkpoints.newest, run.stages[run.stage])
-    return state and run.job.together(restore, run, state)
+    return run.job.together(restore, run, state) if state else None
 
 
 def restore(run, state):

@@ -32,13 +32,13 @@ class Inner:
 
 
 def adam(params, beta2=0.95):
-    """Adam in one pass. params: a rank's flat vector, with its gradient, or parameters."""
+    """torch's Adam in its fastest form. params: a list, of parameters or of one flat vector with its grad."""
     return torch.optim.Adam(params, betas=(0.9, beta2), fused=True)
 
 
 def muon(model, beta2=0.95):
-    """An Inner: torch's Muon for the matrices of the layers, with updates as large as Adam's; Adam for all
-    else.
+    """An Inner for a Llama: torch's Muon for its layers' matrices, with updates as large as Adam's; Adam for
+    all else.
     """
     layers = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = set(layers)
