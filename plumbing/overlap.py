@@ -9,12 +9,13 @@ theta at the m-th step too, goes on training, and merges D steps later what came
 D = 0 is the paper's outer step. docs/stability.md says why D should be at most m / 2.
 """
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from noloco import DiLoCo, NoLoCo
+from noloco import DiLoCo, NoLoCo, outer_update
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.wires import ShortDiLoCo, wired
 
@@ -95,14 +96,24 @@ class Delayed(Travelling):
         self.flying = flying
 
     def land(self):
-        """Merge what arrived: the base class's outer step of `sent`, which becomes phi."""
+        """Merge what arrived, as the base class's outer step does, but in one pass with what was learnt."""
         self.settle()
+        live, self.theta = self.theta, self.sent                        # messages are read beside `sent`
         thetas, *phis = self.flying[0]
         self.notice(thetas)
-        theta, self.theta = self.theta.sub_(self.sent), self.sent       # what was learnt meanwhile
-        super().outer_step(thetas, phis[0] if phis else [], len(thetas))
-        self.theta = theta.add_(self.sent)
-        self.flying = None
+        averages = (self.alpha, self.beta, self.gamma) == (0, 1, 1)     # phi <- mean(theta), no delta
+        vectors = live, self.sent, self.phi, self.delta, *thetas, *sum(phis, [])
+        for theta, sent, phi, delta, *others in zip(*(v.split(self.pieces) for v in vectors)):
+            theta.sub_(sent)                                            # what was learnt meanwhile
+            others = [v.to(theta.device) for v in others]
+            if averages:
+                torch.div(reduce(torch.add, others), len(others), out=phi)
+            else:
+                mean_theta = reduce(torch.add, others[:len(thetas)]) / len(thetas)
+                mean_phi = reduce(torch.add, others[len(thetas):]) / len(thetas) if phis else None
+                outer_update(phi, delta, mean_theta, mean_phi, self.alpha, self.beta, self.gamma)
+            theta.add_(phi)
+        self.theta, self.flying = live, None
 
     def state_dict(self):
         return dict(super().state_dict(), sent=self.flying and self.sent)

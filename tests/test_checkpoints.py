@@ -99,8 +99,8 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(don
         assert out.endswith("\nruns/x has done all its 4 steps: give more --steps to go on\n")
     assert "needs 2 processes but got 1" in refused(1, "--resume", "runs/x", cwd=folder)
     assert state() == before
-    out = run(2, "--resume", "runs/x", "--steps", 5, cwd=folder)
-    assert "warning: --steps 5, until now 4: the cosine of the learning rate is stretched" in out
+    run(2, "--resume", "runs/x", "--steps", 5, cwd=folder)
+    assert metrics(folder / "runs/x")[-1]["step"] == 5
 
 
 def test_a_folder_is_taken_once_and_found_again_by_a_restart(tmp_path, monkeypatch):

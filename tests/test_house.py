@@ -13,7 +13,7 @@ from tests.harness import HERE
 BUDGETS = {
     "code": {       # lines without docstrings, comments and blanks, of a file or of all files of a folder
         "noloco.py": 140, "model.py": 115, "skippipe.py": 400, "train.py": 380, "bench_sync.py": 270,
-        "test_minimal.py": 420, "plumbing": 1148, "planning": 650, "survive": 763, "tools": 420,
+        "test_minimal.py": 420, "plumbing": 1150, "planning": 650, "survive": 763, "tools": 420,
         "experiments": 1350, "tests": 3085,
     },
     "words": {"README.md": 1750, "docs/*.md": 13000, "docs/results.md": 4500},
