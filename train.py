@@ -39,9 +39,9 @@ from planning.rho import scaled, shares, with_stages_missing
 from planning.training import PLANNERS, idle, measure, plan_paths, read_links
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
 from plumbing.data import heldout_sequences, load_data
-from plumbing.fast import Adam, FastLlama
+from plumbing.fast import FastLlama
+from plumbing.inner import Inner, adam, muon
 from plumbing.lanes import lanes
-from plumbing.muon import Muon
 from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
 from plumbing.overlap import overlapping
 from plumbing.processes import Job, complain, restarts
@@ -352,17 +352,17 @@ def inner_step(run, batches, paths, order):
     The norm is None if no gradient reached this rank. A norm that is not finite means no step: one Inf
     would soon reach every replica.
     """
-    inner = run.inner
-    inner.grad.zero_()
+    grad = run.theta.grad
+    grad.zero_()
     loss, home, tokens = run.pipeline.run(paths, batches, order=order)
     if run.average:
-        tokens = run.meter.synchronise(run.average, inner.grad, tokens)
+        tokens = run.meter.synchronise(run.average, grad, tokens)
     if not tokens:
         return loss, home, None
-    norm = torch.linalg.vector_norm(inner.grad) / tokens
+    norm = torch.linalg.vector_norm(grad) / tokens
     if torch.isfinite(norm):
-        inner.grad.mul_((run.o.clip / norm).clamp(max=1.0) / tokens)    # the mean over what came through
-        inner.step(run.lr)
+        grad.mul_((run.o.clip / norm).clamp(max=1.0) / tokens)          # the mean over what came through
+        run.inner.step(run.lr)
     return loss, home, float(norm)
 
 
@@ -404,8 +404,8 @@ class Run:
     corpus: object          # the data and this rank's reader of its part; None on a rank that is no origin
     reader: object
     model: Llama            # the layers of this rank's stage
-    theta: torch.Tensor     # all its parameters, in one vector
-    inner: object           # Adam or Muon
+    theta: torch.Tensor     # all its parameters, in one vector; theta.grad: their gradients
+    inner: Inner            # the inner optimizer
     folder: Path            # runs/NAME
     outer: object = None            # plumbing/wires.py lists the classes; None for ddp and local
     average: object = None          # of gradients over the stage's replicas, for ddp
@@ -432,7 +432,8 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     corpus, reader = job.together(load_data, o, job.rank, stages[0])
     model = FastLlama(config, layers[stage], ends, o.seed, job.device)
     theta, grad = flatten(model.parameters())
-    inner = job.together(Muon, grad, model, o.beta2) if o.optimizer == "muon" else Adam(theta, grad, o.beta2)
+    theta.grad = grad
+    inner = muon(model, o.beta2) if o.optimizer == "muon" else Inner(adam([theta], o.beta2))
     run = Run(job, o, stages, stage, config, corpus, reader, model, theta, inner, take_folder(o, job))
     if o.compile:
         for layer in model.model.layers.values():

@@ -28,7 +28,7 @@ from experiments.runs import Part, band, headline, over, spread_of
 from model import Llama
 from noloco import random_groups
 from plumbing.data import heldout_sequences, load_corpus, reader_of
-from plumbing.fast import Adam
+from plumbing.inner import Inner, adam
 from plumbing.onebyte import MARGIN
 
 LEARN = "--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 --eval-sequences 512"
@@ -115,7 +115,7 @@ def decoded(codes, scales, own):
 
 
 class Muon:
-    """torch.optim.Muon with its settings in plumbing/muon.py, for the matrices of many models at once."""
+    """torch.optim.Muon with its settings in plumbing/inner.py, for the matrices of many models at once."""
 
     def __init__(self, matrices, grads):
         from torch.optim._muon import _zeropower_via_newtonschulz as orthogonal
@@ -150,8 +150,8 @@ class Fleet:
         lengths = self.lengths = [p.numel() for p in self.model.parameters()]
         # (trials, seeds, N, P)
         self.theta = first.to(device)[None, :, None].repeat(len(trials), 1, replicas, 1)
-        self.grad = torch.zeros_like(self.theta)
-        self.adam = Adam(self.theta.view(-1), self.grad.view(-1), o.beta2)
+        self.theta.grad = self.grad = torch.zeros_like(self.theta)
+        self.adam = Inner(adam([self.theta], o.beta2))
         inside = [name for name, shape in self.shapes.items() if "layers" in name and len(shape) == 2]
         theta, grads = self.named(self.theta), self.named(self.grad)
         self.loss, self.slope = loss_and_slope(self.model, device)

@@ -13,7 +13,7 @@ import torch
 from plumbing.processes import BadInput, forbid, one_line, restarts
 from plumbing.report import Log, Meter, atomic
 
-FORM = 3        # the version of what is saved; other versions are refused
+FORM = 4        # the version of what is saved; other versions are refused
 
 
 class Checkpoints:
@@ -125,7 +125,7 @@ def load(file):
 
 
 def state_of(run):
-    return dict(step=run.step, cursor=run.cursor, theta=run.theta, adam=run.inner.state_dict(),
+    return dict(step=run.step, cursor=run.cursor, theta=run.theta, inner=run.inner.state_dict(),
                 outer=run.outer and run.outer.state_dict(), owed=run.average and run.average.owed,
                 plan=run.routes.plan, rho=run.rho, corpus=run.corpus and run.corpus.digest,
                 meter=run.meter.state(run))
@@ -134,17 +134,17 @@ def state_of(run):
 def go_on(run):
     """Load the newest checkpoint that all ranks hold; returns its plan. After a restart there may be none."""
     state, run.stale = run.job.together(run.checkpoints.newest, run.stages[run.stage])
-    if not state:
-        return None
-    run.job.together(fits, run, state)
-    return restore(run, state)
+    return run.job.together(restore, run, state) if state else None
 
 
 def restore(run, state):
-    """Put what `state_of` returned into the run. Returns its plan."""
+    """Put what `state_of` returned into the run. Returns its plan. Raises BadInput for other data."""
+    if run.corpus and state["corpus"] != run.corpus.digest:
+        raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, then "
+                       f"{state['corpus']}): give the same --data or start a new run")
     run.step, run.rho = state["step"], rho_of(run.o, state)
     run.theta.copy_(state["theta"])
-    run.inner.load_state_dict(state["adam"])
+    run.inner.load_state_dict(state["inner"])
     run.meter = Meter(**state["meter"])
     if run.outer:
         run.outer.load_state_dict(state["outer"])
@@ -168,13 +168,6 @@ def begin(run):
         sys.exit(0)
     run.job.together(run.checkpoints.forget, run.stale)           # training passes there again
     return run.job.together(Log, run)
-
-
-def fits(run, state):
-    """Raises BadInput if the run cannot go on from this checkpoint."""
-    if run.corpus and state["corpus"] != run.corpus.digest:
-        raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, then "
-                       f"{state['corpus']}): give the same --data or start a new run")
 
 
 def take_folder(o, job):

@@ -29,7 +29,6 @@ class Corpus:
     digest: str             # losses compare only between runs with the same
     bytes_per_token: float  # of the held-out part (one file: of the file); None when only tokens are known
     end: int                # id of the token that ends a document; None when unknown
-    undecodable: int        # bytes of text that are no UTF-8, for a tokenizer that needs it
 
 
 def load_data(o, rank, origins):
@@ -76,8 +75,7 @@ def load_corpus(o):
     forbid(
         (len(heldout) <= o.seq_len, f"{len(heldout)} held-out tokens: give more data or a smaller --seq-len"),
         (top >= o.vocab, f"the data has token {top}: give --vocab {top + 1} or more, not {o.vocab}"))
-    end = tokenizer.end if known else None
-    return Corpus(train, heldout, digest.hexdigest()[:12], per_token, end, tokenizer.undecodable)
+    return Corpus(train, heldout, digest.hexdigest()[:12], per_token, tokenizer.end if known else None)
 
 
 def heldout_sequences(corpus, count, seq_len):
@@ -140,7 +138,7 @@ def read_text(path):
 class ByteTokenizer:
     """A text's tokens are its bytes; a zero byte ends it."""
 
-    size, end, undecodable = 256, 0, 0
+    size, end = 256, 0
 
     def encode(self, texts):
         """Texts, as bytes -> a 1-D tensor of each one's tokens, the end token last."""
@@ -148,24 +146,19 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json. size: 1 + the largest id; end: id of the token that ends a document.
-
-    undecodable: bytes so far that were no UTF-8; each run of them became a replacement character.
-    """
+    """A Hugging Face tokenizer.json. size: 1 + the largest id; end: id of the token that ends a document."""
 
     def __init__(self, file):
         from tokenizers import Tokenizer
         self.inner = Tokenizer.from_file(file)
         self.inner.encode_special_tokens = True     # a text that spells the end token does not end there
         self.size = max(self.inner.get_vocab().values(), default=0) + 1
-        self.undecodable = 0
         names = [named] if (named := named_end(file)) else ENDS
         self.end = next((i for i in map(self.inner.token_to_id, names) if i is not None), None)
         if self.end is None:
             raise ValueError(f"it has no {' or '.join(names)} to end a document (tokenizer_config.json)")
 
     def encode(self, texts):
-        self.undecodable += sum(len(text) - len(text.decode(errors="ignore").encode()) for text in texts)
         found = self.inner.encode_batch_fast([text.decode(errors="replace") for text in texts],
                                              add_special_tokens=False)
         return [torch.tensor([*tokens.ids, self.end], dtype=torch.int32) for tokens in found]

@@ -1,37 +1,10 @@
-"""What is faster by hand than plain torch: Adam on one flat vector, and a cross-entropy with one copy of its
-logits (docs/speed.md has the figures).
+"""A cross-entropy with one copy of its logits, faster than torch's, which makes three (docs/speed.md).
 
-With a vocabulary of 128000 that copy is the largest tensor of all, and torch's cross-entropy makes three.
+With a vocabulary of 128000 that copy is the largest tensor of all.
 """
 import torch
-from torch.optim.adam import adam as adam_update
 
 from model import Llama
-
-
-class Adam:
-    """Adam on one flat vector, in one pass. (torch.optim.Adam imports torch.compile: a second.)"""
-
-    def __init__(self, theta, grad, beta2=0.95):
-        self.theta, self.grad, self.beta2 = theta, grad, beta2
-        self.state = dict(m=torch.zeros_like(theta), v=torch.zeros_like(theta),
-                          steps=torch.zeros((), device=theta.device))
-
-    def step(self, lr):
-        m, v, steps = ([value] for value in self.state.values())
-        adam_update([self.theta], [self.grad], m, v, [], steps, lr=lr, beta1=0.9, beta2=self.beta2, eps=1e-8,
-                    weight_decay=0.0, fused=True, amsgrad=False, maximize=False)
-
-    def reset(self):
-        for value in self.state.values():
-            value.zero_()
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        for name, value in self.state.items():
-            value.copy_(state[name])
 
 
 class FastLlama(Llama):

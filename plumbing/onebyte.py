@@ -63,10 +63,6 @@ class OneByte:
         """fp32 is a vector already."""
         return message if message.dtype == self.theta.dtype else Unread(self, message)
 
-    def beside(self):
-        """The vector beside which messages are read."""
-        return self.theta
-
     def notice(self, thetas):
         """Not here: what is read differs from the partner's weights by its rounding."""
 
@@ -85,19 +81,18 @@ class OneByte:
 class Unread:
     """A message of which `split` reads one block at a time, so that the block is still in cache when used.
 
-    own: the vector beside which it is read (None: as outer.beside says). The message may arrive until `split`
-    is called.
+    It is read beside outer.theta, and may arrive until `split` is called.
     """
 
-    def __init__(self, outer, message, own=None):
-        self.outer, self.message, self.own = outer, message, own
+    def __init__(self, outer, message):
+        self.outer, self.message = outer, message
 
     def split(self, pieces):
         """M3. A block lasts until the next is read."""
-        beside = self.outer.beside() if self.own is None else self.own
-        codes, scales = self.outer.parts(self.message.to(beside.device))
-        room = torch.empty(2, BLOCK, device=beside.device)
-        for own, k, s in zip(beside.split(pieces), codes, scales):
+        theta = self.outer.theta
+        codes, scales = self.outer.parts(self.message.to(theta.device))
+        room = torch.empty(2, BLOCK, device=theta.device)
+        for own, k, s in zip(theta.split(pieces), codes, scales):
             x, y = room[:, :len(own)]
             x.copy_(k)
             torch.div(own, 256 * s, out=y).sub_(x, alpha=1 / 256).round_()

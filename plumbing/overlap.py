@@ -55,17 +55,15 @@ class PhiAhead(Travelling, NoLoCo):
 
     @torch.no_grad()
     def step(self):
-        self.flying = self.flying or self.post(self.group(), {"phi": self.phi}, self.lane)
+        self.flying = self.flying or super().post(self.group(), {"phi": self.phi}, self.lane)
         return super().step()
 
-    def exchange(self):
-        (thetas,), works = self.post(self.group(), {"theta": self.theta})
+    def post(self, group, vectors):
+        """Send theta. phi is under way to the same group."""
+        (thetas,), works = super().post(group, {"theta": self.theta})
         (phis,), more = self.flying
-        for work in works + more:
-            work.wait()
         self.flying = None
-        self.notice(thetas)
-        return thetas, phis, len(thetas)
+        return (thetas, phis), works + more
 
 
 class Delayed(Travelling):
@@ -98,24 +96,24 @@ class Delayed(Travelling):
         self.flying = flying
 
     def land(self):
-        """Merge what arrived, piece by piece in cache."""
+        """Merge what arrived, as the base class's outer step does, but in one pass with what was learnt."""
         self.settle()
+        live, self.theta = self.theta, self.sent                        # messages are read beside `sent`
         thetas, *phis = self.flying[0]
-        phis = phis[0] if phis else []
         self.notice(thetas)
         averages = (self.alpha, self.beta, self.gamma) == (0, 1, 1)     # phi <- mean(theta), no delta
-        vectors = self.theta, self.sent, self.phi, self.delta, *thetas, *phis
+        vectors = live, self.sent, self.phi, self.delta, *thetas, *sum(phis, [])
         for theta, sent, phi, delta, *others in zip(*(v.split(self.pieces) for v in vectors)):
             theta.sub_(sent)                                            # what was learnt meanwhile
             others = [v.to(theta.device) for v in others]
-            total = reduce(torch.add, others[:len(thetas)])
             if averages:
-                torch.div(total, len(thetas), out=phi)
+                torch.div(reduce(torch.add, others), len(others), out=phi)
             else:
+                mean_theta = reduce(torch.add, others[:len(thetas)]) / len(thetas)
                 mean_phi = reduce(torch.add, others[len(thetas):]) / len(thetas) if phis else None
-                outer_update(phi, delta, total / len(thetas), mean_phi, self.alpha, self.beta, self.gamma)
+                outer_update(phi, delta, mean_theta, mean_phi, self.alpha, self.beta, self.gamma)
             theta.add_(phi)
-        self.flying = None
+        self.theta, self.flying = live, None
 
     def state_dict(self):
         return dict(super().state_dict(), sent=self.flying and self.sent)
@@ -135,9 +133,6 @@ class DelayedNoLoCo(Delayed, NoLoCo):
 
 class DelayedOneByte(Delayed, OneByteNoLoCo):
     """--delay with --wire int8"""
-
-    def beside(self):
-        return self.sent
 
 
 class DelayedDiLoCo(Delayed, DiLoCo):

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -222,11 +221,7 @@ def one_line(error):
 
 
 def complain(line):
-    """Print the error line, and leave it for torchrun's report, which would otherwise bury it."""
     print("error: " + line, file=sys.stderr, flush=True)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps(dict(message="error: " + line, timestamp=int(time.time()))))
 
 
 # ---- Gloo's network interfaces and groups

@@ -83,10 +83,6 @@ def replace(file, text):
         out.write(text.encode())
 
 
-def perplexity(loss):
-    return math.exp(loss) if loss < 700 else math.inf
-
-
 def weight_spread(theta, replicas, job, key):
     """(sum of (theta - the replicas' mean)^2, number of weights) of this rank; (0, 0) where it has no peers.
 
@@ -124,8 +120,6 @@ def banner(run):
                f"weights travel in {o.wire}{f' for {o.delay} steps' if o.delay else ''}")
     yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, "
            f"corpus {corpus.digest}")
-    if corpus.undecodable:
-        yield f"warning: {corpus.undecodable} bytes of the text are no UTF-8, and replaced: use iconv"
     sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
     bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
     if sizes and not 0 < o.gamma < bound:
@@ -134,9 +128,6 @@ def banner(run):
         yield f"warning: --delay {o.delay} is more than half of --inner-steps: replicas come together slowly"
     if run.outer and o.steps < o.inner_steps:
         yield f"warning: {o.steps} steps are fewer than --inner-steps: replicas never synchronise"
-    before = json.loads((run.folder / "config.json").read_text())["steps"] if run.step else o.steps
-    if before != o.steps:
-        yield f"warning: --steps {o.steps}, until now {before}: the cosine of the learning rate is stretched"
 
 
 # ---- during the run
@@ -234,7 +225,7 @@ class Log:
             step=run.step, seconds=seconds, lr=run.lr, ranks=len(now["loss"]), corpus=run.corpus.digest,
             train_loss=sum(now["loss"]) / max(1, sum(now["home"])),
             heldout_loss=mean, heldout_min=min(heldout), heldout_max=max(heldout),
-            perplexity=perplexity(mean), heldout_nats_per_byte=per_byte and mean / per_byte,
+            perplexity=math.exp(min(mean, 700)), heldout_nats_per_byte=per_byte and mean / per_byte,
             weight_spread=math.sqrt(sum(now["squares"]) / max(1, sum(now["weights"]))),
             gradient_norm=statistics.fmean(now["norm"]),
             held=statistics.fmean(ever["waited"]) / seconds, held_max=max(ever["waited"]) / seconds,

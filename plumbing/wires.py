@@ -29,29 +29,25 @@ BLOCK = 512
 
 class Fp32:
     """Sums vectors over a process group."""
-    width = 4                   # bytes of a value
+    dtype = torch.float32       # of what is sent
 
     def __init__(self, group):
         self.group, self.n = group, dist.get_world_size(group)
 
     def bytes(self, size):
         """What a process sends for a sum of `size` values; here by a ring."""
-        return 2 * (self.n - 1) * self.width * size // self.n
+        return 2 * (self.n - 1) * self.dtype.itemsize * size // self.n
 
     def add_up(self, vector, owed):
         """Sum in place, with the same bits on all processes. Returns what to give as `owed` the next time."""
-        dist.all_reduce(vector, group=self.group)
+        sent = vector.to(self.dtype)                    # in fp32 the vector itself
+        dist.all_reduce(sent, group=self.group)
+        vector.copy_(sent)
         return owed
 
 
 class Bf16(Fp32):
-    width = 2
-
-    def add_up(self, vector, owed):
-        sent = vector.bfloat16()
-        super().add_up(sent, owed)
-        vector.copy_(sent)
-        return owed
+    dtype = torch.bfloat16
 
 
 class Int8(Fp32):

@@ -34,8 +34,7 @@ class SurvivingOneByte(OneByte, SurvivingNoLoCo):
         return super().finite(128 * self.parts(vector.message)[1] if isinstance(vector, Unread) else vector)
 
     def adopt(self, theta):
-        """A message is read beside phi, of the last outer step, since this replica's theta is not finite."""
-        if isinstance(theta, Unread):
-            theta = Unread(self, theta.message, self.phi)
+        """This replica's own theta is not finite, so a message is read beside phi, of the last outer step."""
+        self.theta.copy_(self.phi)
         for phi, part in zip(self.phi.split(self.pieces), theta.split(self.pieces)):
             phi.copy_(part)

@@ -16,7 +16,6 @@ from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.run
@@ -27,7 +26,6 @@ from model import Config
 from plumbing.processes import Job
 
 HERE = Path(__file__).parent.parent
-NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of torch 2.9 and newer")
 SMALL = ["--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
          "--eval-sequences", "8", "--device", "cpu"]
 SMALL_CONFIG = Config(256, 32, 64, 4, 2, 2)     # that of a run with these options
@@ -195,7 +193,7 @@ def assert_same(folder, other, step, world=4):
     for rank in range(world):
         states = [checkpoint(run, step, rank) for run in (folder, other)]
         outer = lambda state: [(state["outer"] or {}).get(name) for name in ("phi", "delta")]
-        leaves = [tree_leaves([s["theta"], s["adam"], s["cursor"], *outer(s)]) for s in states]
+        leaves = [tree_leaves([s["theta"], s["inner"], s["cursor"], *outer(s)]) for s in states]
         for a, b in zip(*leaves, strict=True):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b, rank
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -109,7 +110,8 @@ def moved(seed, size=1000):
 
 
 def whole(outer, message, own):
-    return torch.cat([part.clone() for part in Unread(outer, message, own).split(outer.pieces)])
+    with mock.patch.object(outer, "theta", own):
+        return torch.cat([part.clone() for part in Unread(outer, message).split(outer.pieces)])
 
 
 @pytest.mark.parametrize("share, size", [(0.0, 1000), (0.3, 1000), (0.999, 1000), (0.999, BLOCK + 8)])

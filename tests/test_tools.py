@@ -1,6 +1,5 @@
 """What one does with a run, or before one: partial inference, export, emulation."""
 
-import itertools
 import json
 import re
 import shutil
@@ -38,14 +37,7 @@ def test_export_equals_ours_in_transformers(trained, tmp_path, monkeypatch, caps
     said = theirs.generate(tokens[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=8, do_sample=False)
     assert torch.equal(said[:, :5], tokens[:1, :5])
     assert 5 < said.shape[1] <= 13
-    tokenizers = [transformers.AutoTokenizer.from_pretrained("outmean"),
-                  transformers.PreTrainedTokenizerFast(tokenizer_file="outmean/tokenizer.json")]
-    assert theirs.generation_config.eos_token_id == tokenizers[0].eos_token_id == 0
-    texts = ["def f(x):\n\treturn  x . 's , a", "\0 a \0\0", "".join(map(chr, range(300))),
-             " \u0100\u0120 \u00e9 e\u0301 \u4f60\u597d \U0001f389\0\r\n", "\u0100"]
-    for tokenizer, text in itertools.product(tokenizers, texts):
-        assert tokenizer(text).input_ids == list(text.encode())
-        assert tokenizer.decode(list(text.encode())) == text
+    assert theirs.generation_config.eos_token_id == 0 and not Path("outmean/tokenizer.json").exists()
     torn = tmp_path / "runs/x/checkpoints/00000006/rank2.pt"
     torn.write_bytes(torn.read_bytes()[:1000])
     for argv, error in ((["out0"], "not an empty folder"),

@@ -51,7 +51,8 @@ def export(argv, job):
             multiply(rho[s], [model.model.layers[str(i)] for i in layers[s]])
         print(f"replica {name:<9}{evaluate(pipeline, [[0]], corpus, o):.6f}")
     save_pretrained(model, a.out, o.seq_len, corpus.end)
-    save_tokenizer(a.out, o.tokenizer, corpus.end)
+    if o.tokenizer:
+        save_tokenizer(a.out, o.tokenizer, corpus.end)
     print(f"{a.replica}, written to {a.out}")
 
 

@@ -6,14 +6,14 @@ As many processes as the run has ranks; each loads its part of the newest checkp
 of the others all choices or 16 drawn ones, with the scale of planning/rho.py unless the run was --unscaled.
 The numbers are kept in runs/NAME/partial.json.
 """
-import argparse
 import json
+import math
 import random
 
 from planning.rho import scaled, some_choices, with_stages_missing
 from plumbing.options import Parser, integers
-from plumbing.processes import Job
-from plumbing.report import perplexity, replace
+from plumbing.processes import BadInput, Job
+from plumbing.report import replace
 from train import Options, build, evaluate, parse
 
 
@@ -42,7 +42,7 @@ def shares(text):
     """An argument type."""
     found = [float(share) for share in text.split(",")]
     if not all(0 < share <= 1 for share in found):
-        raise argparse.ArgumentTypeError("takes shares above 0, at most 1, with commas between them")
+        raise BadInput("--shares takes shares above 0, at most 1, with commas between them")
     return found
 
 
@@ -57,7 +57,7 @@ def some_stages(run, alive, kept):
         losses = run.job.collect(f"partial/{choice}", own)
         if losses:
             mean = sum(losses[r] for r in alive[0]) / len(alive[0])
-            rows.append(dict(stages=stages, heldout_loss=mean, perplexity=perplexity(mean)))
+            rows.append(dict(stages=stages, heldout_loss=mean, perplexity=math.exp(min(mean, 700))))
     if found := [row["perplexity"] for row in rows]:
         print(f"{len(stages)} of {len(alive)} stages, {len(found)} choices: perplexity mean "
               f"{sum(found) / len(found):.3f}, best {min(found):.3f}, worst {max(found):.3f}", flush=True)
