@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from planning.assign import assign_stages
-from planning.instance import published_network, spread_network
+from planning.instance import eight_stages, published_network, spread_network
 from planning.search import plan
 from skippipe import check
 
@@ -25,7 +25,7 @@ def measured(nodes, limit):
     start, busy = time.perf_counter(), time.process_time()
     network, work = published_network()[0], (4, 3, 2)
     if nodes != 20:
-        network, work = spread_network([nodes // 6] + [nodes // 6 * 5 // 7] * 7)[0], (6, 3, 2)
+        network, work = spread_network(eight_stages(nodes))[0], (6, 3, 2)
         network = assign_stages(network, *work, seconds=limit / 2)
     found = plan(network, *work, seconds=max(0.0, limit - (time.perf_counter() - start)))
     assert check(network, found.paths, work[0]) == []

@@ -1,11 +1,9 @@
 """The methods side by side on one network."""
 import time
 
-from tqdm import tqdm
-
 from planning.instance import published_network
 from planning.search import plan
-from skippipe import Search, full_paths, tc2
+from skippipe import Search, full_paths
 
 DRAWN = 200     # nodes; beyond, a random draw takes minutes
 
@@ -23,16 +21,14 @@ def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2,
 def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0):
     """Plan with each method, on equal work. Returns (rows, the SkipPipe Plan).
 
-    A row: method, microbatches, seconds, planning (s), collisions, waiting (s). seconds: limit of the
-    whole, each method's first plan excepted. Up to a quarter goes to the random draws, which are left out
-    beyond DRAWN nodes, and as much to SkipPipe without TC2. The full pipeline is DT-FM's and runs all
-    stages. On the published instance random paths get the faulty link corrected, or they take its 132 s
+    A row: method, microbatches, seconds, planning (s). seconds: limit of the whole, each method's first
+    plan excepted. Up to a quarter goes to the random draws, which are left out beyond DRAWN nodes, and as
+    much to SkipPipe without TC2. The full pipeline is DT-FM's and runs all stages. On the published instance random paths get the faulty link corrected, or they take its 132 s
     most of the time.
     """
     def add(method, paths, result, planning=0.0, rounds=rounds):
-        late = list(tc2(network, paths, result))
         rows.append(dict(method=method, microbatches=len(paths) * rounds, seconds=result.makespan,
-                         planning=planning, collisions=len(late), waiting=sum(v.excess for v in late)))
+                         planning=planning))
 
     rows, start, work = [], time.perf_counter(), (kept, microbatches_per_origin, rounds)
     alive = [[r for r in stage if r not in dead and network.memory[r]] for stage in network.stages]
@@ -42,7 +38,7 @@ def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds
     published = network == published_network()[0] and work == (4, 3, 2) and not dead
     search = Search(published_network(corrected=True)[0] if published else network, *work, dead=dead)
     seeds, draws = range(25 if len(network.delay) <= DRAWN else 0), []
-    for seed in tqdm(seeds, desc="random paths", delay=3, disable=None, dynamic_ncols=True):
+    for seed in seeds:
         if not draws or time.perf_counter() - start < seconds / 4:
             paths = random_valid_paths(network, kept, microbatches_per_origin, seed=seed, dead=dead)
             draws.append((paths, search.dispatch(paths)))

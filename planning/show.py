@@ -12,11 +12,10 @@ def print_table(network, work, dead, rows, bound):
         print(f"{lost} dead of stage 0 take {lost * paths * rounds} microbatches with them: this iteration "
               "does less work than one with all origins")
     print(f"Simulated; no plan with these skips and stages takes less than {bound:.3f} s:\n")
-    print(f"{'method':50}   iteration      gap   planning  collisions    waiting")
+    print(f"{'method':50}   iteration      gap   planning")
     for r in rows:
         gap = f"{max(0.0, r['seconds'] / bound - 1):.1%}" if bound and "full" not in r["method"] else ""
-        print(f"{r['method']:50}  {r['seconds']:8.3f} s  {gap:>7}  {r['planning']:7.2f} s  "
-              f"{r['collisions']:10}  {r['waiting']:7.1f} s")
+        print(f"{r['method']:50}  {r['seconds']:8.3f} s  {gap:>7}  {r['planning']:7.2f} s")
 
 
 def label(network, names, r):

@@ -324,7 +324,7 @@ class Clocked:
 
 def test_a_rank_knows_by_how_much_its_tasks_became_longer(monkeypatch):
     pipeline = type("TimedClock", (Timed, Clocked), {})()
-    monkeypatch.setattr("planning.replan.time.perf_counter", lambda: Clocked.now)
+    monkeypatch.setattr("planning.training.time.perf_counter", lambda: Clocked.now)
     base = [1.0, 1.0, 0.5, 2.0, 2.0]        # forward, loss and backward, each in its own proportion
 
     def window(*factors):
