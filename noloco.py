@@ -1,23 +1,25 @@
 """NoLoCo: data parallelism without an all-reduce (arXiv 2506.10911).
 
 Replica i keeps slow weights phi_i and trains a copy theta_i for m inner steps, with any optimizer.
-Then a random group of n replicas (usually two) does the outer step. All means are over the group:
+Then a random group of n replicas (usually two) does the outer step. Means are over the group, and delta_i
+starts at 0. alpha is the momentum, beta the outer learning rate, gamma the pull towards mean(phi):
 
     Delta_i = theta_i - phi_i                                                              (N1)
     delta_i <- alpha delta_i + beta mean(Delta) - gamma (phi_i - mean(phi))                (N2)
     phi_i   <- phi_i + delta_i ;   theta_i <- phi_i                                        (N3)
 
 N1 to N3 are the paper's Eqs. 1 to 3. With a group of everyone and equal phi they are DiLoCo's step
-(arXiv 2311.08105, which takes true Nesterov momentum). What travels follows from N2 with N1 put in:
+(arXiv 2311.08105) but for its true Nesterov momentum. What travels follows from N2 with N1 put in:
 
     delta_i <- alpha delta_i + beta (mean(theta) - phi_i) + (gamma - beta) (mean(phi) - phi_i)   (N2')
 
-With gamma = beta, the released code's setting and the default here, the last term vanishes. So phi stays at
-home, and theta is the only message: half of the released code's bytes.
+With gamma = beta the last term vanishes. So phi stays at home, and theta is the only message: half of the
+released code's bytes. The released code sets gamma = beta (the paper gives no value), which is the default.
 
 Deviations: the paper prints -beta in N2, which would climb; its appendix and the released code have +beta.
-What it calls Nesterov momentum is, as printed, heavy-ball momentum, here too. Weights, phi and delta are
-fp32. docs/differences.md lists the rest.
+What it calls Nesterov momentum is, as printed, heavy-ball momentum, here too. The paper sends phi during the
+inner steps; here phi, where it travels at all, goes beside theta (plumbing/overlap.py sends it ahead).
+Weights, phi and delta are fp32. docs/differences.md lists the rest.
 """
 import random
 import warnings
@@ -29,8 +31,9 @@ import torch.distributed as dist
 
 
 def random_groups(ranks, size, step, seed):
-    """A random partition of `ranks` into max(1, N // size) groups whose sizes differ by at most one.
+    """A random partition of the N `ranks` into max(1, N // size) groups whose sizes differ by at most one.
 
+    So a group has `size` to 2 size - 1 ranks, or all N if there are fewer. step: the outer step's number.
     Calls with equal arguments, ranks in the same order, draw equal lists, so replicas need not agree.
     """
     order = list(ranks)
@@ -40,7 +43,10 @@ def random_groups(ranks, size, step, seed):
 
 
 def outer_update(phi, delta, mean_theta, mean_phi, alpha, beta, gamma):
-    """N2' and N3 in place on phi and delta. mean_phi may be None where gamma = beta."""
+    """N2' and N3's phi, in place on phi and delta. mean_phi may be None where gamma = beta.
+
+    torch's keyword `alpha` is the factor of what is added, not the momentum.
+    """
     delta.mul_(alpha)                                       # alpha delta
     delta.add_(mean_theta - phi, alpha=beta)                # + beta (mean(theta) - phi)
     if gamma != beta:
@@ -56,20 +62,21 @@ class NoLoCo:
     params: model.parameters(), equal on all replicas. They become views of one vector (see `flatten`, also
     for the errors). Frozen parameters and buffers stay as they are and do not travel.
     ranks: the global ranks of this model's replicas (of this pipeline stage, of this shard); None: all.
-    inner_steps: m. group_size: n. gamma: None means beta.
-    Memory beside the model: phi, delta and one receive buffer per partner, each as large as theta, and as
-    many buffers again where gamma differs from beta.
+    inner_steps: m. group_size: n. gamma: None means beta. The optimizer may set gradients to None.
+    Memory beside the model: phi, delta and one receive buffer per partner, each as large as theta. CUDA over
+    Gloo also has a buffer to send from. There are twice as many buffers where gamma differs from beta.
     NCCL: call torch.distributed.barrier() once before, since its first message must have every rank in it.
-    Replicas stay together, in mean square, for 0 < gamma < 2 (1 - alpha^2) / (1 - alpha + 2 alpha / n): ours,
-    for many replicas, plain SGD and a quadratic loss (docs/stability.md).
+    Replicas stay together, in mean square, for gamma = beta, 0 < gamma < 2 (1 - alpha^2) / (1 - alpha +
+    2 alpha / n): ours, for many replicas, plain SGD and a quadratic loss (docs/stability.md).
     """
 
     def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=None,
                  group_size=2, seed=0):
+        # torchrun without init_process_group: each process would train alone, silently
         alone = ranks is None and dist.is_torchelastic_launched() and not dist.is_initialized()
         self.rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.ranks = list(range(world) if ranks is None else ranks)
-        if inner_steps < 1 or group_size < 2 or alone or world > 1 and self.rank not in self.ranks:
+        if inner_steps < 1 or group_size < 2 or alone or (world > 1 and self.rank not in self.ranks):
             raise ValueError("needs init_process_group, its rank in ranks, inner_steps >= 1, group_size >= 2")
         self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
         self.alpha, self.beta, self.gamma = alpha, beta, beta if gamma is None else gamma
@@ -77,7 +84,7 @@ class NoLoCo:
         self.theta, _ = flatten(self.params)
         self.phi, self.delta = self.theta.clone(), torch.zeros_like(self.theta)
         self.places = self.whereabouts()
-        self.pieces = 1 << 24 if self.theta.is_cuda else 1 << 17   # floats at once; on CPUs they fit in cache
+        self.pieces = 1 << 24 if self.theta.is_cuda else 1 << 17    # floats in a piece: on CPUs in cache
         self.steps = self.bytes_sent = self.alike = 0
         self.buffers = {}
         nccl = world > 1 and "nccl" in str(dist.get_backend_config())
@@ -110,12 +117,12 @@ class NoLoCo:
             theta.copy_(phi)                                                # N3
 
     def group(self):
-        """The ranks that end the present inner steps together, this one among them."""
+        """The group of the next outer step: its ranks, this one among them."""
         groups = random_groups(self.ranks, self.group_size, self.steps // self.inner_steps, self.seed)
         return next(g for g in groups if self.rank in g)
 
     def exchange(self):
-        """The group's thetas and phis, each by rank with this replica's own, and n."""
+        """The group's thetas and, where gamma is not beta, phis, by rank, its own among them; and n."""
         vectors = {"theta": self.theta} | ({} if self.gamma == self.beta else {"phi": self.phi})
         (thetas, *phis), works = self.post(self.group(), vectors)
         for work in works:
@@ -126,7 +133,8 @@ class NoLoCo:
     def post(self, group, vectors, lane=None):
         """Swap {name: vector} with the partners: (for each name the group's vectors, by rank; works).
 
-        Both directions are posted at once. A partner's vector is there when the works are done.
+        Both directions are posted at once. Messages have no tags: a pair's match by the order of `vectors`. A
+        partner's vector is there when the works are done.
         lane: the process group to send in (None: the default one).
         """
         partners = [r for r in group if r != self.rank]
@@ -145,7 +153,7 @@ class NoLoCo:
         return vector if vector.device == self.message_device else self.buffer(name, vector).copy_(vector)
 
     def decode(self, message):
-        """A vector, or what `split`s like one, of a message that may still be under way. Here the message."""
+        """The vector in a message perhaps still under way, or an object that splits alike. Here: itself."""
         return message
 
     def buffer(self, key, like):
@@ -164,11 +172,14 @@ class NoLoCo:
             warnings.warn("partners hold equal weights already: is something else averaging gradients? DDP?")
 
     def whereabouts(self):
-        """Where each trainable parameter lies: another place, and theta is not its vector any more."""
+        """Each trainable parameter's address. Once one changes, theta no longer holds the weights."""
         return [p.requires_grad and p.data_ptr() for p in self.params]
 
     def compare(self):
-        """At the first step the first replica warns of initial weights that differ (8 bytes each)."""
+        """At the first step the first replica warns of initial weights that differ.
+
+        Each replica sends the sum of phi's bits, 8 bytes. phi still has the initial weights; theta has moved.
+        """
         mine = sum(v.view(torch.int32).sum() for v in self.phi.split(1 << 20)).to(self.message_device)
         if self.rank != self.ranks[0]:
             return dist.send(mine, self.ranks[0])
@@ -209,8 +220,9 @@ class DiLoCo(NoLoCo):
 def flatten(params):
     """Make parameters and gradients views of two fp32 vectors: one message, one Adam, one norm.
 
-    Returns (theta, grad). Repeated calls return the same two vectors. Frozen parameters are left alone.
-    Move the model first, and zero gradients in place. Raises ValueError on sharded parameters, on mixed
+    Returns (theta, grad), in which zeros fill the gaps between tensors. Repeated calls return the same two
+    vectors. Frozen parameters are left alone. Move the model first. grad follows the gradients only while
+    they are zeroed in place. Raises ValueError on sharded parameters, on mixed
     devices, on anything but fp32, and where nothing is trainable.
     """
     params = [p for p in dict.fromkeys(params) if p.requires_grad]         # a tied weight counts once

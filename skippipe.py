@@ -65,6 +65,7 @@ def full_paths(stages, microbatches):
 def random_paths(stages, microbatches, step, seed):
     """NoLoCo's random routing (arXiv 2506.10911): a fresh permutation at every stage boundary.
 
+    Each deck of microbatches has its own permutation; the released code draws one for each sequence.
     Every rank draws the same permutations from (seed, step, boundary), so ranks agree without a message.
     Shares and order are those of `full_paths`.
     """
@@ -78,7 +79,7 @@ def deal(stages, microbatches, shuffle):
     for boundary, ranks in enumerate(stages[1:]):
         decks = -(-len(columns[0]) // len(ranks))
         columns.append(joined(*(shuffle(boundary, ranks) for _ in range(decks))))
-    return list(zip(*columns))      # which ends with the origins, though the last deck may hold more cards
+    return list(zip(*columns))      # zip ends with the origins; a last deck may hold more cards
 
 
 def plain(value):
@@ -186,10 +187,11 @@ def simulate(network, paths, rounds=1, order=None):
             idle[node] = True
         else:
             what = kind(paths[u % count], hop)
+            # without an order: True for injections, which come last
             place = places[node].get((u, hop), math.inf) if order else hop == 0
             heapq.heappush((forwards if what == FORWARD else others)[node], (place, now, u, hop, what))
         startable = [others[node], forwards[node]] if slots[node] else [others[node]]
-        heap = min(filter(None, startable), default=None)       # the heap with the first task
+        heap = min(filter(None, startable), default=None)       # the one whose first task is first
         if not idle[node] or heap is None or order and heap[0][0] != len(ran[node]):
             continue
         _, came, u, hop, what = heapq.heappop(heap)
@@ -222,8 +224,9 @@ class Infeasible(ValueError):
 
 @dataclass
 class Violation:
-    """text: what is wrong. bans: (microbatch, nodes) pairs; in any valid plan at least one of these
-    microbatches keeps off its nodes. excess: visits, or seconds of waiting, too many."""
+    """text: what is wrong. bans: (microbatch, nodes) pairs. For CC3 and TC1 at least one of these
+    microbatches keeps off its nodes in any valid plan; for TC2 each is worth a try. excess: visits, or
+    seconds of waiting, too many."""
     text: str
     bans: list = field(default_factory=list, repr=False)
     excess: float = 1
@@ -273,6 +276,7 @@ def cc3(network, paths, dead=()):
     visitors = {s: [] for s in living} | visitors_of(paths, network.stage_of.get)
     low, extra = divmod(sum(map(len, visitors.values())), max(1, len(visitors)))
     high = low + (extra > 0)
+    # an under-full stage gains only where a microbatch leaves a fuller one
     crowded = [(u, network.stages[s]) for s, users in visitors.items() if len(users) > low for u in users]
     for s, users in sorted(visitors.items(), key=lambda item: -len(item[1])):   # over-full stages first
         excess = max(len(users) - high, low - len(users))
@@ -302,19 +306,19 @@ def tc2(network, paths, result):
         if task.start - task.arrived > 1e-9 and task.rank in before:
             found.append((task.arrived - task.start, task.rank, task.microbatch, before[task.rank]))
         before[task.rank] = task.microbatch
-    for wait, rank, u, v in sorted(found):
+    for early, rank, u, v in sorted(found):             # early: the wait in seconds, less than 0
         users = sorted({u % len(paths), v % len(paths)}) if network.stage_of.get(rank) else []
         bans = [(user, [rank]) for user in users]
-        yield Violation(f"TC2: microbatch {u} waits {-wait:.2f} s at node {rank} for {v}", bans, -wait)
+        yield Violation(f"TC2: microbatch {u} waits {-early:.2f} s at node {rank} for {v}", bans, -early)
 
 
 def node_caps(network, share, dead=()):
     """For each node the most paths that may run through it, when each stage is visited by `share` paths.
 
     A path has one microbatch under way at a time, so a node with at most `memory` paths never waits for
-    memory: that is the published search's rule. Where it would leave a stage too few places or no choice
-    between slow and fast nodes, a cap grows to the node's part of the stage's memory x speed; what is
-    held at once is the simulator's business then.
+    memory: that is the published search's rule. A cap is larger where the node's part of the stage's
+    memory x speed is: so a plan exists, and slow nodes get fewer paths. The simulator then sees to what
+    is held at once.
     """
     caps = [0] * len(network.compute)
     for stage in network.stages[1:]:
@@ -350,17 +354,17 @@ def check(network, paths, stages_kept=None, swaps=2, dead=()):
 # ---- the search
 
 
-def shortest_path(hop, stages, origin, kept, swaps, must=()):
+def shortest_path(cost, stages, origin, kept, swaps, must=()):
     """The cheapest path of one microbatch through `kept` stages under CC1 and CC2: (seconds, path) or
     None.
 
-    hop[i][j]: seconds from i to j and of the work on j; j = origin: of the way home. stages: the nodes
+    cost[i][j]: seconds from i to j and of the work on j; j = origin: of the way home. stages: the nodes
     of each stage that may be used. must: the stages that may not be skipped. A dynamic programme over
     the stages in order: skip stage s, visit it, or visit s+1 and then s. layers[s][visits, swaps][last
     node] = (seconds, path), everything below stage s being decided.
     """
     def visit(ends, nodes):
-        best = [min((seconds + hop[e][n], path) for e, (seconds, path) in ends.items()) for n in nodes]
+        best = [min((seconds + cost[e][n], path) for e, (seconds, path) in ends.items()) for n in nodes]
         return {n: (seconds, path + (n,)) for n, (seconds, path) in zip(nodes, best)}
 
     def reach(s, state, ends):
@@ -380,14 +384,15 @@ def shortest_path(hop, stages, origin, kept, swaps, must=()):
                 reach(s + 1, (visits + 1, swapped), visit(ends, here))
             if visits + 2 < kept and swapped < swaps and here and after:
                 reach(s + 2, (visits + 2, swapped + 1), visit(visit(ends, after), here))
-    found = [(seconds + hop[n][origin], path) for (visits, _), ends in layers[count].items()
+    found = [(seconds + cost[n][origin], path) for (visits, _), ends in layers[count].items()
              for n, (seconds, path) in ends.items() if visits == kept - 1]
     return min(found, default=None)
 
 
 def hop_costs(network, forward=1.0, backward=1.5):
-    """hop[i][j] for `shortest_path`: the link there and back and the work on j, as multiples of w; 0
-    leaves a direction out. The origin's own work is the same on all its paths and left out."""
+    """cost[i][j] for `shortest_path`, in seconds: the link there and back, and j's work, `forward` and
+    `backward` times w[j] (0: without that direction). The origin's own work is the same on all its paths
+    and left out."""
     nodes, delay = range(len(network.compute)), network.delay
     work = [(forward + backward) * network.compute[j] if network.stage_of.get(j) else 0.0 for j in nodes]
 
@@ -458,13 +463,13 @@ class Search:
         self.caps, self.visits = self.fair_visits()
 
     @cached_property
-    def hop(self):
+    def cost(self):
         return hop_costs(self.network)
 
     @cached_property
     def trip(self):
         """The seconds of each origin's shortest path, the others absent."""
-        return {o: shortest_path(self.hop, self.stages, o, self.kept, self.swaps)[0] for o in self.stages[0]}
+        return {o: shortest_path(self.cost, self.stages, o, self.kept, self.swaps)[0] for o in self.stages[0]}
 
     def fair_visits(self):
         """CC3 and TC1 as numbers: (each node's cap, {stage: visits}). A valid plan exists exactly if these
@@ -545,14 +550,15 @@ class Search:
 
         A node of the tree holds the bans of each microbatch. Its conflict is the first of: an over-full
         stage (CC3), an over-full node (TC1), a time overlap (TC2). Each child forbids one of the
-        microbatches involved the stage or the node. Best first: the least excess, then the shortest
-        iteration; for paths not valid yet the farthest microbatch's trip stands for it. Ends after
-        `limit` children, or without TC2 at the first valid paths.
+        microbatches involved the stage or the node. The least excess comes first, then the deepest node
+        (ours; the paper's order is best first), then the shortest iteration; for paths not valid yet the
+        farthest microbatch's trip stands for it. Ends after `limit` paths and simulations, or without TC2
+        at the first valid paths.
         """
         @cache
         def best_trip(origin, banned):
             stages = [[r for r in stage if r not in banned] for stage in self.stages]
-            return shortest_path(self.hop, stages, origin, self.kept, self.swaps)
+            return shortest_path(self.cost, stages, origin, self.kept, self.swaps)
 
         def push(bans):
             trips = [best_trip(origin, banned) for origin, banned in zip(self.origins, bans)]
@@ -582,12 +588,12 @@ class Search:
             for u, nodes in takewhile(lambda child: not self.late(), children):
                 push(bans[:u] + (bans[u] | frozenset(nodes),) + bans[u + 1:])
 
-    def fill(self, paths, visits, trip, hops=None, noise=0.0):
+    def fill(self, paths, visits, trip, costs=None, noise=0.0):
         """Plan the missing paths (None), so that each stage gets `visits` more. Never a dead end: a
         stage due for all that are left is a must.
 
         The origin with the longest trip comes first: its path is the longest part of the iteration, and
-        the other paths have slack to give way. hops(): for each path anew, the costs of the hops
+        the other paths have slack to give way. costs(): for each path anew, the costs of the hops
         (default: `hop_costs`). noise: how far the order of planning is shuffled.
         """
         paths, visits, room, known = list(paths), dict(visits), list(self.caps), {}
@@ -600,9 +606,9 @@ class Search:
             stages = tuple(tuple(r for r in stage if room[r] > 0) if visits.get(s) else ()
                            for s, stage in enumerate(self.stages))
             choice = origin, stages, must
-            if hops or choice not in known:
-                hop = hops() if hops else self.hop
-                known[choice] = shortest_path(hop, stages, origin, self.kept, self.swaps, must)[1]
+            if costs or choice not in known:
+                cost = costs() if costs else self.cost
+                known[choice] = shortest_path(cost, stages, origin, self.kept, self.swaps, must)[1]
             paths[u] = known[choice]
             self.work += 1
             for r in paths[u][1:]:
@@ -635,17 +641,19 @@ def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps
     itself, with at least the shortest way out and the shortest way back between them (each the minimum
     over all paths that CC1 and CC2 allow). At most `lanes` of them are under way at once: as many as it
     has paths, or memory for. So they form `lanes` chains, each microbatch beginning after the one before
-    it in its chain has ended, and the longest chain has at least q = ceil(microbatches / lanes). Either
-    no chain is longer: then at least microbatches - lanes (q - 1) chains have q. Drop the others;
-    machine(tasks, chains) bounds the time of these (planning/bound.py's is tighter). Or a chain has q + 1,
-    which cannot be where the chains are simply the paths, of `rounds` each. origins: which to look at,
-    default all.
+    it in its chain has ended, and the longest chain has at least q = ceil(microbatches / lanes).
+
+    Case 1: no chain is longer. Then at least microbatches - lanes (q - 1) chains have q microbatches, and
+    machine(tasks, chains) bounds the time of these alone (planning/bound.py's is tighter).
+    Case 2: a chain has q + 1, which alone takes its time. This cannot be where the chains are the paths, of
+    `rounds` each.
+    origins: which to look at, default all.
     """
     search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     total, pause, best = microbatches_per_origin * rounds, network.overhead, 0.0
     ways = hop_costs(network, 1, 0), hop_costs(network, 0, 1.5)
     for o in origins or search.stages[0]:
-        out, back = (shortest_path(hop, search.stages, o, stages_kept, swaps)[0] for hop in ways)
+        out, back = (shortest_path(cost, search.stages, o, stages_kept, swaps)[0] for cost in ways)
         w = network.compute[o]
         # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
         tasks = [(w + network.origin_overhead, w + out), (w / 4 + pause, w / 4 + back),

@@ -54,7 +54,7 @@ from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, 
 
 @dataclass
 class Options:
-    """Every option, its default and its help. None: from the model's or the method's row above."""
+    """Every option, its default and its help. None: from plumbing/options.py."""
     # how replicas synchronise
     method: str = option("noloco", "how replicas synchronise", choices=list(METHODS))
     inner_steps: int = option(None, "optimizer steps per outer step (m)", least=1)
@@ -159,7 +159,7 @@ def next_rank(ranks, hop):
 
 
 def tag(u, hop):
-    return 16 + 4096 * u + hop
+    return 16 + 4096 * u + hop      # a chain has fewer than 4096 hops; survive/ uses the tags below 16
 
 
 class Pipeline:
@@ -221,7 +221,7 @@ class Pipeline:
         what = kind(self.paths[u], hop)
         count = self.message_shape[0] * self.message_shape[1]
         if what == BACKWARD:
-            forward = 2 * len(self.paths[u]) - hop
+            forward = 2 * len(self.paths[u]) - hop              # the hop that this one undoes
             inputs, y = self.saved.pop((u, forward))
             y.backward(x)
             self.tokens += count
@@ -519,7 +519,7 @@ def main(argv=None):
     own = {}
     if o.replan:
         own.update(Pipeline=TimedPipeline, Routes=ReplanningRoutes)
-    if o.delay or o.gamma != o.beta:
+    if o.delay or o.gamma != o.beta:            # theta flies on, or phi goes ahead (plumbing/overlap.py)
         own.update(make_outer=partial(make_outer, **overlapping(o)))
     train(build(job, o, **own))
 

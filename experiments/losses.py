@@ -69,7 +69,7 @@ def draw(plt, found):
              label=f"{name}: {seeds[0].sent:.0f} MB")
     more = statistics.mean(over_runs(kinds["8x1 NoLoCo"], kinds["8x1 DDP"]))
     axis.set(xlabel="million tokens, all 8 replicas", ylabel="held-out nats per byte", ylim=(1.35, 2.4),
-             title=f"Every 10 steps NoLoCo ends {more:.0%} perplexity over DDP, every 2 much closer\n"
+             title=f"Every 10 steps NoLoCo ends {more:.0%} perplexity over DDP, every 2 a third of that\n"
                    "(bands: range of three seeds; MB: sent per replica to synchronise)")
     label_ends(axis)
     return figure

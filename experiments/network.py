@@ -254,18 +254,18 @@ def draw_lines(axis, title, lines):
     for runs, text, colour in lines:
         x, curves = timed(runs)
         band(axis, curves, x, COLOURS[colour], label=text)
-    axis.set(xlabel="measured seconds", ylabel="held-out nats per byte", title=title)
+    axis.set(xlabel="measured seconds (bands: range of seeds)", ylabel="held-out nats per byte", title=title)
     label_ends(axis)
 
 
 def draw_grid(plt, found):
     """The first two networks."""
     rows = rows_of(found)
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.4), layout="constrained", sharey=True)
     for axis, network in zip(axes, dict.fromkeys(row[0] for row in rows)):
         here = {method: (way, seeds) for name, method, way, seeds in rows if name == network}
         (_, diloco), (_, noloco) = here["DiLoCo"], here["NoLoCo"]
-        draw_lines(axis, f"{network}: NoLoCo's last loss over DiLoCo's,\n{more_than(diloco, noloco)} (nats)",
+        draw_lines(axis, f"{network}: NoLoCo's loss over DiLoCo's\nat its end {more_than(diloco, noloco)}",
                    [(seeds, f"{method}, {way}".replace(", ", "\n"), method)
                     for method, (way, seeds) in here.items()])
     return figure

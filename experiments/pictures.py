@@ -6,7 +6,8 @@ from plumbing.processes import BadInput
 
 # Mostly Okabe and Ito's, safe for the colour-blind. One for each method or kind of paths, in every picture.
 COLOURS = {"DDP": "#000000", "DiLoCo": "#0072B2", "NoLoCo": "#D55E00", "local": "#CC79A7",
-           "full": "#000000", "planned": "#777777", "25%": "#009E73", "50%": "#882255", "random": "#E69F00"}
+           "groups": "#8C510A", "full": "#000000", "planned": "#777777", "25%": "#009E73",
+           "50%": "#882255", "random": "#E69F00"}
 WIDTH = 9       # inches: at 900 pixels 9.5 points are 13 pixels high
 STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left", "legend.fontsize": 9.5,
          "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,

@@ -337,7 +337,7 @@ SHOWN = {
     "NoLoCo, every 2, groups of 4": Trial("noloco", 2, group=4),
     "NoLoCo, every 10": Trial("noloco", 10), "DiLoCo, every 20": Trial("diloco", 20),
 }
-DRAWN = {"NoLoCo, every 2": "NoLoCo", "NoLoCo, every 2, groups of 4": "50%", "DiLoCo, every 4": "DiLoCo"}
+DRAWN = {"NoLoCo, every 2": "NoLoCo", "NoLoCo, every 2, groups of 4": "groups", "DiLoCo, every 4": "DiLoCo"}
 
 
 def show_many(found):
@@ -360,7 +360,7 @@ def draw_many(plt, found):
     axis.set_xscale("log", base=2)
     axis.set(xlabel="replicas (bands: range of three seeds; 64 replicas: one seed)",
              xticks=REPLICAS, xticklabels=REPLICAS, ylabel="% perplexity over DDP's with as many replicas",
-             title="The gap to DDP grows with the replicas; with Muon (dashed) by half as much")
+             title="The gap to DDP grows with the replicas; it is smaller with Muon (dashed)")
     label_ends(axis)
     return figure
 

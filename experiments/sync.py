@@ -13,7 +13,7 @@ from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import Parser
 from plumbing.processes import Job
 
-SHADES = ("#CC79A7", "#E69F00", "#009E73", "#56B4E9", "#0072B2", "#000000")      # one per number of replicas
+SHADES = ("#BCBDDC", "#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")      # one per number of replicas
 
 
 def methods(o, params):
@@ -48,10 +48,10 @@ def draw_simulated(plt, r):
           title="A  Simulated: a pair averages 10 times as fast as a tree of 1024, more if messages vary\n"
                 "(bars: two standard errors)")
     b.set(xlabel="inner steps per outer step", ylabel="training time, DiLoCo / NoLoCo",
-          title="B  DiLoCo waits for the slowest of all replicas, NoLoCo for a partner\n"
+          title="B  Simulated: DiLoCo waits for the slowest of all replicas, NoLoCo for a partner\n"
                 "(500 outer steps, exchange time left out)")
     c.set(xscale="log", yscale="log", xlabel="replicas", ylabel="seconds per synchronisation",
-          title=f"C  With bytes counted the best all-reduce is closer\n({r['params'] / 1e6:g}M fp32 weights, "
+          title=f"C  Simulated: with bytes an all-reduce is closer\n({r['params'] / 1e6:g}M fp32 weights, "
                 f"{r['mbit']:g} Mbit/s, {1000 * r['latency_seconds']:g} ms, std(t) / t_c {r['spread']:g})")
     c.set_xticks(r["counts"], [str(n) for n in r["counts"]])
     c.minorticks_off()

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import train
-from experiments.pictures import COLOURS, WIDTH, show_head, show_row
+from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
 from experiments.runs import (Part, Run, band, finals, headline, reaches, results, same_seeds,
                               spread_of, spread_of_reached)
 from noloco import random_groups
@@ -177,9 +177,9 @@ def draw(plt, found):
     ours = runs["NoLoCo, SkipPipe in order, 50% skipped, rho rule, every 2, int8, 100% of DDP's time"]
     figure, axis = plt.subplots(figsize=(WIDTH, 5), layout="constrained")
     shares = []
-    for name, paths, label, dashes in (("DDP", "full pipeline", "DDP, fp32, unplanned", "-"),
-                                       ("DDP", "planned", "DDP, fp32, planned paths", "--"),
-                                       ("DDP, bf16", "planned", "DDP, bf16, planned paths", ":")):
+    for name, paths, label, dashes in (("DDP", "full pipeline", "DDP, fp32,\nunplanned", "-"),
+                                       ("DDP", "planned", "DDP, fp32,\nplanned paths", "--"),
+                                       ("DDP, bf16", "planned", "DDP, bf16,\nplanned paths", ":")):
         seeds, whole = base(found, runs, name, paths)
         x = hours(seeds[0], *found["seconds"][f"{name}, {paths}"])
         band(axis, [run.losses for run in seeds], x, COLOURS["DDP"], ls=dashes, label=label)
@@ -187,13 +187,13 @@ def draw(plt, found):
                  for run, goal in zip(ours, same_seeds(ours, seeds))]
         shares.append(f"{statistics.mean(taken) / whole:.0%}" if all(taken) else "more")
     band(axis, [run.losses for run in ours], clock(found, ours[0]), COLOURS["NoLoCo"],
-         label="half of the stages skipped (rho rule),\nNoLoCo every 2 steps in one byte a weight")
+         label="half skipped (rho rule),\nNoLoCo every 2,\none byte a weight")
     goal = statistics.mean(finals(runs["DDP, full pipeline"]))
     axis.set(xlabel="simulated hours on 20 nodes in 12 cities (losses are measured)", xlim=(0, None),
              ylabel="held-out nats per byte", ylim=(goal - 0.2, goal + 1),
-             title="Both papers reach DDP's final loss in {} of its time, a planned one's in {}, in bf16 {}\n"
-             .format(*shares) + "(20 nodes, 6 stages; bands: range of three seeds)")
-    axis.legend()
+             title="Simulated time: both papers first reach DDP's final loss after {} of its time, a planned "
+             "one's after {},\nin bf16 {} (20 nodes, 6 stages; bands: range of three seeds)".format(*shares))
+    label_ends(axis)
     return figure
 
 

@@ -56,13 +56,16 @@ class Region(Search):
     """The search among some nodes of the network of `whole`: all others are dead to it."""
 
     def __init__(self, whole, nodes, visits):
-        self.whole, self.due, self.hop, self.walk = whole, visits, whole.hop, None
+        self.whole, self.due, self.hop, self.walk = whole, visits, whole.cost, None
         outside = whole.dead | set(range(len(whole.caps))) - nodes
         super().__init__(whole.network, whole.kept, whole.each, whole.rounds, whole.swaps, outside,
                          seed=whole.random.random(), iterations=whole.iterations)
 
     def fair_visits(self):
         return self.whole.caps, self.due
+
+    def room(self, stage):
+        return 0            # the whole has shared out the visits
 
     def late(self):
         return self.whole.late()

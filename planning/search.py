@@ -67,16 +67,32 @@ class Search(skippipe.Search):
             out = set(draw.sample(range(len(paths)), min(len(paths), draw.choice((1, 2, 2, 3, 4)))))
             if draw.random() < 0.5:
                 out.add(last_home(result) % len(paths))
-            gone = Counter(self.network.stage_of[r] for u in out for r in paths[u])
-            visits = {s: gone[s] for s in self.visits}
+            visits = self.visits_of(paths, out)
             scale = 0.3 * draw.random() ** 4 * max(self.trip.values())
-            hop = {i: {j: self.hop[i][j] + scale * draw.random() for j in nodes} for i in nodes}
+            cost = {i: {j: self.cost[i][j] + scale * draw.random() for j in nodes} for i in nodes}
             rest = [None if u in out else path for u, path in enumerate(paths)]
-            candidate = self.fill(rest, visits, self.trip, lambda: hop, 0.5)
+            candidate = self.fill(rest, visits, self.trip, lambda: cost, 0.5)
             new = self.dispatch(candidate)
             if new.makespan <= result.makespan + self.leeway(4):
                 paths, result = candidate, new
         return paths
+
+    def visits_of(self, paths, out):
+        """{stage: visits} that the paths in `out` are to make: those that they made. CC3 leaves open which
+        stages get one visit more, so now and then that changes."""
+        seen, gone = (Counter(self.network.stage_of[r] for u in some for r in paths[u])
+                      for some in (range(len(paths)), out))
+        visits, low = {s: gone[s] for s in self.visits}, min(self.visits.values(), default=0)
+        give = [s for s in visits if visits[s] and seen[s] > low]
+        take = [s for s in visits if visits[s] < len(out) and seen[s] == low < self.room(s)]
+        if give and take and self.random.random() < 0.5:
+            visits[self.random.choice(give)] -= 1
+            visits[self.random.choice(take)] += 1
+        return visits
+
+    def room(self, stage):
+        """How many visits TC1 allows to a stage."""
+        return sum(self.caps[r] for r in self.stages[stage])
 
     def leeway(self, power):
         """By how many seconds a step may be worse: up to a tenth of the iteration, mostly far less."""

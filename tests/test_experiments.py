@@ -46,11 +46,13 @@ def test_spectral_radius_crosses_one_exactly_at_the_bound():
             bound = stability.exact_bound(alpha, k, pull)
             low, high = 0.999 * bound, 1.001 * bound
             assert radius(alpha, k, low, low, pull) < 1 < radius(alpha, k, high, high, pull)
+            assert bound >= stability.exact_bound(alpha, k)         # gamma = beta: a pull widens the window
         assert stability.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
         for count in (2, 3, 4, 5, 16, 17):
             if n <= count:
                 exact = stability.exact_bound(alpha, stability.contraction(count, n))
                 assert gamma_bound(alpha, n, count) == pytest.approx(exact)
+    assert gamma_bound(0.9, 2) > 0.1 and radius(0.9, 0.5, 0.7, 0.1, 1.0) > 1         # another beta, full pull
     # heavy ball: 2 (1 + alpha); one replica has nothing to hold together
     assert stability.exact_bound(0.5, stability.contraction(16, 16)) == pytest.approx(3)
     assert gamma_bound(0.5, 2, 1) == gamma_bound(0.5, 2, 2) == pytest.approx(3)

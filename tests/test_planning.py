@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import skippipe
+from experiments.skip import network_of
 from planning import methods, search
 from planning.__main__ import main
 from planning.assign import assign_stages
@@ -317,3 +318,8 @@ def test_arrays_and_tensors_are_taken_as_delays_and_compute():
         assert (found.paths, found.order, found.makespan) == (want.paths, want.order, want.makespan)
     with pytest.raises(ValueError, match="as many columns as rows"):
         skippipe.Network(numpy.zeros(4), compute, stages)
+
+
+def test_the_search_chooses_which_stages_get_one_visit_more():
+    found = search.plan(network_of(8)[0], 4, 3, rounds=2, seconds=None, iterations=3000)
+    assert found.makespan == pytest.approx(found.bound)         # it is 12% longer with the first choice alone
