@@ -1,7 +1,7 @@
 """Plan SkipPipe's paths; without options for the published instance.
 
     python -m planning                                                # a table, and the paths
-    python -m planning --nodes 42 --kept 6                            # more nodes in the same cities, 8 stages
+    python -m planning --sizes 7,5,5,5,5,5,5,5 --kept 6               # 42 nodes in the same cities
     python -m planning --instance mine.json     # {"delay": [[...]], "compute": [...], "stages": [[...]]}
 """
 import argparse
@@ -10,9 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from planning.assign import assign_stages
-from planning.instance import eight_stages, published_network, read_instance, spread_network
-from planning.methods import compare
-from planning.show import print_paths, print_table
+from planning.instance import published_network, read_instance, spread_network
+from planning.methods import compare, print_paths, print_table
 from skippipe import Search
 
 
@@ -23,7 +22,7 @@ def numbers(text):
 OPTIONS = (     # name, type, default, help
     ("instance", str, None, "JSON file with delay and compute (s) and stages: a network of your own"),
     ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5: in the published cities, assigned by search"),
-    ("nodes", int, None, "how many nodes, instead of --sizes: in 8 stages, e.g. 42 in 7,5,5,5,5,5,5,5"),
+    ("nodes", int, None, "how many nodes there are: as many as --sizes adds up to"),
     ("kept", int, None, "stages that a microbatch visits, the first included (default: two thirds)"),
     ("microbatches", int, 3, "paths per origin: an iteration has origins x paths x rounds microbatches"),
     ("rounds", int, 2, "microbatches that go down each path, one after the other"),
@@ -36,11 +35,11 @@ OPTIONS = (     # name, type, default, help
 
 def read_network(o):
     """The Network that the options ask for, and the names of its nodes. Raises ValueError or OSError."""
-    o.sizes = o.sizes or o.nodes and eight_stages(o.nodes)
     if o.instance and o.sizes:
-        raise ValueError("--instance has stages of its own: leave out --sizes and --nodes")
-    if o.nodes and o.nodes != sum(o.sizes):
-        raise ValueError(f"--nodes {o.nodes}: the stages {o.sizes} have {sum(o.sizes)}; give only --sizes")
+        raise ValueError("--instance has stages of its own: leave out --sizes")
+    if o.nodes and o.nodes != sum(o.sizes or [0]):
+        raise ValueError(f"--nodes {o.nodes}: give each stage's nodes, which must add up to as many, e.g. "
+                         "python skippipe.py --nodes 42 --sizes 7,5,5,5,5,5,5,5 --kept 6")
     if o.instance:
         return read_instance(o.instance)
     return spread_network(o.sizes) if o.sizes else published_network()
@@ -61,7 +60,6 @@ def understand(o):
 
 
 def run(o, network, names, work):
-    print(f"planning for {o.seconds * (1 + bool(o.sizes)):g} s, or until no plan can be shorter", flush=True)
     if o.sizes:
         network = assign_stages(network, *work, seconds=o.seconds)
     rows, found = compare(network, *work, o.dead, o.seconds)

@@ -50,12 +50,6 @@ def published_network(corrected=False):
     return Network(city_delays(names, links), [0.44] * 20, DATA["stages"], 3, 0.13, 0.09), names
 
 
-def eight_stages(nodes):
-    """Sizes of 8 stages with so many nodes: about a sixth in stage 0, the others equal. At least one each."""
-    others = max(1, 5 * nodes // 42)
-    return [max(1, nodes - 7 * others)] + [others] * 7
-
-
 def spread_network(sizes):
     """(Network, cities) of nodes in the twelve cities in turn, sizes[s] of them in stage s in this order."""
     names = [CITIES[i % len(CITIES)] for i in range(sum(sizes))]

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 
 from planning.search import Search
-from skippipe import Infeasible, check
+from skippipe import check
 
 WHOLE = 48      # a network of so many nodes is one region
 
@@ -56,7 +56,7 @@ class Region(Search):
     """The search among some nodes of the network of `whole`: all others are dead to it."""
 
     def __init__(self, whole, nodes, visits):
-        self.whole, self.due, self.hop, self.walk = whole, visits, whole.cost, None
+        self.whole, self.due, self.cost, self.walk = whole, visits, whole.cost, None
         outside = whole.dead | set(range(len(whole.caps))) - nodes
         super().__init__(whole.network, whole.kept, whole.each, whole.rounds, whole.swaps, outside,
                          seed=whole.random.random(), iterations=whole.iterations)
@@ -66,6 +66,10 @@ class Region(Search):
 
     def room(self, stage):
         return 0            # the whole has shared out the visits
+
+    def turn(self, walk):
+        """First come, first served: an order of the whole would take a simulation of the whole."""
+        return self.large_neighbourhood_search(walk, steps=200)
 
     def late(self):
         return self.whole.late()
@@ -92,7 +96,7 @@ class Regions(Search):
         """The visits that each region's paths make to each stage, which are `self.visits` together. None
         where a region has no living origin, or no room was found for a visit."""
         rows = [self.each * len(nodes.intersection(self.stages[0])) for nodes in regions]
-        rooms = [*map(self.room, regions)]
+        rooms = [*map(self.most_visits, regions)]
         left, found = dict(self.visits), []
         for i, room in enumerate(rooms):
             spare = {s: sum(later[s] for later in rooms[i + 1:]) - left[s] for s in left}
@@ -107,7 +111,7 @@ class Regions(Search):
             found.append(visits)
         return found if all(rows) else None
 
-    def room(self, nodes):
+    def most_visits(self, nodes):
         """How many visits to each stage the paths of these nodes' origins can make there."""
         most = self.each * len(nodes.intersection(self.stages[0]))
         return {s: min(most, sum(self.caps[r] for r in nodes.intersection(self.stages[s])))
@@ -126,17 +130,8 @@ class Regions(Search):
         self.join()
 
     def join(self):
-        """Simulate the regions' plans side by side, their microbatches numbered as in the whole."""
-        paths, order, origins = [None] * len(self.origins), [[] for _ in self.caps], self.stages[0]
-        for part in self.parts:
-            own = [origins.index(o) for o in part.stages[0]]
-            number = [own[u % len(own)] + u // len(own) * len(origins)
-                      for u in range(self.rounds * len(part.paths))]
-            for u, path in zip(number, part.paths):
-                paths[u] = path
-            for tasks, run in zip(order, part.best.order):
-                tasks += [(number[u], hop) for u, hop in run]
-        self.simulate(paths, order)
+        """The regions' paths together."""
+        self.dispatch(in_turn([path for part in self.parts for path in part.paths], self.stages[0]))
 
 
 def around(plan, network, kept, each, rounds, seed, dead):
@@ -145,13 +140,13 @@ def around(plan, network, kept, each, rounds, seed, dead):
     plan: dict(paths of all rounds, makespan, network: a Network's fields). None where all paths must be
     planned anew: if `mend` finds no region, or no plan that is valid and at most 5% longer.
     """
-    paths, work = [tuple(path) for path in plan["paths"][:len(plan["paths"]) // rounds]], (kept, each, rounds, 2)
+    paths, work = [*map(tuple, plan["paths"][:len(plan["paths"]) // rounds])], (kept, each, rounds, 2)
     changed = [r for r, w in enumerate(plan["network"]["compute"]) if r in dead or w != network.compute[r]]
     try:
         for i, node in enumerate(changed, 1):
             if any(node in path for path in paths):
                 paths = mend(node, paths, Regions(network, *work, set(dead).intersection(changed[:i]), seed))
-    except Infeasible:
+    except ValueError:          # Infeasible, or no path stays
         return None
     result = Search(network, *work, dead).dispatch(paths)
     good = result.makespan <= 1.05 * plan["makespan"] and not check(network, paths, kept, dead=dead)
@@ -163,7 +158,7 @@ def mend(node, paths, whole, most=1500):
 
     Nodes on one path are a group, and so are groups that share a node. The region is the idle nodes and the
     groups nearest to the node, as few as have room for the visits that CC3 leaves to them. It is searched
-    until it is no slower than the other paths, or has tried `most` plans. Raises Infeasible if no path stays.
+    until it is no slower than the other paths, or has tried `most` plans. Raises ValueError if no path stays.
     """
     network, groups = whole.network, {}
     for path in paths:
@@ -175,11 +170,9 @@ def mend(node, paths, whole, most=1500):
         stay = [path for path in paths if region.isdisjoint(path)]
         due = Counter(whole.visits)
         due.subtract(network.stage_of[r] for path in stay for r in path[1:])
-        room = whole.room(region)
+        room = whole.most_visits(region)
         if all(0 <= visits <= room[s] for s, visits in due.items()):
             break
-    if not stay:
-        raise Infeasible(f"no path keeps off the region around node {node}")
     part = Region(whole, region, due)
     part.bound, part.iterations = whole.dispatch(stay).makespan, most
     if part.origins:

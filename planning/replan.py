@@ -49,14 +49,12 @@ class Timed:
 class Replanning:
     """Before train.Routes among the bases of a class; its pipeline is Timed."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.factors = [1.0] * self.job.world       # of all ranks, at the last look
+    factors = None          # of all ranks, at the last look
 
     def renew(self, step):
         """At an evaluation, on every rank: another plan where one is shorter by more than --replan."""
         factors = [float(x) for x in self.job.share(f"factor/{step}", self.pipeline.slower())]
-        if factors == self.factors:         # no rank has changed: the plan stays, whatever a new one would be
+        if factors == (self.factors or [1.0] * len(factors)):       # the plan stays
             return
         self.factors = factors
         if new := self.job.agree_on(f"plan/{step}", partial(self.better, factors, step)):

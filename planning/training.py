@@ -18,21 +18,15 @@ def planned(network, kept, each, rounds, seed, dead, **options):
     return plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, **options)
 
 
-def dtfm_skip(network, kept, each, rounds, seed, dead):
-    return random_valid_paths(network, kept, each, seed=seed, dead=dead), None
-
-
-def dtfm(network, kept, each, rounds, seed, dead):
-    return full_paths(living(network.stages, dead), each), None
-
-
 # --routing: (network, kept, each, rounds, seed, dead) -> paths, order or None: first come, first served
 PLANNERS = {
     "skippipe": planned,
     "no-swaps": partial(planned, swaps=0),              # ours: every path in order
     "no-tc2": partial(planned, collisions=False),
-    "dtfm-skip": dtfm_skip,                             # random valid paths
-    "dtfm": dtfm,                                       # every stage
+    "dtfm-skip": lambda network, kept, each, rounds, seed, dead: (
+        random_valid_paths(network, kept, each, seed=seed, dead=dead), None),
+    "dtfm": lambda network, kept, each, rounds, seed, dead: (           # every stage
+        full_paths(living(network.stages, dead), each), None),
 }
 
 
@@ -44,13 +38,15 @@ def living(stages, dead):
 
 def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None):
     """An iteration's plan: dict(paths (of all rounds), order (every rank's tasks), makespan (simulated
-    seconds), network (the fields of the Network it is for)), which JSON can hold.
+    seconds), network (the fields of the Network it is for), planned (anew, or in regions: only where
+    something has changed since `before`)), which JSON can hold.
 
     routing: a key of PLANNERS. skip: the share of the stages that a path leaves out. microbatches: per
     origin; it sends as many at once as nodes hold, the rest in further rounds where that divides. dead:
     ranks that are not there; the living may have less room, so then paths become shorter where they
-    must. before: a plan without the dead, or for other compute times; of more than `regions.WHOLE` ranks
-    only the regions of what has changed since are planned anew. Raises BadInput where there is no plan.
+    must. before: a plan without the dead, or for other compute times. With more than `regions.WHOLE`
+    ranks only the regions that have changed since are planned anew (`regions.around`). Raises BadInput
+    where there is no plan.
     """
     rounds = next((r for r in range(1, microbatches)
                    if microbatches % r == 0 and microbatches // r <= min(network.memory)), 1)
@@ -58,13 +54,13 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None)
     while True:
         try:
             work = kept, microbatches // rounds, rounds
-            local = before and routing == "skippipe" and len(before["paths"][0]) == kept
-            found = around(before, network, *work, seed, dead) if local and len(network.delay) > WHOLE else None
+            same = before and (len(before["paths"][0]), routing) == (kept, "skippipe")
+            found = same and len(network.delay) > WHOLE and around(before, network, *work, seed, dead)
             paths, order = found or PLANNERS[routing](network, *work, seed, tuple(dead))
             result = simulate(network, paths, rounds, order) if order else Search(
                 network, kept, work[1], rounds, dead=dead).dispatch(paths)
             return dict(paths=paths * rounds, order=result.order, makespan=result.makespan,
-                        network=asdict(network))
+                        network=asdict(network), planned="in regions" if found else "anew")
         except (Infeasible, Deadlock) as error:
             if not dead or kept == 1:
                 raise BadInput(f"--routing {routing}: {error}")

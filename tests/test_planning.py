@@ -19,6 +19,7 @@ from planning.__main__ import main
 from planning.assign import assign_stages
 from planning.bound import crossing_bound
 from planning.instance import published_network, spread_network
+from planning.regions import around
 from tests.harness import HERE
 from tests.oracles import PUBLISHED_ROUTES, assert_possible, random_network, valid_combinations
 
@@ -161,6 +162,30 @@ def test_hundreds_of_nodes_are_planned_in_regions():
         assert skippipe.check(network, plan.paths, 6, dead=gone) == []
         assert plan.makespan == skippipe.simulate(network, plan.paths, 2, plan.order).makespan
     assert found.bound <= found.makespan < 1.2 * found.bound and fewer.makespan < 1.3 * found.makespan
+    before = dict(paths=found.paths * 2, makespan=found.makespan, network=vars(network))
+    for gone in dead, (34, 145), (network.stages[0][3],):
+        paths, order = around(before, network, 6, 3, 2, 0, gone)
+        assert skippipe.check(network, paths, 6, dead=gone) == [] and len({*found.paths} & {*paths}) > 40
+        assert skippipe.simulate(network, paths, 2, order).makespan <= 1.05 * found.makespan
+        assert (paths, order) == around(json.loads(json.dumps(before)), network, 6, 3, 2, 0, gone)
+    assert around(dict(before, makespan=1.0), network, 6, 3, 2, 0, dead) is None
+
+
+def test_a_region_is_mended_as_well_as_by_brute_force():
+    """Two far islands of one origin each; a node of the first one dies, so the other's path must stay."""
+    for case in range(4):
+        draw = random.Random(f"mended {case}")
+        network = random_network(draw, [2, 4, 4], memory=(3,))
+        delay = [[x + 50 * ((i + j) % 2) for j, x in enumerate(row)] for i, row in enumerate(network.delay)]
+        network, dead = replace(network, delay=delay), draw.choice((2, 4, 6, 8))
+        first = search.plan(network, 3, 1, seconds=None, iterations=500)
+        before = dict(paths=first.paths, makespan=1e9, network=vars(network))
+        paths, order = around(before, network, 3, 1, 1, 0, {dead})
+        caps = [3 * (r != dead) for r in range(10)]
+        least = min(skippipe.simulate(network, each).makespan
+                    for each in valid_combinations(network, 3, [0, 1], caps))
+        assert skippipe.simulate(network, paths, 1, order).makespan == pytest.approx(least), case
+        assert paths[1] == first.paths[1] and skippipe.check(network, paths, 3, dead={dead}) == []
 
 
 def test_no_valid_choice_of_paths_is_faster_than_the_crossing_bound():
@@ -238,7 +263,7 @@ def test_the_command_line_shows_the_paths(tmp_path, monkeypatch, capsys):
     ):
         main([*argv, "--seconds", "0"])
         out, data = capsys.readouterr().out, json.loads((tmp_path / "runs/skippipe.json").read_text())
-        assert "numbers  runs/skippipe.json\n" in out
+        assert "numbers, paths and order: written to runs/skippipe.json\n" in out
         assert data["stages"] == stages and {len(path) for path in data["paths"]} == {kept}
         names, place = data["names"] or ["node"] * 6, {r: s for s, stage in enumerate(stages) for r in stage}
         for path in data["paths"]:
@@ -279,6 +304,7 @@ def test_the_command_lines_errors_name_what_is_wrong(tmp_path, monkeypatch, caps
     (tmp_path / "no.json").write_text("delay: 3")
     for argv, words in (
         (["--instance", "mine.json", "--sizes", "2,1,1"], "leave out --sizes"),
+        (["--nodes", 42], "--nodes 42: give each stage's nodes, which must add up to as many, e.g. python"),
         (["--instance", "mine.json", "--kept", 4], "stages_kept must be 1 to 3"),
         (["--dead", "x"], "--dead: invalid numbers value: 'x'"),
         (["--dead", "0,3,4,10,11"], "CC1 cannot be met: no node of stage 0 is alive"),
