@@ -56,7 +56,7 @@ def table(found):
 
 
 def draw(plt, found):
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.2))
     for dashes, (label, seeds) in zip(("-", "--", ":"), results(found).items()):
         x = [tokens / 1e6 for tokens in seeds[0].curves["tokens"]]
         band(axis, [run.losses for run in seeds], x, COLOURS["NoLoCo"], ls=dashes,

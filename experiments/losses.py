@@ -56,7 +56,7 @@ def table(found):
 def draw(plt, found):
     """Loss against tokens, with the bytes that each method sends."""
     kinds = results(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 5), layout="constrained")
+    figure, axis = plt.subplots(figsize=(WIDTH, 5))
     lines = {"8x1 DDP": "DDP", "8x1 NoLoCo, every 2 steps": "NoLoCo, every 2",
              "8x1 DiLoCo": "DiLoCo, every 20", "8x1 NoLoCo": "NoLoCo, every 10", "8x1 local": "never (local)"}
     for label, name in lines.items():

@@ -261,7 +261,7 @@ def draw_lines(axis, title, lines):
 def draw_grid(plt, found):
     """The first two networks."""
     rows = rows_of(found)
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.4), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.4), subplot_kw={"ylim": (2, 2.8)})
     for axis, network in zip(axes, dict.fromkeys(row[0] for row in rows)):
         here = {method: (way, seeds) for name, method, way, seeds in rows if name == network}
         (_, diloco), (_, noloco) = here["DiLoCo"], here["NoLoCo"]
@@ -315,7 +315,7 @@ def show_latency(found):
 
 def draw_latency(plt, found):
     runs = results(found)
-    figure, axes = plt.subplots(1, len(COUNTS), figsize=(WIDTH, 4), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, len(COUNTS), figsize=(WIDTH, 4), sharey=True)
     for axis, n in zip(axes, COUNTS):
         for name in ALONE:
             trials = [runs[f"{n} hosts, {ms} ms"][0].alone[name] for ms in LATENCIES]
@@ -374,7 +374,7 @@ def show_pipeline(found):
 
 
 def draw_pipeline(plt, found):
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
     draw_lines(axis, "4 stages of 2 hosts between eight cities (bands: range of three seeds)",
                [(seeds, name.replace(", ", "\n", 1), PLANS[name][2])
                 for name, seeds in results(found).items() if PLANS[name][2]])

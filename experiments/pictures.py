@@ -11,7 +11,7 @@ COLOURS = {"DDP": "#000000", "DiLoCo": "#0072B2", "NoLoCo": "#D55E00", "local": 
 WIDTH = 9       # inches: at 900 pixels 9.5 points are 13 pixels high
 STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left", "legend.fontsize": 9.5,
          "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-         "lines.markersize": 4}
+         "lines.markersize": 4, "figure.constrained_layout.use": True}
 
 
 def save(out, name, result):

@@ -350,7 +350,7 @@ def show_many(found):
 
 def draw_many(plt, found):
     runs = by_trial(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.8), layout="constrained")
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.8))
     for (name, colour), optimizer in itertools.product(DRAWN.items(), RATES):
         gaps = {n: over_ddp(runs.get((optimizer, n), {}), SHOWN[name]) for n in REPLICAS}
         x = [n for n in REPLICAS if gaps[n]]

@@ -142,7 +142,7 @@ def draw(plt, found):
     """Above: loss in the planned full pipeline's time. Below: what missing stages cost each model."""
     own, published = results(found), kept(ROOT, "headline_skip")
     theirs = results(published)
-    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 8), layout="constrained", sharey="row")
+    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 8), sharey="row")
     for stages, above, below in zip(STAGES, *axes):
         _, sync = published["seconds"][f"{stages} stages"]
         lines = [("0% skipped, in order", "", "all stages,\nplanned", "planned", "-"),

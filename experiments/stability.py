@@ -164,7 +164,7 @@ def table(r):
 
 
 def draw(plt, r):
-    figure, a = plt.subplots(figsize=(WIDTH, 5.4), layout="constrained")
+    figure, a = plt.subplots(figsize=(WIDTH, 5.4))
     row, pull = r["groups"]["2"], str(r["pulls"][1])
     rate = torch.tensor(row["rate"]).T.clamp(-0.3, 0.3)
     coloured = a.pcolormesh(r["alphas"], r["gammas"], rate, cmap="PuOr_r", vmin=-0.3, vmax=0.3,

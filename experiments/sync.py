@@ -28,7 +28,7 @@ def methods(o, params):
 
 
 def draw_simulated(plt, r):
-    figure, (a, b, c) = plt.subplots(3, 1, figsize=(WIDTH, 11.5), layout="constrained")
+    figure, (a, b, c) = plt.subplots(3, 1, figsize=(WIDTH, 11.5))
 
     def line(axis, x, points, colour, name):
         value, error = zip(*points)
@@ -63,7 +63,7 @@ def draw_simulated(plt, r):
 def draw_measured(plt, found):
     """Bars of the same rows for each number of processes."""
     names = [name for name in found[0]["rows"] if "delayed" not in name][::-1]
-    figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 5), layout="constrained", sharey=True,
+    figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 5), sharey=True,
                                 squeeze=False)
     for axis, r in zip(axes.flat, found):
         rows = [quartiles(r["rows"][name]["seconds"]) for name in names]

@@ -175,7 +175,7 @@ def draw(plt, found):
     """Four lines: DDP as it is, planned, planned in bf16; and both papers together."""
     runs = results(found)
     ours = runs["NoLoCo, SkipPipe in order, 50% skipped, rho rule, every 2, int8, 100% of DDP's time"]
-    figure, axis = plt.subplots(figsize=(WIDTH, 5), layout="constrained")
+    figure, axis = plt.subplots(figsize=(WIDTH, 5))
     shares = []
     for name, paths, label, dashes in (("DDP", "full pipeline", "DDP, fp32,\nunplanned", "-"),
                                        ("DDP", "planned", "DDP, fp32,\nplanned paths", "--"),
