@@ -40,5 +40,4 @@ if __name__ == "__main__":
         for limit in 0, most:
             rows.append(measured(nodes, limit))
             print("", *(f"{x:.4g}" for x in rows[-1]), "", sep=" | ", flush=True)
-    text = json.dumps([dict(zip(COLUMNS, row)) for row in rows], indent=1)
-    Path("results/planning.json").write_text(text + "\n")
+    Path("results/planning.json").write_text(json.dumps([dict(zip(COLUMNS, x)) for x in rows], indent=1))
