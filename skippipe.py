@@ -460,7 +460,7 @@ class Search:
         self.iterations = math.inf if iterations is None else iterations
         self.bound, self.work = bound, 0
         self.best = self.paths = None
-        self.caps, self.visits = self.fair_visits()
+        self.caps, self.visits, self.spare = self.fair_visits()
 
     @cached_property
     def cost(self):
@@ -472,9 +472,9 @@ class Search:
         return {o: shortest_path(self.cost, self.stages, o, self.kept, self.swaps)[0] for o in self.stages[0]}
 
     def fair_visits(self):
-        """CC3 and TC1 as numbers: (each node's cap, {stage: visits}). A valid plan exists exactly if these
-        visits fit the nodes: deal the stages out in turn and let every path visit its own in ascending
-        order."""
+        """CC3 and TC1 as numbers: (each node's cap, {stage: visits}, the stages that may get the one visit
+        more). A valid plan exists exactly if these visits fit the nodes: deal the stages out in turn and
+        let every path visit its own in ascending order."""
         living = [s for s in range(1, len(self.stages)) if self.stages[s]]
         if not self.stages[0]:
             raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
@@ -491,7 +491,7 @@ class Search:
             s = min(fits, key=fits.get)
             raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each "
                              f"stage, stage {s} (nodes {self.stages[s]}) has room for {fits[s]}")
-        return caps, {s: low + (s in spare[:extra]) for s in living}
+        return caps, {s: low + (s in spare[:extra]) for s in living}, spare
 
     def plan(self, collisions=True):
         """Run the search to its end and return the `Plan`."""

@@ -313,7 +313,7 @@ class Routes:
 
     def new_plan(self, dead=()):
         o = self.o
-        return plan_paths(self.network, o.routing, o.skip, o.microbatches, o.seed, dead)
+        return plan_paths(self.network, o.routing, o.skip, o.microbatches, o.seed, dead, self.plan)
 
     def at(self, step):
         """(paths, order) of a step."""

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from planning.assign import assign_stages
 from planning.instance import published_network, read_instance, spread_network
-from planning.methods import compare
-from planning.show import print_paths, print_table
+from planning.methods import compare, print_paths, print_table
 from skippipe import Search
 
 
@@ -39,7 +38,7 @@ def read_network(o):
     if o.instance and o.sizes:
         raise ValueError("--instance has stages of its own: leave out --sizes")
     if o.nodes and o.nodes != sum(o.sizes or [0]):
-        raise ValueError(f"--nodes {o.nodes}: give --sizes that add up to as many, one for each stage")
+        raise ValueError(f"--nodes {o.nodes}: give --sizes that add up to as many (42: 7,5,5,5,5,5,5,5)")
     if o.instance:
         return read_instance(o.instance)
     return spread_network(o.sizes) if o.sizes else published_network()
@@ -67,11 +66,10 @@ def run(o, network, names, work):
     print_paths(network, names, found.paths, o.dead)
     results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows,
                    stages=network.stages, names=names, rounds=o.rounds, paths=found.paths, order=found.order)
-    saved = ("numbers", o.results, results), ("network", o.save, dict(asdict(network), names=names))
-    for what, file, data in saved:
+    for file, data in (o.results, results), (o.save, dict(asdict(network), names=names)):
         if file:
             Path(file).write_text(json.dumps(data) + "\n")
-            print(f"{what}  {file}")
+            print(f"written to {file}")
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 
 from planning.regions import WHOLE, cut
-from planning.search import progress
 from skippipe import Search
 
 
@@ -34,17 +33,15 @@ def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
     stages = [s for s, size in enumerate(sizes) for _ in range(size)]
     nodes = draw.sample(range(len(stages)), len(stages))
     now = best = score(nodes)
-    most, limit = (math.inf if x is None else x for x in (iterations, seconds))
-    with progress("assigning nodes") as bar:
-        while len(sizes) > 1 and tried < most and (spent := time.perf_counter() - start) < limit:
-            tried += 1
-            i, j = draw.sample(range(len(nodes)), 2)
-            other = list(nodes)
-            other[i], other[j] = nodes[j], nodes[i]
-            new = score(other) if stages[i] != stages[j] else (math.inf, None)
-            # a little worse now and then, or it ends in the first dip
-            if new[0] <= now[0] + 0.02 * best[0] * draw.random() ** 3:
-                nodes, now = other, new
-            best = min(best, now, key=lambda pair: pair[0])
-            bar.update(max(tried / most, spent / limit) - bar.n)
+    limit = math.inf if seconds is None else seconds
+    while len(sizes) > 1 and tried != iterations and time.perf_counter() - start < limit:
+        tried += 1
+        i, j = draw.sample(range(len(nodes)), 2)
+        other = list(nodes)
+        other[i], other[j] = nodes[j], nodes[i]
+        new = score(other) if stages[i] != stages[j] else (math.inf, None)
+        # a little worse now and then, or it ends in the first dip
+        if new[0] <= now[0] + 0.02 * best[0] * draw.random() ** 3:
+            nodes, now = other, new
+        best = min(best, now, key=lambda pair: pair[0])
     return best[1]

@@ -2,12 +2,13 @@
 
 A region is some origins and their share of the nodes of every other stage. Its paths stay in it, so
 regions run side by side, and an iteration takes as long as the slowest region's. The search works on that
-one.
+one. After a death only the region around the dead node is planned anew (`around`).
 """
 import math
 from collections import Counter
 
 from planning.search import Search
+from skippipe import check
 
 WHOLE = 48      # a network of so many nodes is one region
 
@@ -55,16 +56,17 @@ class Region(Search):
     """The search among some nodes of the network of `whole`: all others are dead to it."""
 
     def __init__(self, whole, nodes, visits):
-        self.whole, self.due, self.hop, self.walk = whole, visits, whole.cost, None
+        self.whole, self.due, self.cost, self.walk = whole, visits, whole.cost, None
         outside = whole.dead | set(range(len(whole.caps))) - nodes
         super().__init__(whole.network, whole.kept, whole.each, whole.rounds, whole.swaps, outside,
                          seed=whole.random.random(), iterations=whole.iterations)
 
     def fair_visits(self):
-        return self.whole.caps, self.due
+        return self.whole.caps, self.due, ()        # the whole has shared out the visits
 
-    def room(self, stage):
-        return 0            # the whole has shared out the visits
+    def turn(self, walk):
+        """First come, first served: an order of the whole would take a simulation of the whole."""
+        return self.large_neighbourhood_search(walk, steps=200)
 
     def late(self):
         return self.whole.late()
@@ -91,8 +93,7 @@ class Regions(Search):
         """The visits that each region's paths make to each stage, which are `self.visits` together. None
         where a region has no living origin, or no room was found for a visit."""
         rows = [self.each * len(nodes.intersection(self.stages[0])) for nodes in regions]
-        rooms = [{s: min(row, sum(self.caps[r] for r in nodes.intersection(self.stages[s])))
-                  for s in self.visits} for row, nodes in zip(rows, regions)]
+        rooms = [*map(self.most_visits, regions)]
         left, found = dict(self.visits), []
         for i, room in enumerate(rooms):
             spare = {s: sum(later[s] for later in rooms[i + 1:]) - left[s] for s in left}
@@ -107,6 +108,12 @@ class Regions(Search):
             found.append(visits)
         return found if all(rows) else None
 
+    def most_visits(self, nodes):
+        """How many visits to each stage the paths of these nodes' origins can make there."""
+        most = self.each * len(nodes.intersection(self.stages[0]))
+        return {s: min(most, sum(self.caps[r] for r in nodes.intersection(self.stages[s])))
+                for s in self.visits}
+
     def conflict_based_search(self, limit=math.inf, collisions=True):
         """Left out: the regions' first plans stand for it."""
 
@@ -120,14 +127,58 @@ class Regions(Search):
         self.join()
 
     def join(self):
-        """Simulate the regions' plans side by side, their microbatches numbered as in the whole."""
-        paths, order, origins = [None] * len(self.origins), [[] for _ in self.caps], self.stages[0]
-        for part in self.parts:
-            own = [origins.index(o) for o in part.stages[0]]
-            number = [own[u % len(own)] + u // len(own) * len(origins)
-                      for u in range(self.rounds * len(part.paths))]
-            for u, path in zip(number, part.paths):
-                paths[u] = path
-            for tasks, run in zip(order, part.best.order):
-                tasks += [(number[u], hop) for u, hop in run]
-        self.simulate(paths, order)
+        """The regions' paths together."""
+        self.dispatch(in_turn([path for part in self.parts for path in part.paths], self.stages[0]))
+
+
+def around(plan, network, kept, each, rounds, seed, dead):
+    """(paths, order) of the plan now that nodes are dead, or their compute is another, mended node by node.
+
+    plan: dict(paths of all rounds, makespan, network: a Network's fields). None where all paths must be
+    planned anew: if `mend` finds no region, or no plan that is valid and at most 5% longer.
+    """
+    paths, work = [*map(tuple, plan["paths"][:len(plan["paths"]) // rounds])], (kept, each, rounds, 2)
+    changed = [r for r, w in enumerate(plan["network"]["compute"]) if r in dead or w != network.compute[r]]
+    try:
+        for i, node in enumerate(changed, 1):
+            if any(node in path for path in paths):
+                paths = mend(node, paths, Regions(network, *work, set(dead).intersection(changed[:i]), seed))
+    except ValueError:          # Infeasible, or no path stays
+        return None
+    result = Search(network, *work, dead).dispatch(paths)
+    good = result.makespan <= 1.05 * plan["makespan"] and not check(network, paths, kept, dead=dead)
+    return (paths, result.order) if good else None
+
+
+def mend(node, paths, whole, most=1500):
+    """The paths, but those of the region around this node are planned anew: the search `whole` has its state.
+
+    Nodes on one path are a group, and so are groups that share a node. The region is the idle nodes and the
+    groups nearest to the node, as few as have room for the visits that CC3 leaves to them. It is searched
+    until it is no slower than the other paths, or has tried `most` plans. Raises ValueError if no path stays.
+    """
+    network, groups = whole.network, {}
+    for path in paths:
+        nodes = set(path).union(*(groups.get(r, ()) for r in path))
+        groups.update(dict.fromkeys(nodes, nodes))
+    region = set(range(len(whole.caps))) - set(groups)
+    for near in sorted(groups, key=lambda r: (r != node, network.delay[r][node] + network.delay[node][r], r)):
+        region |= groups[near]
+        stay = [path for path in paths if region.isdisjoint(path)]
+        due = Counter(whole.visits)
+        due.subtract(network.stage_of[r] for path in stay for r in path[1:])
+        room = whole.most_visits(region)
+        if all(0 <= visits <= room[s] for s, visits in due.items()):
+            break
+    part = Region(whole, region, due)
+    part.bound, part.iterations = whole.dispatch(stay).makespan, most
+    if part.origins:
+        part.find()
+        stay += part.paths
+    return in_turn(stay, whole.stages[0])
+
+
+def in_turn(paths, origins):
+    """The paths in the order in which a plan lists them: first one of each origin, then the next one."""
+    own = ([path for path in paths if path[0] == o] for o in origins)
+    return [path for turn in zip(*own) for path in turn]

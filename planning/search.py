@@ -4,7 +4,6 @@ dispatch that lets a node wait for what is about to arrive.
 On the published instance the paper's search ends at 33.31 s, as published; this one at 33.05 s, which
 `bound.lower_bound` proves to be the optimum.
 """
-import time
 from collections import Counter
 
 from tqdm import tqdm
@@ -13,16 +12,10 @@ import skippipe
 from planning.bound import lower_bound
 
 
-def progress(what):
-    """A bar from 0 to 1, on a terminal, for what takes more than 3 s."""
-    return tqdm(desc=what, total=1.0, delay=3, disable=None, dynamic_ncols=True,
-                bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}")
-
-
 def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
          iterations=None, dead=(), collisions=True):
     """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached. More than
-    `regions.WHOLE` nodes are planned in regions. A progress bar shows after 3 s."""
+    `regions.WHOLE` nodes are planned in regions. On a terminal tqdm counts the turns after 3 s."""
     from planning.regions import WHOLE, Regions         # which build on this file
     problem = network, stages_kept, microbatches_per_origin, rounds, swaps, dead
     kind = Search if len(network.delay) <= WHOLE else Regions
@@ -36,11 +29,8 @@ class Search(skippipe.Search):
     def find(self):
         walk = self.farthest_first()
         self.conflict_based_search(limit=500)
-        with progress("planning") as bar:
-            while not self.over():
-                walk = self.turn(walk)
-                spent = (time.perf_counter() - self.start) / self.seconds, self.work / self.iterations
-                bar.update(min(1.0, max(spent)) - bar.n)
+        for _ in tqdm(iter(self.over, True), "planning", delay=3, disable=None, unit="turn"):
+            walk = self.turn(walk)
 
     def turn(self, walk):
         """Both searches once; `walk`: the paths that the second goes on from. Returns where it ends."""
@@ -96,15 +86,11 @@ class Search(skippipe.Search):
                       for some in (range(len(paths)), out))
         visits, low = {s: gone[s] for s in self.visits}, min(self.visits.values(), default=0)
         give = [s for s in visits if visits[s] and seen[s] > low]
-        take = [s for s in visits if visits[s] < len(out) and seen[s] == low < self.room(s)]
+        take = [s for s in self.spare if visits[s] < len(out) and seen[s] == low]
         if give and take and self.random.random() < 0.5:
             visits[self.random.choice(give)] -= 1
             visits[self.random.choice(take)] += 1
         return visits
-
-    def room(self, stage):
-        """How many visits TC1 allows to a stage."""
-        return sum(self.caps[r] for r in self.stages[stage])
 
     def leeway(self, power):
         """By how many seconds a step may be worse: up to a tenth of the iteration, mostly far less."""

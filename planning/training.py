@@ -7,6 +7,7 @@ import torch
 
 from planning.instance import read_instance
 from planning.methods import random_valid_paths
+from planning.regions import WHOLE, around
 from planning.search import Search, plan
 from plumbing.processes import BadInput
 from skippipe import Deadlock, Infeasible, full_paths, simulate
@@ -17,21 +18,15 @@ def planned(network, kept, each, rounds, seed, dead, **options):
     return plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, **options)
 
 
-def dtfm_skip(network, kept, each, rounds, seed, dead):
-    return random_valid_paths(network, kept, each, seed=seed, dead=dead), None
-
-
-def dtfm(network, kept, each, rounds, seed, dead):
-    return full_paths(living(network.stages, dead), each), None
-
-
 # --routing: (network, kept, each, rounds, seed, dead) -> paths, order or None: first come, first served
 PLANNERS = {
     "skippipe": planned,
     "no-swaps": partial(planned, swaps=0),              # ours: every path in order
     "no-tc2": partial(planned, collisions=False),
-    "dtfm-skip": dtfm_skip,                             # random valid paths
-    "dtfm": dtfm,                                       # every stage
+    "dtfm-skip": lambda network, kept, each, rounds, seed, dead: (
+        random_valid_paths(network, kept, each, seed=seed, dead=dead), None),
+    "dtfm": lambda network, kept, each, rounds, seed, dead: (           # every stage
+        full_paths(living(network.stages, dead), each), None),
 }
 
 
@@ -41,14 +36,17 @@ def living(stages, dead):
     return [stage for stage in alive if stage]
 
 
-def plan_paths(network, routing, skip, microbatches, seed, dead=()):
+def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None):
     """An iteration's plan: dict(paths (of all rounds), order (every rank's tasks), makespan (simulated
-    seconds), network (the fields of the Network it is for)), which JSON can hold.
+    seconds), network (the fields of the Network it is for), planned (anew, or in regions: only where
+    something has changed since `before`)), which JSON can hold.
 
     routing: a key of PLANNERS. skip: the share of the stages that a path leaves out. microbatches: per
     origin; it sends as many at once as nodes hold, the rest in further rounds where that divides. dead:
     ranks that are not there; the living may have less room, so then paths become shorter where they
-    must. Raises BadInput where there is no plan.
+    must. before: a plan without the dead, or for other compute times. With more than `regions.WHOLE`
+    ranks only the regions that have changed since are planned anew (`regions.around`). Raises BadInput
+    where there is no plan.
     """
     rounds = next((r for r in range(1, microbatches)
                    if microbatches % r == 0 and microbatches // r <= min(network.memory)), 1)
@@ -56,11 +54,13 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=()):
     while True:
         try:
             work = kept, microbatches // rounds, rounds
-            paths, order = PLANNERS[routing](network, *work, seed, tuple(dead))
+            same = before and (len(before["paths"][0]), routing) == (kept, "skippipe")
+            found = same and len(network.delay) > WHOLE and around(before, network, *work, seed, dead)
+            paths, order = found or PLANNERS[routing](network, *work, seed, tuple(dead))
             result = simulate(network, paths, rounds, order) if order else Search(
                 network, kept, work[1], rounds, dead=dead).dispatch(paths)
             return dict(paths=paths * rounds, order=result.order, makespan=result.makespan,
-                        network=asdict(network))
+                        network=asdict(network), planned="in regions" if found else "anew")
         except (Infeasible, Deadlock) as error:
             if not dead or kept == 1:
                 raise BadInput(f"--routing {routing}: {error}")
@@ -93,7 +93,11 @@ def read_links(file, stages):
 def measure(pipeline, stages, job):
     """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages (no
     path joins others), and compute[i], seconds of one microbatch's forward on each rank while all compute;
-    medians of 5. None, None on the other ranks. N ranks take N turns; a rank sends 6 messages in each."""
+    medians of 5. None, None on the other ranks.
+
+    N ranks take N turns. In turn t ranks i and j meet if i + j = t modulo N, up to N / 2 pairs at once. Each
+    rank sends 6 messages in a turn. So the time grows as N and all messages together as N^2, 6 N (N - 1).
+    """
     message = torch.zeros(pipeline.message_shape, dtype=pipeline.dtype, device=pipeline.device)
     sent = pipeline.bytes_sent
     own = next(stage for stage in stages if job.rank in stage)
@@ -108,11 +112,9 @@ def measure(pipeline, stages, job):
             pipeline.model.blocks(message.float().requires_grad_())
 
     delays = [0.0] * job.world
-    even = job.world + job.world % 2
-    for turn in range(even - 1):        # a tournament: in every turn a rank meets another, all pairs at once
-        peer = (turn - job.rank) % (even - 1) if job.rank < even - 1 else turn * even // 2 % (even - 1)
-        peer = even - 1 if peer == job.rank else peer
-        if peer < job.world and peer not in own:
+    for turn in range(job.world):
+        peer = (turn - job.rank) % job.world
+        if peer not in own:
             delays[peer] = median_seconds(partial(there_and_back, peer), pipeline.device) / 2
     compute = median_seconds(forward, pipeline.device)
     pipeline.bytes_sent = sent                              # training's bytes are counted, not these
@@ -125,9 +127,14 @@ def measure(pipeline, stages, job):
 def median_seconds(work, device):
     times = []
     for _ in range(6):                  # the first one connects or compiles, and does not count
-        start = time.perf_counter()
+        start = clock(device)
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(clock(device) - start)
     return sorted(times[1:])[2]
+
+
+def clock(device):
+    """Seconds, once a GPU has done all its work: the host runs ahead of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -49,7 +49,7 @@ EVENTS = {      # the line on the screen for each event
     "fp32 instead of int8": "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
     "joined": "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
     "lost": "rank {rank} lost rank {peer} at step {step}: {error}",
-    "dead": "from step {step} on paths avoid ranks {ranks}, dead or joining, and stages {stages_left_out}",
+    "dead": "from step {step} paths avoid ranks {ranks}, dead or joining, and stages {stages_left_out}{how}",
     "takeover": "rank {rank} leads from step {step} on, with another store and without ranks {missing}",
 }
 

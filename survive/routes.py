@@ -34,18 +34,19 @@ class SurvivingRoutes(Routes):
 
     def go_round(self, step):
         """Make paths without the dead. Raises Gone when there are none."""
-        dead = self.job.excluded
-        left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= dead]
+        dead, how = sorted(self.job.excluded), ""
+        left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= {*dead}]
         if 0 in left_out or left_out and not self.o.skip:
             way = " and without --skip no microbatch can leave it out" if left_out[0] else ""
             raise Gone(f"every replica of stage {left_out[0]} is gone{way}")
-        if dead and self.job.leads:         # a rank that joins tells that itself
-            self.job.tell(dict(event="dead", step=step, ranks=sorted(dead), stages_left_out=left_out))
         self.stages = living(self.all_stages, dead)
         if self.present_plan:
             self.pipeline.allow(10 * self.job.timeout)
-            try:                    # a plan depends on the network and the seed alone, so all ranks agree
-                self.present_plan = self.new_plan(tuple(sorted(dead)))
+            try:        # it depends on the network, the seed, the first plan and the dead: all ranks agree
+                self.present_plan = self.new_plan(tuple(dead)) if dead else self.plan
             except BadInput as error:
                 raise Gone(str(error))
             self.pipeline.allow(0.0)
+            how = f"; paths planned {self.present_plan.get('planned', 'anew')}"
+        if dead and self.job.leads:         # a rank that joins tells that itself
+            self.job.tell(dict(event="dead", step=step, ranks=dead, stages_left_out=left_out, how=how))

@@ -105,16 +105,6 @@ def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_
         assert help_of[option].endswith(f"(default: {defaults})"), help_of[option]
 
 
-def test_runs_of_older_versions_go_on_where_an_option_is_gone_or_new(corpus, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("runs/x").mkdir(parents=True)
-    config = vars(options("--data", corpus, "--name", "x", *SMALL))
-    del config["unscaled"]
-    Path("runs/x/config.json").write_text(json.dumps({**config, "scaled": False, "falling": None}))
-    assert not options("--resume", "runs/x").unscaled
-    assert options("--resume", "runs/x", "--unscaled").unscaled
-
-
 def test_importing_a_module_changes_no_warnings():
     code = ("import warnings, torch, tqdm, model, noloco; before = list(warnings.filters); "
             "import plumbing.report, plumbing.checkpoints, plumbing.data; assert warnings.filters == before")

@@ -12,7 +12,7 @@ import torch
 import train
 from model import Config, Llama
 from noloco import flatten
-from plumbing.inner import Inner, adam, muon
+from plumbing.inner import muon
 from plumbing.report import weight_spread
 from skippipe import full_paths
 from tests.harness import (HERE, SMALL, SMALL_CONFIG, assert_same, checkpoint, metrics, options, processes,
@@ -138,12 +138,12 @@ def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
     assert all((moved[name] * p.grad).sum() < 0 for name, p in model.named_parameters())
 
 
-def test_muons_adam_is_ours_and_a_reset_muon_is_a_new_one():
-    def moved(optimizer_of, reset=False):
+def test_a_reset_muon_is_a_new_one_and_takes_no_settings_from_a_state():
+    def moved(reset):
         """By the second step, of another gradient."""
         model = Llama(Config(num_hidden_layers=1))
         theta, theta.grad = flatten(model.parameters())
-        optimizer, draw = optimizer_of(theta, model), torch.Generator().manual_seed(0)
+        optimizer, draw = muon(model, 0.5), torch.Generator().manual_seed(0)
         for step in range(2):
             before = copy.deepcopy(model.state_dict())
             theta.grad.normal_(generator=draw)
@@ -152,12 +152,8 @@ def test_muons_adam_is_ours_and_a_reset_muon_is_a_new_one():
             optimizer.step(1e-2)
         return {name: p.detach() - before[name] for name, p in model.named_parameters()}, optimizer
 
-    mixed = lambda theta, model: muon(model, 0.5)
-    (ours, _), (flat, _) = moved(mixed), moved(lambda theta, _: Inner(adam([theta], 0.5)))
-    rest = [name for name, d in ours.items() if "layers" not in name or d.ndim == 1]
-    assert all(torch.allclose(ours[name], flat[name], rtol=1e-3, atol=1e-6) for name in rest)
     # all that it remembers of the first step is gone: its second is the step of a new one
-    again, optimizer = moved(mixed, reset=True)
+    (ours, _), (again, optimizer) = moved(False), moved(True)
     assert all(not torch.equal(again[name], d) for name, d in ours.items())
     assert all(float(v["step"]) == 1 for v in optimizer.parts[1].state.values())
     other = muon(Llama(Config(num_hidden_layers=1)), 0.9)
