@@ -299,8 +299,9 @@ class Routes:
         if plan:
             self.network = Network(**plan["network"])
             return
+        start = time.perf_counter()
         self.network = job.together(self.links)
-        job.say([f"planning {o.routing} paths"])
+        job.say([f"links known after {time.perf_counter() - start:.1f} s, planning {o.routing} paths"])
         self.plan = job.agree_on("plan", lambda: self.new_plan())
         job.say(idle(self.plan, job.world))
 

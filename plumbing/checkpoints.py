@@ -1,4 +1,4 @@
-"""Checkpoints. Every rank writes its own part, whole or not at all. A run resumes from what all ranks hold.
+"""Every rank writes its own part, whole or not at all. A run resumes from a step that all ranks hold.
 
     runs/NAME/checkpoints/00000600/rank3.pt       rank 3's part of step 600
     runs/NAME/checkpoints/00000600/rank2.dead     rank 2 was dead: any replica's part will do for it

@@ -119,7 +119,7 @@ class Job:
         return self.share(name, found)[0]
 
     def say(self, lines):
-        """The first rank prints the lines."""
+        """The first rank prints the lines, while there is no progress bar."""
         for line in lines if self.leads else []:
             print(line, flush=True)
 
@@ -134,7 +134,10 @@ class Job:
         return told
 
     def gone(self, store=None):
-        """The set of ranks that are dead or absent. store: this thread's own client (default: self.store)."""
+        """The ranks that are dead or absent at this moment, of which each rank has its own view.
+
+        store: this thread's own client (default: self.store).
+        """
         return set()
 
     # ---- groups

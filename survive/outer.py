@@ -36,7 +36,7 @@ class SurvivingNoLoCo(NoLoCo):
     tell: called with a dict for each event that did not go as drawn. Default: `events` collects them.
     reset: called when this replica was not finite and has taken a partner's weights. The caller then resets
     the inner optimizer.
-    excluded: a set to which the caller adds replicas that never come back (the dead of a pipeline).
+    excluded: a set that the caller keeps: the replicas that are dead now (empty without a pipeline).
     alone: the number of outer steps done without any partner.
     `step` raises RuntimeError when the store is lost.
     """
@@ -80,7 +80,7 @@ class SurvivingNoLoCo(NoLoCo):
         return self.store.check([f"{self.name}/{outer}/ranks"])
 
     def taking_part(self, outer):
-        """The ranks of outer step `outer`: those not absent when the first replica came to it."""
+        """The one list of who is in outer step `outer`. The first replica to come leaves out the absent."""
         away = (self.excluded | absent(self.store, self.ranks)) - {self.rank}
         here = " ".join(str(r) for r in self.ranks if r not in away)
         return [int(r) for r in self.store.compare_set(f"{self.name}/{outer}/ranks", "", here).split()]

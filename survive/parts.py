@@ -4,15 +4,15 @@ Where a dead peer is handled:
 
     one stage: a partner is missed, and marked absent       meeting.py   members_of -> mark_absent
         the outer step of the rank that missed it           outer.py     exchange, accept
-        outer steps that begin later leave it out           outer.py     taking_part
+        outer steps begun later leave it out, for all       outer.py     taking_part
         outer steps that list it already                    outer.py     expected, leap (one stage only)
         it comes back after a hang                          outer.py     step -> leap, hurry
         it comes back as a new process (--join)             outer.py     join, then accept -> adopt
     pipeline: a peer is silent or its connection broke      pipeline.py  watch -> probe; wait, attempt
         it is declared dead                                 pipeline.py  declare_dead
-        the iteration that first leaves it out              pipeline.py  publish, agree, begin
+        the iteration from which all do without             pipeline.py  publish, agree, begin
         microbatches on it are lost and counted             pipeline.py  take, task
-        paths and the plan, without it and with it again    routes.py    go_round, replan
+        paths and the plan, without it and with it again    routes.py    go_round
         outer steps of its stage                            outer.py     taking_part (excluded)
         it wakes up: it joins as a new process does         pipeline.py  leave -> parts.py run
         it comes back as a new process (--join)             parts.py     join; pipeline.py ask
@@ -42,7 +42,7 @@ from survive.routes import SurvivingRoutes
 from survive.standby import enough, host_standby, move
 
 KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
-EVENTS = {      # the line on the screen for each event
+EVENTS = {      # the first rank's line for each event, at its next evaluation
     "leapt": "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is left",
     "outer step without partners": "rank {rank} did outer step {outer} without ranks {missing} {error}",
     "not finite": "rank {rank} refused the numbers of ranks {refused} in outer step {outer}: not finite",
@@ -67,7 +67,7 @@ class SurvivingJob(Job):
         self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
         self.asks = asks                    # to join
         self.joining = asks or self.latest >= 0
-        self.excluded = set()               # in pipelines: the dead that the present iteration leaves out
+        self.excluded = set()               # the dead of the present iteration; empty on one stage
         self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
         self.events_read = 0
         if self.store.check(["takeover/members"]):

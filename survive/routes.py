@@ -33,7 +33,7 @@ class SurvivingRoutes(Routes):
         return self.present_plan and self.present_plan["makespan"]
 
     def go_round(self, step):
-        """Make paths without the dead. Raises Gone when there are none."""
+        """After a death or a return: new paths. Raises Gone when there are none."""
         dead, how = sorted(self.job.excluded), ""
         left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= {*dead}]
         if 0 in left_out or left_out and not self.o.skip:
