@@ -353,7 +353,7 @@ def inner_step(run, batches, paths, order):
     The norm is None if no gradient reached this rank. A norm that is not finite means no step: one Inf
     would soon reach every replica.
     """
-    grad = run.theta.grad
+    grad = run.grad
     grad.zero_()
     loss, home, tokens = run.pipeline.run(paths, batches, order=order)
     if run.average:
@@ -405,7 +405,8 @@ class Run:
     corpus: object          # the data and this rank's reader of its part; None on a rank that is no origin
     reader: object
     model: Llama            # the layers of this rank's stage
-    theta: torch.Tensor     # all its parameters, in one vector; theta.grad: their gradients
+    theta: torch.Tensor     # all its parameters, in one vector
+    grad: torch.Tensor      # their gradients, in another
     inner: Inner            # the inner optimizer
     folder: Path            # runs/NAME
     outer: object = None            # plumbing/wires.py lists the classes; None for ddp and local
@@ -435,7 +436,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     theta, grad = flatten(model.parameters())
     theta.grad = grad
     inner = muon(model, o.beta2) if o.optimizer == "muon" else Inner(adam([theta], o.beta2))
-    run = Run(job, o, stages, stage, config, corpus, reader, model, theta, inner, take_folder(o, job))
+    run = Run(job, o, stages, stage, config, corpus, reader, model, theta, grad, inner, take_folder(o, job))
     if o.compile:
         for layer in model.model.layers.values():
             layer.compile()

@@ -42,7 +42,7 @@ def shares(text):
     """An argument type."""
     found = [float(share) for share in text.split(",")]
     if not all(0 < share <= 1 for share in found):
-        raise BadInput("--shares takes shares above 0, at most 1, with commas between them")
+        raise BadInput("--shares: takes shares above 0, at most 1, with commas between them")
     return found
 
 
