@@ -407,15 +407,16 @@ def supervised(job, faults, cwd, *extra, limit=120):
 
 
 BACK = {    # faults of a pipeline's ranks, which all take part again in the end
+    "joiner dies": ("pipeline", [(Fault.DIE_IN_BACKWARD, 3, 22), (Fault.DIE_IN_HAND_OVER, 3, -1)]),
     "twice": ("pipeline", [(Fault.DIE_IN_FORWARD, 1, 22), (Fault.PAUSE, 1, 60)]),
     "two at once": ("skip", [(Fault.DIE_IN_BACKWARD, 2, 22), (Fault.DIE_IN_FORWARD, 4, 22)]),
-    "joiner dies": ("pipeline", [(Fault.DIE_IN_BACKWARD, 3, 22), (Fault.DIE_IN_HAND_OVER, 3, -1)]),
     "giver dies": ("wide", [(Fault.DIE_IN_BACKWARD, 3, 22), (Fault.DIE_IN_HAND_OVER, 2, 22)]),
     "nobody can give": ("thin", [(Fault.DIE_IN_BACKWARD, 2, 22)]),
 }
 
 
-@pytest.mark.parametrize("name", ["twice", *(pytest.param(n, marks=pytest.mark.faults) for n in [*BACK][1:])])
+@pytest.mark.parametrize("name", ["joiner dies", *(pytest.param(name, marks=pytest.mark.faults)
+                                                   for name in [*BACK][1:])])
 def test_a_pipeline_takes_nodes_back(name, sound, corpus, tmp_path):
     job, faults = BACK[name]
     rows, _ = supervised(job, faults, tmp_path, "--data", corpus, "--steps", 300, "--eval-every", 60)
