@@ -59,7 +59,8 @@ class Region(Search):
         self.whole, self.due, self.cost, self.walk = whole, visits, whole.cost, None
         outside = whole.dead | set(range(len(whole.caps))) - nodes
         super().__init__(whole.network, whole.kept, whole.each, whole.rounds, whole.swaps, outside,
-                         seed=whole.random.random(), iterations=whole.iterations)
+                         whole.random.random(), whole.seconds, whole.iterations)
+        self.start = whole.start
 
     def fair_visits(self):
         return self.whole.caps, self.due, ()        # the whole has shared out the visits
@@ -68,8 +69,8 @@ class Region(Search):
         """First come, first served: an order of the whole would take a simulation of the whole."""
         return self.large_neighbourhood_search(walk, steps=200)
 
-    def late(self):
-        return self.whole.late()
+    def conflict_based_search(self, limit=math.inf, collisions=True):
+        """Left out: CC3 holds for the whole, not in a region."""
 
 
 class Regions(Search):

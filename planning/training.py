@@ -134,7 +134,10 @@ def median_seconds(work, device):
 
 
 def clock(device):
-    """Seconds, once a GPU has done all its work: the host runs ahead of it."""
+    """Seconds, once a GPU has done this stream's work: the host runs ahead of it.
+
+    The other streams may hold receives that NCCL has posted ahead, which end later.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()

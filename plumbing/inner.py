@@ -3,6 +3,8 @@
 Neither paper uses Muon, but with it NoLoCo came nearer to DDP (docs/results.md). Adam divides each number of
 a gradient by the noise of that replica's own small batches. Muon makes a matrix's update orthogonal instead.
 """
+import copy
+
 import torch
 
 
@@ -28,7 +30,8 @@ class Inner:
 
     def load_state_dict(self, states):
         for part, state in zip(self.parts, states):
-            part.load_state_dict(dict(part.state_dict(), state=state))
+            # a copy: the state may be mapped from a file that will be removed
+            part.load_state_dict(dict(part.state_dict(), state=copy.deepcopy(state)))
 
 
 def adam(params, beta2=0.95):
@@ -41,7 +44,6 @@ def muon(model, beta2=0.95):
     all else.
     """
     layers = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    inside = set(layers)
-    rest = [p for p in model.parameters() if p not in inside]
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in layers)]
     part = torch.optim.Muon(layers, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     return Inner(part, adam(rest, beta2))
