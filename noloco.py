@@ -222,8 +222,8 @@ def flatten(params):
 
     Returns (theta, grad), in which zeros fill the gaps between tensors. Repeated calls return the same two
     vectors. Frozen parameters are left alone. Move the model first. grad follows the gradients only while
-    they are zeroed in place. Raises ValueError on sharded parameters, on mixed
-    devices, on anything but fp32, and where nothing is trainable.
+    they are zeroed in place. Raises ValueError on sharded parameters, on mixed devices, on anything but fp32,
+    and where nothing is trainable.
     """
     params = [p for p in dict.fromkeys(params) if p.requires_grad]         # a tied weight counts once
     if any(hasattr(p, "placements") or hasattr(p, "_fsdp_flattened") for p in params):      # DTensor, FSDP

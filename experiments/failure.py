@@ -62,7 +62,7 @@ def draw(plt, found):
         band(axis, [run.losses for run in seeds], x, COLOURS["NoLoCo"], ls=dashes,
              label=f"deaths in {label.split()[0]}\nof the iterations")
     axis.set(xlabel="million tokens that came home (bands: range of three seeds)",
-             ylabel="held-out nats per byte", title="Emulated deaths cost little beyond the tokens lost")
+             ylabel="held-out nats per byte", title="Emulated deaths in 5 or 10% of iterations: undecided")
     label_ends(axis)
     return figure
 

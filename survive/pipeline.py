@@ -118,7 +118,7 @@ class SurvivingPipeline(Pipeline):
 
     def run(self, paths, batches, train=True, order=None):
         found = super().run(paths, batches, train, order)
-        self.allow(self.job.timeout * (1 if train else 10))     # an outer step; a checkpoint and the log then
+        self.allow(self.job.timeout * (1 if train else 10))     # an outer step, or a checkpoint and the log
         return found
 
     def take(self, u, hop):

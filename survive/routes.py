@@ -47,6 +47,6 @@ class SurvivingRoutes(Routes):
             except BadInput as error:
                 raise Gone(str(error))
             self.pipeline.allow(0.0)
-            how = f"; paths planned {self.present_plan.get('planned', 'anew')}"
+            how = f"; paths planned {self.present_plan['planned']}"
         if dead and self.job.leads:         # a rank that joins tells that itself
             self.job.tell(dict(event="dead", step=step, ranks=dead, stages_left_out=left_out, how=how))
