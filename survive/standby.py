@@ -84,10 +84,16 @@ def move(job, run):
 
 
 def standby_of(job, rank):
-    """The standby store of a rank; None if it does not answer."""
-    with suppress(OSError, RuntimeError, LookupError):
+    """The standby store of a rank; None if no process listens there, or three tries are in vain.
+
+    A rank on a busy machine may miss one. Longer tries would hold up every rank when this one has just died.
+    """
+    with suppress(OSError, LookupError):
         address, port = job.addresses[rank]
-        socket.create_connection((address, port), job.patience).close()     # or torch prints a page
-        store = dist.TCPStore(address, port, timeout=timedelta(seconds=job.patience), wait_for_workers=False)
-        store.set_timeout(timedelta(seconds=300))
-        return dist.PrefixStore("attempt0", store)
+        for _ in range(3):
+            socket.create_connection((address, port), job.patience).close()     # refused: the rank is dead
+            with suppress(RuntimeError):
+                wait = timedelta(seconds=job.patience)
+                store = dist.TCPStore(address, port, timeout=wait, wait_for_workers=False)
+                store.set_timeout(timedelta(seconds=300))
+                return dist.PrefixStore("attempt0", store)
