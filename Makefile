@@ -18,7 +18,7 @@ test: .venv/ready
 
 # every failure in every kind of job; then 200 outer steps with a random one every ten
 faults: .venv/ready
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not soak" -k "test_survive or takes or two_parts" \
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" -k "test_survive or takes or two_parts" \
 		tests/test_survive.py tests/test_hosts.py
 
 soak: .venv/ready

@@ -180,8 +180,8 @@ def build(job, o, argv):
     job.connect(o, group=False)
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
-    job.read()
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
+    job.read()          # here it waits for the other ranks: no outer step misses one that is still loading
     job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
     if job.joining:
         join(run)
