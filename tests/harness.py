@@ -25,6 +25,8 @@ import train
 from model import Config
 from plumbing.processes import Job
 
+# Torch asks for the name of each address that connects. A silent name server would hold a store for seconds.
+os.environ["RES_OPTIONS"] = "attempts:0"
 HERE = Path(__file__).parent.parent
 SMALL = ["--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
          "--eval-sequences", "8", "--device", "cpu"]

@@ -415,8 +415,8 @@ BACK = {    # faults of a pipeline's ranks, which all take part again in the end
 }
 
 
-@pytest.mark.parametrize("name", ["joiner dies", *(pytest.param(name, marks=pytest.mark.faults)
-                                                   for name in [*BACK][1:])])
+@pytest.mark.faults
+@pytest.mark.parametrize("name", BACK)
 def test_a_pipeline_takes_nodes_back(name, sound, corpus, tmp_path):
     job, faults = BACK[name]
     rows, _ = supervised(job, faults, tmp_path, "--data", corpus, "--steps", 300, "--eval-every", 60)
