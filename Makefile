@@ -10,10 +10,10 @@ export MALLOC_TRIM_THRESHOLD_ = 4294967296
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
 
-# two tests at a time; then, by themselves, the tests that measure rates and times
+# three tests at a time; then, by themselves, the tests that measure rates and times
 test: .venv/ready
 	$(BIN)/ruff check --quiet .
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not alone and not faults and not soak"
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not alone and not faults and not soak"
 	$(BIN)/python -m pytest -q -m alone
 
 # every failure in every kind of job; then 200 outer steps with a random one every ten
