@@ -57,8 +57,7 @@ METHODS = {         # the rate is 3e-3, which DDP may double after a shorter war
             "int8, rate 6e-3": "--wire int8 --warmup 5 --lr 6e-3"},
     "DiLoCo": WAYS, "NoLoCo": WAYS}
 SURVIVE = "every 5, int8, survive 6", f"{WAYS['every 5, int8']} --survive 6"
-TURNS = " ".join(f"--rate {host}@{t}={200 if t % 40 == 0 else 20}" for t in range(20, 400, 20)
-                 for host in (2, 5))
+TURNS = " ".join(f"--rate {h}@{t}={20 if t % 40 else 200}" for t in range(20, 400, 20) for h in (2, 5))
 SLOWER = f"one host with {CPU / 3:.2f} of a processor"
 PLAIN, CUT, QUICK = "200 Mbit/s, 5 ms", "one host cut off twice for 15 s", "1000 Mbit/s, 0 ms"
 NETWORKS = {        # name: (options of tools/hosts.py, ms one way, Mbit/s of the hosts' links by turns)
@@ -72,8 +71,9 @@ NETWORKS = {        # name: (options of tools/hosts.py, ms one way, Mbit/s of th
 
 
 def between_hosts(name, method, way, options, half="test"):
+    program = f"{PROGRAM} {SECONDS} --half {half}" + " --pace first" * (name == CUT or "--survive" in options)
     return Run(f"{name}: {method}, {way}", f"{COMMON} --method {method.lower()} {options}",
-               program=f"{PROGRAM} {SECONDS} --half {half}", hosts=f"--cpu {CPU} {NETWORKS[name][0]}")
+               program=program, hosts=f"--cpu {CPU} {NETWORKS[name][0]}")
 
 
 def tries_runs(steps):
@@ -108,14 +108,14 @@ def grid_runs(steps):
 
 @dataclass
 class Clock(report.Meter):
-    """Gives the run as many steps as fit into `whole` seconds at rank 0's pace since half of the warm-up.
+    """Gives the run as many steps as fit into own.clock seconds at rank 0's pace since half of the warm-up.
 
-    It stands still while replicas evaluate, from when the last one has come until all go on. With --survive
-    no replica waits: each leaves out its own evaluations, and the first pace holds.
+    The pace is that of the first steps, or renewed at each evaluation. The clock stands still while replicas
+    evaluate, from when the last one has come until all go on. With --survive no replica waits: each leaves
+    out its own evaluations.
     """
     run: object = None              # a train.Run
-    whole: float = 0.0              # seconds
-    gap: float = 0.0                # seconds between evaluations
+    own: object = None              # the options of `clocked`
     begun: tuple = ()               # (seconds, steps) at half of the warm-up: the first steps are slower
     paced: bool = False
 
@@ -124,7 +124,7 @@ class Clock(report.Meter):
         super().pause()
 
     def go_on(self):
-        if self.run.step and not self.run.o.survive:
+        if self.run.step and self.own.pace == "latest":
             self.fit(f"pace/{self.run.step}", self.seconds, self.run.step)
         self.meet()
         super().go_on()
@@ -144,13 +144,14 @@ class Clock(report.Meter):
 
     def fit(self, key, seconds, steps):
         """Set the steps in all and, once, the steps between evaluations, which follow outer steps."""
-        o, m = self.run.o, self.run.o.inner_steps or 1
+        o, m, left = self.run.o, self.run.o.inner_steps or 1, self.own.clock - seconds
+        gap = self.own.clock / EVALUATIONS[self.own.half]
 
         def rounds():                       # of m steps: in all (0: the last part stays as planned), in a gap
             pace = (steps - self.begun[1]) / (seconds - self.begun[0])
-            in_all = max(steps // m + 1, round((steps + (self.whole - seconds) * pace) / m))
-            nearly_over = o.eval_every and self.whole - seconds < 0.75 * self.gap
-            return 0 if nearly_over else in_all, max(1, round(self.gap * pace / m))
+            in_all = max(steps // m + 1, round((steps + left * pace) / m))
+            nearly_over = o.eval_every and left < 0.75 * gap
+            return 0 if nearly_over else in_all, max(1, round(gap * pace / m))
 
         in_all, in_a_gap = self.run.job.agree_on(key, rounds)
         o.steps = in_all * m or o.steps
@@ -171,6 +172,7 @@ def clocked(argv):
     p = Parser("train.py's options, and these")
     p.add_argument("--clock", type=float, help="seconds to train; 0: only time outer steps")
     p.add_argument("--half", choices=("validation", "test"), default="test", help="of the held-out text")
+    p.add_argument("--pace", choices=("first", "latest"), default="latest", help="by which the clock reckons")
     p.add_argument("--memory", type=int, default=3, help="microbatches that a node holds, for the planner")
     job = Job()
     own, argv = job.together(p.parse_known_args, argv)
@@ -184,7 +186,7 @@ def clocked(argv):
         run.corpus.heldout = half.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
     run.theta = run.theta[:1 << 16]         # evaluations send these alone; the checkpoint is never read
     if own.clock:
-        run.meter = Clock(run=run, whole=own.clock, gap=own.clock / EVALUATIONS[own.half])
+        run.meter = Clock(run=run, own=own)
     else:
         time_alone(run)
     train.train(run)
@@ -357,8 +359,7 @@ def pipeline_runs(steps):
         names, stages = (FAST, "2,1,1,1") if "alone" in name else (CITIES, "2,2,2,2")
         yield Run(name, f"{TINY} --stages {stages} --microbatches 3 --batch 2 --eval-sequences 256 "
                   f"--warmup {FIRST} --method noloco --inner-steps 10 {options}", len(names),
-                  program=f"{PROGRAM} {IN_PIPELINES} --memory {memory}",
-                  hosts=between_cities(names))
+                  program=f"{PROGRAM} {IN_PIPELINES} --memory {memory}", hosts=between_cities(names))
 
 
 def show_pipeline(found):

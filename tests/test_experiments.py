@@ -109,7 +109,7 @@ def test_a_clock_gives_the_steps_that_fit():
     job = mock.Mock(agree_on=mock.Mock(side_effect=lambda key, function: function()))
     o = types.SimpleNamespace(inner_steps=3, steps=10**6, eval_every=10**6, warmup=network.FIRST, survive=0.0)
     of_rank = types.SimpleNamespace(o=o, job=job)
-    meter = network.Clock(run=of_rank, whole=100.0, gap=100 / 6)
+    meter = network.Clock(run=of_rank, own=types.SimpleNamespace(clock=100.0, half="test"))
     for of_rank.step, seconds in ((10, 30.0), (20, 55.0)):
         meter.clock = time.perf_counter() - seconds
         meter.add(0.0, 0, None, 2.5)
