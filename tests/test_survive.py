@@ -167,7 +167,7 @@ def sound(corpus, tmp_path_factory):
 
 
 SMOKE = [(Fault.SEND_NAN, "one stage"),        # test_a_restarted_replica has a death on one stage
-         (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.LOSE_STORE, "pipeline")]
+         (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.LOSE_STORE, "pipeline"), (Fault.DIE_IN_FORWARD, "skip")]
 CASES = [pytest.param(f, j, id=f"{f.name}-{j}", marks=[] if (f, j) in SMOKE else pytest.mark.faults)
          for j in [*JOBS][:4] for f in [*Fault][:-2]]
 
@@ -379,10 +379,8 @@ def supervised(job, faults, cwd, *extra, limit=120):
     Returns (the rows of metrics.jsonl, how many processes died).
     """
     world, argv = command(job, cwd, *extra)
-    deaths, end = [], time.monotonic() + limit
+    deaths, children, results, end = [], {}, {}, time.monotonic() + limit
     with store_host() as (port, pid), contextlib.ExitStack() as stack:
-        children, results = {}, {}
-
         def start(rank, argv):
             # a fault at step -1 is for the first process that joins
             mine = [f for f in faults if f[2] >= 0 or deaths.count(rank) == 1]
