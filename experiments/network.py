@@ -124,7 +124,7 @@ class Clock(report.Meter):
         super().pause()
 
     def go_on(self):
-        if self.run.step and self.own.pace == "latest":
+        if self.run.step and self.own.pace == "latest" and not self.run.o.survive:
             self.fit(f"pace/{self.run.step}", self.seconds, self.run.step)
         self.meet()
         super().go_on()

@@ -181,7 +181,7 @@ def build(job, o, argv):
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
-    job.read()          # here it waits for the other ranks: no outer step misses one that is still loading
+    job.read()          # it waits for the other ranks: no outer step misses one that is slower to build
     job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
     if job.joining:
         join(run)

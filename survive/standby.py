@@ -84,7 +84,7 @@ def move(job, run):
 
 
 def standby_of(job, rank):
-    """The standby store of a rank; None if no process listens there, or three tries are in vain.
+    """The standby store of a rank; None if it takes no connection, or does not answer in three tries.
 
     A rank on a busy machine may miss one. Longer tries would hold up every rank when this one has just died.
     """
