@@ -323,8 +323,8 @@ def draw_latency(plt, found):
             trials = [runs[f"{n} hosts, {ms} ms"][0].alone[name] for ms in LATENCIES]
             band(axis, list(zip(*trials)), LATENCIES, COLOURS["NoLoCo" if "pair" in name else "DiLoCo"],
                  ls="--" if "byte" in name else "-", label=name)
-        axis.set(title=f"{n} hosts", xlabel="ms one way", ylim=(0, None))
-    axes[0].set(ylabel="seconds of an outer step (bands: range of trials)")
+        axis.set(title=f"{n} hosts", xlabel="ms one way")
+    axes[0].set(ylabel="seconds of an outer step (bands: range of trials)", ylim=(0, None))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
