@@ -71,7 +71,7 @@ NETWORKS = {        # name: (options of tools/hosts.py, ms one way, Mbit/s of th
 
 
 def between_hosts(name, method, way, options, half="test"):
-    program = f"{PROGRAM} {SECONDS} --half {half}" + " --pace first" * (name == CUT or "--survive" in options)
+    program = f"{PROGRAM} {SECONDS} --half {half}" + " --pace first" * (name == CUT)
     return Run(f"{name}: {method}, {way}", f"{COMMON} --method {method.lower()} {options}",
                program=program, hosts=f"--cpu {CPU} {NETWORKS[name][0]}")
 
