@@ -306,24 +306,31 @@ def time_alone(run, first=2, trials=7):
         report.replace(run.folder / "alone.json", json.dumps(dict(alone=found)))
 
 
+def over_a_pair(run, wire=""):
+    """The median seconds of an all-reduce over those of a pair's exchange."""
+    whole, pair = (statistics.median(run.alone[name + wire]) for name in ("all-reduce", "pair"))
+    return whole / pair
+
+
 def show_latency(found):
     show_head("hosts, ms one way | " + " | ".join(ALONE) + " | all-reduce over pair | in one byte")
     for label, (run, *_) in results(found).items():
-        middle = {name: statistics.median(run.alone[name]) for name in ALONE}
         show_row(label, *(spread_of(run.alone[name], ".2f") for name in ALONE),
-                 f"{middle['all-reduce'] / middle['pair']:.1f}",
-                 f"{middle['all-reduce, one byte'] / middle['pair, one byte']:.1f}")
+                 f"{over_a_pair(run):.1f}", f"{over_a_pair(run, ', one byte'):.1f}")
 
 
 def draw_latency(plt, found):
     runs = results(found)
     figure, axes = plt.subplots(1, len(COUNTS), figsize=(WIDTH, 4), sharey=True)
     for axis, n in zip(axes, COUNTS):
+        here = [runs[f"{n} hosts, {ms} ms"][0] for ms in LATENCIES]
         for name in ALONE:
-            trials = [runs[f"{n} hosts, {ms} ms"][0].alone[name] for ms in LATENCIES]
-            band(axis, list(zip(*trials)), LATENCIES, COLOURS["NoLoCo" if "pair" in name else "DiLoCo"],
-                 ls="--" if "byte" in name else "-", label=name)
-        axis.set(title=f"{n} hosts", xlabel="ms one way")
+            trials = list(zip(*(run.alone[name] for run in here)))
+            colour = COLOURS["NoLoCo" if "pair" in name else "DiLoCo"]
+            band(axis, trials, LATENCIES, colour, ls="--" if "byte" in name else "-", label=name)
+        shares = sorted(over_a_pair(run) for run in here)
+        axis.set(title=f"{n} hosts: an all-reduce takes {shares[0]:.1f} to {shares[-1]:.1f} times\n"
+                 "as long as a pair's exchange", xlabel="ms one way")
     axes[0].set(ylabel="seconds of an outer step (bands: range of trials)", ylim=(0, None))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure

@@ -3,27 +3,36 @@
     python -m experiments.together [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 Losses are measured with a tiny model. Seconds are simulated with the messages and weights of the 500M model:
-an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. Nothing is
-overlapped. Outer steps come every 50 steps unless the label says how many.
+an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. All paths
+are planned. Each run's learning rate is planned for the time at which the run is compared.
 """
 import itertools
 import json
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import train
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import (Part, Run, band, finals, headline, reaches, results, same_seeds,
-                              spread_of, spread_of_reached)
+from experiments.runs import Part, Run, band, finals, headline, interval_of, results, same_seeds, spread_of
 from noloco import random_groups
 from planning.instance import city_delays, city_links, published_network
 from planning.training import plan_paths
-from skippipe import full_paths, simulate
 
 MODEL_BYTES = 4 * 500e6         # the 500M model whose messages the published instance has, fp32
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-NOLOCO = "NoLoCo, SkipPipe, one byte"
+WHOLE = 40_000                  # simulated seconds of the longest runs
+FULL, HALF = "full pipeline", "half skipped"
+PATHS = {FULL: 0.0, HALF: 0.5}  # the share skipped
+OUTER = "--inner-steps 2 --wire int8"
+METHODS = {
+    "DDP, bf16": "--method ddp --wire bf16",
+    "DDP, int8": "--method ddp --wire int8",
+    "DiLoCo, int8": f"--method diloco {OUTER}",
+    "NoLoCo, int8": f"--method noloco {OUTER}",
+    "DiLoCo, int8, delay 1": f"--method diloco {OUTER} --delay 1",
+    "NoLoCo, int8, delay 1": f"--method noloco {OUTER} --delay 1"}
+COMPARED = ((1.0, FULL, [*METHODS][:2]), (0.6, FULL, [*METHODS][1:4]), (0.6, HALF, [*METHODS][1:]))
 
 
 # ---------------------------------------------------------------- simulated time
@@ -42,19 +51,19 @@ def keep_links(network, name):
     return path
 
 
-def all_reduce_seconds(ranks, whole, part):
-    """Seconds of the fastest of three all-reduces, on links that do not contend.
+def all_reduce_seconds(ranks, whole, part, several=max):
+    """Seconds of the fastest of three all-reduces.
 
     Two rounds of parts: each of n ranks sends every other its nth part, then the sum of it. One round of
-    whole vectors, as in NoLoCo. The best ring. whole[a][b], part[a][b]: seconds of a message.
+    whole vectors, as in NoLoCo. The best ring. whole[a][b], part[a][b]: seconds of a message. several: of the
+    messages that a rank sends in a round; max: links do not contend, sum: one message after the other.
     """
-    links = list(itertools.combinations(ranks, 2))
     first, *others = ranks
     rings = [(first, *rest, first) for rest in itertools.permutations(others)]
     slowest_links = [max(part[a][b] for a, b in zip(ring, ring[1:])) for ring in rings]
-    two_rounds = 2 * max(part[a][b] for a, b in links)
-    one_round = max(whole[a][b] for a, b in links)
-    return min(two_rounds, one_round, 2 * (len(ranks) - 1) * min(slowest_links))
+    whole_round, part_round = (max(several(size[a][b] for b in ranks if b != a) for a in ranks)
+                               for size in (whole, part))
+    return min(2 * part_round, whole_round, 2 * (len(ranks) - 1) * min(slowest_links))
 
 
 def stage_delays(network, names, parts=1, size=4):
@@ -62,10 +71,10 @@ def stage_delays(network, names, parts=1, size=4):
     return city_delays(names, city_links(), MODEL_BYTES * size / 4 / len(network.stages) / parts)
 
 
-def slowest_all_reduce(network, names, size=4):
+def slowest_all_reduce(network, names, size=4, several=max):
     """Seconds in which the slowest stage is averaged over its nodes."""
     whole = stage_delays(network, names, size=size)
-    return max(all_reduce_seconds(ranks, whole, stage_delays(network, names, len(ranks), size))
+    return max(all_reduce_seconds(ranks, whole, stage_delays(network, names, len(ranks), size), several)
                for ranks in network.stages)
 
 
@@ -85,115 +94,100 @@ def hours(run, iteration, sync):
 
 
 def seconds():
-    """{method: (seconds of an iteration, None: as each seed's plan has it; of a synchronisation)}"""
+    """{paths: of an iteration; method: of a synchronisation, "contended": where a node's messages queue}"""
     network, names = published_network()
-    everyone, half = (slowest_all_reduce(network, names, BYTES[form]) for form in ("fp32", "bf16"))
-    full = simulate(network, full_paths(network.stages, 6)).makespan
-    planned = makespan(network, "no-swaps", 0.0)
-    return {"DDP, full pipeline": (full, everyone), "DDP, planned": (planned, everyone),
-            "DDP, bf16, full pipeline": (full, half), "DDP, bf16, planned": (planned, half),
-            NOLOCO: (None, slowest_groups(network, stage_delays(network, names, size=BYTES["int8"])))}
+    found = {paths: makespan(network, "no-swaps", skip) for paths, skip in PATHS.items()}
+    for wire in ("bf16", "int8"):
+        found[f"DDP, {wire}"] = slowest_all_reduce(network, names, BYTES[wire])
+        found[f"DDP, {wire}, contended"] = slowest_all_reduce(network, names, BYTES[wire], sum)
+    found["NoLoCo, int8"] = slowest_groups(network, stage_delays(network, names, size=BYTES["int8"]))
+    return found
+
+
+def timing(found, paths, method, contended=""):
+    """(seconds of an iteration, seconds by which a synchronisation holds the replicas up)"""
+    name, wire, *delayed = method.split(", ")
+    alike = "NoLoCo, int8" if name == "NoLoCo" else f"DDP, {wire}{contended}"
+    return found[paths], max(0.0, found[alike] - bool(delayed) * found[paths])
+
+
+def a_step(found, paths, method, contended=""):
+    """Simulated seconds, synchronisation included."""
+    iteration, sync = timing(found, paths, method, contended)
+    return iteration + sync / (1 if method.startswith("DDP") else 2)
 
 
 # ---------------------------------------------------------------- the runs
 
 
 def runs(steps):
-    steps = steps or 400
+    """As many steps as fit. A try (steps): of WHOLE this share of 400."""
     network, _ = published_network()
     links = keep_links(network, "headline-links-20.json")
-    found = seconds()
-    time = steps * sum(found["DDP, full pipeline"])
-    _, short = found[NOLOCO]
-
-    def run(label, steps, options):
-        return Run(label, "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 4e-3 "
-                   f"--steps {steps} {options}", 20)
-
-    def skipping(skip, way, share):
-        """As many steps as fit into this share of DDP's time, ending with an outer step."""
-        each = makespan(network, "no-swaps", skip) + short / 2
-        label = f"NoLoCo, SkipPipe in order, {way}every 2, int8, {share:.0%} of DDP's time"
-        return run(label, max(2, int(share * time / each) // 2 * 2),
-                   f"--method noloco --inner-steps 2 --wire int8 --routing no-swaps --skip {skip} "
-                   f"--links {links}" + " --unscaled" * (not way))
-
-    ddp = run("DDP, full pipeline", steps, "--method ddp --routing fixed")
-    yield ddp
-    yield skipping(0.33, "", 1.0)
-    for share in (1.0, 0.4):
-        yield skipping(0.5, "50% skipped, rho rule, ", share)
-    yield replace(ddp, label="DDP, bf16, full pipeline", options=f"{ddp.options} --wire bf16")
+    found, whole = seconds(), WHOLE * (steps or 400) / 400
+    for share, paths, methods in COMPARED:
+        for method in methods:
+            fit = max(2, int(share * whole / a_step(found, paths, method)) // 2 * 2)
+            yield Run(f"{paths}: {method}, {share:.0%}", "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 "
+                      f"--batch 1 --lr 4e-3 --routing no-swaps --skip {PATHS[paths]:g} --links {links} "
+                      f"{METHODS[method]} --steps {fit}", 20)
 
 
 # ---------------------------------------------------------------- table and picture
 
 
-def timing(found, run):
-    """(seconds of an iteration, of a synchronisation)"""
-    short = ", bf16" if run.o.wire == "bf16" else ""
-    name = NOLOCO if run.o.method == "noloco" else f"DDP{short}, full pipeline"
-    iteration, sync = found["seconds"][name]
-    return iteration or run.curves["simulated_seconds"][0], sync
+def rows_of(found):
+    """(paths, method, share, its runs) of each row. results/ has older runs, whose labels have no colon."""
+    for label, seeds in results(found).items():
+        paths, _, method = label.partition(": ")
+        if method:
+            yield (paths, *method.rsplit(", ", 1), seeds)
 
 
-def clock(found, run):
-    return hours(run, *timing(found, run))
+def best_ddp(found):
+    """The runs with the lowest mean loss of those for the whole time."""
+    return min((seeds for *_, share, seeds in rows_of(found) if share == "100%"),
+               key=lambda seeds: statistics.mean(finals(seeds)))
+
+
+def more(seeds, others):
+    """Nats per byte over the others'."""
+    if others is seeds:
+        return ""
+    return interval_of([a - b for a, b in zip(finals(seeds), finals(same_seeds(seeds, others)))], "+.3f")
 
 
 def table(found):
-    show_head("method | seeds | held-out nats per byte | s per iteration | s per synchronisation "
-              "| hours in all | hours to DDP's final loss, over DDP's | ... over planned DDP's "
-              "| ... over planned DDP's in bf16, to that one's final loss")
-    runs = results(found)
-    bases = [base(found, runs, *name) for name in (("DDP",), ("DDP", "planned"), ("DDP, bf16", "planned"))]
-    for label, seeds in runs.items():
-        if seeds[0].o.method != "ddp" and seeds[0].o.wire != "int8":      # results/ has more
-            continue
-        iteration, sync = map(statistics.mean, zip(*(timing(found, run) for run in seeds)))
-        show_row(label, len(seeds), spread_of(finals(seeds)), f"{iteration:.1f}",
-                 f"{sync:.1f} every {seeds[0].o.every}", f"{clock(found, seeds[0])[-1]:.1f}",
-                 *(shares(found, seeds, *other) for other in bases))
-
-
-def base(found, runs, name, pipeline="full pipeline"):
-    """(a baseline's runs, its hours on such a pipeline: planned, the same losses come sooner)"""
-    ran = runs[f"{name}, full pipeline"]
-    return ran, hours(ran[0], *found["seconds"][f"{name}, {pipeline}"])[-1]
-
-
-def shares(found, seeds, others, whole):
-    """Shares of a baseline's time until its final loss is reached, for the seeds that it has too."""
-    goals = {run.o.seed: run.final for run in others}
-    there = [run for run in seeds if run.o.seed in goals]
-    taken = [reaches(goals[run.o.seed], run.losses, clock(found, run)) for run in there]
-    text = spread_of_reached([a and a / whole for a in taken], ".0%") if there else ""
-    return text if len(there) == len(seeds) else f"{text} (seed {', '.join(str(r.o.seed) for r in there)})"
+    show_head("paths, method, share of the time | steps | s of an iteration | s held by a synchronisation "
+              "| s a step where a node's messages queue | held-out nats per byte "
+              "| over the best DDP's after 100% | over DDP's, same paths and time")
+    by_way = {(paths, share): seeds for paths, method, share, seeds in rows_of(found)
+              if method == "DDP, int8"}
+    for paths, method, share, seeds in rows_of(found):
+        iteration, sync = timing(found["seconds"], paths, method)
+        queued = a_step(found["seconds"], paths, method, ", contended")
+        show_row(f"{paths}: {method}, {share}", f"{seeds[0].steps[-1]:.0f}", f"{iteration:.1f}",
+                 f"{sync:.1f}", f"{queued:.1f}", spread_of(finals(seeds)), more(seeds, best_ddp(found)),
+                 more(seeds, by_way[paths, share]))
 
 
 def draw(plt, found):
-    """Four lines: DDP as it is, planned, planned in bf16; and both papers together."""
-    runs = results(found)
-    ours = runs["NoLoCo, SkipPipe in order, 50% skipped, rho rule, every 2, int8, 100% of DDP's time"]
-    figure, axis = plt.subplots(figsize=(WIDTH, 5))
-    shares = []
-    for name, paths, label, dashes in (("DDP", "full pipeline", "DDP, fp32,\nunplanned", "-"),
-                                       ("DDP", "planned", "DDP, fp32,\nplanned paths", "--"),
-                                       ("DDP, bf16", "planned", "DDP, bf16,\nplanned paths", ":")):
-        seeds, whole = base(found, runs, name, paths)
-        x = hours(seeds[0], *found["seconds"][f"{name}, {paths}"])
-        band(axis, [run.losses for run in seeds], x, COLOURS["DDP"], ls=dashes, label=label)
-        taken = [reaches(goal.final, run.losses, clock(found, run))
-                 for run, goal in zip(ours, same_seeds(ours, seeds))]
-        shares.append(f"{statistics.mean(taken) / whole:.0%}" if all(taken) else "more")
-    band(axis, [run.losses for run in ours], clock(found, ours[0]), COLOURS["NoLoCo"],
-         label="half skipped (rho rule),\nNoLoCo every 2,\none byte a weight")
-    goal = statistics.mean(finals(runs["DDP, full pipeline"]))
-    axis.set(xlabel="simulated hours on 20 nodes in 12 cities (losses are measured)", xlim=(0, None),
-             ylabel="held-out nats per byte", ylim=(goal - 0.2, goal + 1),
-             title="Simulated time: both papers first reach DDP's final loss after {} of its time, a planned "
-             "one's after {},\nin bf16 {} (20 nodes, 6 stages; bands: range of three seeds)".format(*shares))
-    label_ends(axis)
+    """Left: the full pipeline. Right: half skipped, beside the best DDP."""
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), sharey=True)
+    best = best_ddp(found)
+    for axis, where in zip(axes, PATHS):
+        for paths, method, share, seeds in rows_of(found):
+            if "delay" in method or (seeds is not best and (paths != where or share == "100%")):
+                continue
+            kind = method.split(", ")[0]
+            name = f"{kind},\n{share}" + ",\nfull pipeline" * (paths != where)
+            x = hours(seeds[0], *timing(found["seconds"], paths, method))
+            band(axis, [run.losses for run in seeds], x, COLOURS[kind],
+                 ls="-" if share == "100%" else "--", label=name)
+        goal = statistics.mean(finals(best))
+        axis.set(xlabel="simulated hours (losses are measured)", title=where, ylim=(goal - 0.1, goal + 0.6))
+        label_ends(axis)
+    axes[0].set_ylabel("held-out nats per byte (bands: range of seeds)")
     return figure
 
 

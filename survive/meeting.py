@@ -94,26 +94,27 @@ def members_of(store, key, rank, ranks, timeout):
     members (compare_set), which counts for all.
     """
     def missing():
-        return [r for r in ranks if not store.check([f"{key}/{r}"])]
+        return [r for r in ranks if r != rank and not store.check([f"{key}/{r}"])]
 
-    def first_list():
-        here = [r for r in ranks if store.check([f"{key}/{r}"])]
-        members = store.compare_set(f"{key}/members", "", " ".join(map(str, here)))
-        return tuple(map(int, members.split()))
+    def agreed(absentees):
+        here = " ".join(str(r) for r in ranks if r not in absentees)
+        return tuple(map(int, store.compare_set(f"{key}/members", "", here).split()))
 
     store.set(f"{key}/{rank}", "here")
-    if all(store.check([f"absent/{r}"]) for r in missing()):
-        return first_list()
+    absentees = missing()
+    if all(store.check([f"absent/{r}"]) for r in absentees):
+        return agreed(absentees)
     half = timedelta(seconds=timeout / 2)
     with contextlib.suppress(dist.DistStoreError):          # no rank has written the list in time
         store.wait([f"{key}/members"], half)
-        return first_list()
+        return agreed(absentees)                            # the one that is there
     if any(position(store, r)[1] != "out" for r in missing()):
         with contextlib.suppress(dist.DistStoreError):
             store.wait([f"{key}/members"], half)
-    for r in missing():
+    absentees = missing()
+    for r in absentees:
         mark_absent(store, r, key)
-    return first_list()
+    return agreed(absentees)
 
 
 def mark_absent(store, rank, key):
