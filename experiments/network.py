@@ -330,7 +330,7 @@ def draw_latency(plt, found):
             band(axis, trials, LATENCIES, colour, ls="--" if "byte" in name else "-", label=name)
         shares = sorted(over_a_pair(run) for run in here)
         axis.set(title=f"{n} hosts: an all-reduce takes {shares[0]:.1f} to {shares[-1]:.1f} times\n"
-                 "as long as a pair's exchange", xlabel="ms one way")
+                 "as long as a pair's exchange in fp32", xlabel="ms one way")
     axes[0].set(ylabel="seconds of an outer step (bands: range of trials)", ylim=(0, None))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure

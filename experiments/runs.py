@@ -216,7 +216,10 @@ def train_once(run, name, seed):
             torchrun(run.processes, *row["command"].split(), hosts=run.hosts.split(), stdout=log, stderr=log)
         except subprocess.CalledProcessError:
             log.seek(0)
-            raise BadInput(f"{row['command']} failed: {log.read()[-2000:]}")
+            text = log.read()
+            folder.parent.mkdir(exist_ok=True)
+            Path(f"{folder}.log").write_text(text)
+            raise BadInput(f"{row['command']} failed (see {folder}.log): {text[-1000:]}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "heldout_loss" in line]
     curves = {key: [line[key] and float(f"{line[key]:.6g}") for line in lines] for key in KEPT}

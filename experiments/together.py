@@ -3,8 +3,9 @@
     python -m experiments.together [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 Losses are measured with a tiny model. Seconds are simulated with the messages and weights of the 500M model:
-an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. All paths
-are planned. Each run's learning rate is planned for the time at which the run is compared.
+an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. Nothing is
+overlapped. All paths are planned. Each run's learning rate is planned for the time at which the run is
+compared. A stage of three nodes is one NoLoCo group, so five of six stages average all their replicas.
 """
 import itertools
 import json
@@ -29,10 +30,8 @@ METHODS = {
     "DDP, bf16": "--method ddp --wire bf16",
     "DDP, int8": "--method ddp --wire int8",
     "DiLoCo, int8": f"--method diloco {OUTER}",
-    "NoLoCo, int8": f"--method noloco {OUTER}",
-    "DiLoCo, int8, delay 1": f"--method diloco {OUTER} --delay 1",
-    "NoLoCo, int8, delay 1": f"--method noloco {OUTER} --delay 1"}
-COMPARED = ((1.0, FULL, [*METHODS][:2]), (0.6, FULL, [*METHODS][1:4]), (0.6, HALF, [*METHODS][1:]))
+    "NoLoCo, int8": f"--method noloco {OUTER}"}
+COMPARED = ((1.0, FULL, [*METHODS][:2]), (0.6, FULL, [*METHODS][1:]), (0.6, HALF, [*METHODS][1:]))
 
 
 # ---------------------------------------------------------------- simulated time
@@ -78,13 +77,12 @@ def slowest_all_reduce(network, names, size=4, several=max):
                for ranks in network.stages)
 
 
-def slowest_groups(network, delay):
+def slowest_groups(network, delay, several=max):
     """Seconds of the slowest NoLoCo group of all stages, on average over 100 outer steps."""
     slowest = []
     for outer in range(100):
         groups = [group for ranks in network.stages for group in random_groups(ranks, 2, outer, 0)]
-        links = [link for group in groups for link in itertools.combinations(group, 2)]
-        slowest.append(max(delay[a][b] for a, b in links))
+        slowest.append(max(several(delay[a][b] for b in group if b != a) for group in groups for a in group))
     return statistics.mean(slowest)
 
 
@@ -94,26 +92,25 @@ def hours(run, iteration, sync):
 
 
 def seconds():
-    """{paths: of an iteration; method: of a synchronisation, "contended": where a node's messages queue}"""
+    """{paths: of an iteration; method: of a synchronisation, "queued": where a node's messages queue}"""
     network, names = published_network()
+    delay = stage_delays(network, names, size=BYTES["int8"])
     found = {paths: makespan(network, "no-swaps", skip) for paths, skip in PATHS.items()}
-    for wire in ("bf16", "int8"):
-        found[f"DDP, {wire}"] = slowest_all_reduce(network, names, BYTES[wire])
-        found[f"DDP, {wire}, contended"] = slowest_all_reduce(network, names, BYTES[wire], sum)
-    found["NoLoCo, int8"] = slowest_groups(network, stage_delays(network, names, size=BYTES["int8"]))
+    for way, several in (("", max), (", queued", sum)):
+        for wire in ("bf16", "int8"):
+            found[f"DDP, {wire}{way}"] = slowest_all_reduce(network, names, BYTES[wire], several)
+        found[f"NoLoCo, int8{way}"] = slowest_groups(network, delay, several)
     return found
 
 
-def timing(found, paths, method, contended=""):
-    """(seconds of an iteration, seconds by which a synchronisation holds the replicas up)"""
-    name, wire, *delayed = method.split(", ")
-    alike = "NoLoCo, int8" if name == "NoLoCo" else f"DDP, {wire}{contended}"
-    return found[paths], max(0.0, found[alike] - bool(delayed) * found[paths])
+def timing(found, paths, method, way=""):
+    """(seconds of an iteration, of a synchronisation)"""
+    return found[paths], found[method.replace("DiLoCo", "DDP") + way]
 
 
-def a_step(found, paths, method, contended=""):
+def a_step(found, paths, method, way=""):
     """Simulated seconds, synchronisation included."""
-    iteration, sync = timing(found, paths, method, contended)
+    iteration, sync = timing(found, paths, method, way)
     return iteration + sync / (1 if method.startswith("DDP") else 2)
 
 
@@ -137,16 +134,14 @@ def runs(steps):
 
 
 def rows_of(found):
-    """(paths, method, share, its runs) of each row. results/ has older runs, whose labels have no colon."""
-    for label, seeds in results(found).items():
-        paths, _, method = label.partition(": ")
-        if method:
-            yield (paths, *method.rsplit(", ", 1), seeds)
+    """[(paths, method, share, its runs)]. results/ has older runs, whose labels have no colon."""
+    labels = [(*label.partition(": "), seeds) for label, seeds in results(found).items()]
+    return [(paths, *method.rsplit(", ", 1), seeds) for paths, _, method, seeds in labels if method]
 
 
-def best_ddp(found):
+def best_ddp(rows):
     """The runs with the lowest mean loss of those for the whole time."""
-    return min((seeds for *_, share, seeds in rows_of(found) if share == "100%"),
+    return min((seeds for *_, share, seeds in rows if share == "100%"),
                key=lambda seeds: statistics.mean(finals(seeds)))
 
 
@@ -158,34 +153,32 @@ def more(seeds, others):
 
 
 def table(found):
-    show_head("paths, method, share of the time | steps | s of an iteration | s held by a synchronisation "
-              "| s a step where a node's messages queue | held-out nats per byte "
-              "| over the best DDP's after 100% | over DDP's, same paths and time")
-    by_way = {(paths, share): seeds for paths, method, share, seeds in rows_of(found)
-              if method == "DDP, int8"}
-    for paths, method, share, seeds in rows_of(found):
-        iteration, sync = timing(found["seconds"], paths, method)
-        queued = a_step(found["seconds"], paths, method, ", contended")
-        show_row(f"{paths}: {method}, {share}", f"{seeds[0].steps[-1]:.0f}", f"{iteration:.1f}",
-                 f"{sync:.1f}", f"{queued:.1f}", spread_of(finals(seeds)), more(seeds, best_ddp(found)),
-                 more(seeds, by_way[paths, share]))
+    show_head("paths: method, share of the time | steps | s a step | where a node's messages queue "
+              "| held-out nats per byte | over the best DDP's after 100% | over DDP's, same paths and time")
+    rows = rows_of(found)
+    by_way = {(paths, share): seeds for paths, method, share, seeds in rows if method == "DDP, int8"}
+    for paths, method, share, seeds in rows:
+        free, queued = (a_step(found["seconds"], paths, method, way) for way in ("", ", queued"))
+        show_row(f"{paths}: {method}, {share}", f"{seeds[0].steps[-1]:.0f}", f"{free:.1f}", f"{queued:.1f}",
+                 spread_of(finals(seeds)), more(seeds, best_ddp(rows)), more(seeds, by_way[paths, share]))
 
 
 def draw(plt, found):
-    """Left: the full pipeline. Right: half skipped, beside the best DDP."""
+    """Left: the full pipeline. Right: half skipped. In both the best DDP."""
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), sharey=True)
-    best = best_ddp(found)
+    rows = rows_of(found)
+    best = best_ddp(rows)
+    goal = statistics.mean(finals(best))
     for axis, where in zip(axes, PATHS):
-        for paths, method, share, seeds in rows_of(found):
-            if "delay" in method or (seeds is not best and (paths != where or share == "100%")):
-                continue
-            kind = method.split(", ")[0]
-            name = f"{kind},\n{share}" + ",\nfull pipeline" * (paths != where)
-            x = hours(seeds[0], *timing(found["seconds"], paths, method))
-            band(axis, [run.losses for run in seeds], x, COLOURS[kind],
-                 ls="-" if share == "100%" else "--", label=name)
-        goal = statistics.mean(finals(best))
-        axis.set(xlabel="simulated hours (losses are measured)", title=where, ylim=(goal - 0.1, goal + 0.6))
+        shown = {method: seeds for paths, method, share, seeds in rows if (paths, share) == (where, "60%")}
+        lines = [(where, method, seeds, "--", "60%") for method, seeds in shown.items()]
+        lines.append((FULL, f"DDP, {best[0].o.wire}", best, "-", "full\npipeline, 100%"))
+        for paths, method, seeds, dashes, text in lines:
+            kind, x = method.split(", ")[0], hours(seeds[0], *timing(found["seconds"], paths, method))
+            band(axis, [run.losses for run in seeds], x, COLOURS[kind], ls=dashes, label=f"{kind}, {text}")
+        axis.set(xlabel="simulated hours (losses are measured)", ylim=(goal - 0.1, goal + 0.6),
+                 xlim=(0, None), title=f"{where.capitalize()}: DDP after 60% of the time\n"
+                 f"beside the best after all of it: {more(shown['DDP, int8'], best)}")
         label_ends(axis)
     axes[0].set_ylabel("held-out nats per byte (bands: range of seeds)")
     return figure
