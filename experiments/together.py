@@ -177,8 +177,8 @@ def draw(plt, found):
             kind, x = method.split(", ")[0], hours(seeds[0], *timing(found["seconds"], paths, method))
             band(axis, [run.losses for run in seeds], x, COLOURS[kind], ls=dashes, label=f"{kind}, {text}")
         axis.set(xlabel="simulated hours (losses are measured)", ylim=(goal - 0.1, goal + 0.6),
-                 xlim=(0, None), title=f"{where.capitalize()}: DDP after 60% of the time\n"
-                 f"beside the best after all of it: {more(shown['DDP, int8'], best)}")
+                 xlim=(0, None), title=f"{where.capitalize()}: DDP after 60% of the time,\n"
+                 f"beside the best DDP after all of it:\n{more(shown['DDP, int8'], best)}")
         label_ends(axis)
     axes[0].set_ylabel("held-out nats per byte (bands: range of seeds)")
     return figure
