@@ -21,7 +21,7 @@ from planning.instance import city_delays, city_links, published_network
 from planning.training import plan_paths
 
 MODEL_BYTES = 4 * 500e6         # the 500M model whose messages the published instance has, fp32
-BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+BYTES = {"bf16": 2, "int8": 1}
 WHOLE = 40_000                  # simulated seconds of the longest runs
 FULL, HALF = "full pipeline", "half skipped"
 PATHS = {FULL: 0.0, HALF: 0.5}  # the share skipped
@@ -118,7 +118,7 @@ def a_step(found, paths, method, way=""):
 
 
 def runs(steps):
-    """As many steps as fit. A try (steps): of WHOLE this share of 400."""
+    """As many steps as fit into WHOLE; a try (steps): into a share of it, steps / 400."""
     network, _ = published_network()
     links = keep_links(network, "headline-links-20.json")
     found, whole = seconds(), WHOLE * (steps or 400) / 400
