@@ -25,7 +25,8 @@ BYTES = {"bf16": 2, "int8": 1}
 WHOLE = 40_000                  # simulated seconds of the longest runs
 FULL, HALF = "full pipeline", "half skipped"
 PATHS = {FULL: 0.0, HALF: 0.5}  # the share skipped
-OUTER = "--inner-steps 2 --wire int8"
+EVERY = 2                       # inner steps of DiLoCo and NoLoCo
+OUTER = f"--inner-steps {EVERY} --wire int8"
 METHODS = {
     "DDP, bf16": "--method ddp --wire bf16",
     "DDP, int8": "--method ddp --wire int8",
@@ -111,7 +112,7 @@ def timing(found, paths, method, way=""):
 def a_step(found, paths, method, way=""):
     """Simulated seconds, synchronisation included."""
     iteration, sync = timing(found, paths, method, way)
-    return iteration + sync / (1 if method.startswith("DDP") else 2)
+    return iteration + sync / (1 if method.startswith("DDP") else EVERY)
 
 
 # ---------------------------------------------------------------- the runs
@@ -124,7 +125,7 @@ def runs(steps):
     found, whole = seconds(), WHOLE * (steps or 400) / 400
     for share, paths, methods in COMPARED:
         for method in methods:
-            fit = max(2, int(share * whole / a_step(found, paths, method)) // 2 * 2)
+            fit = max(EVERY, int(share * whole / a_step(found, paths, method)) // EVERY * EVERY)
             yield Run(f"{paths}: {method}, {share:.0%}", "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 "
                       f"--batch 1 --lr 4e-3 --routing no-swaps --skip {PATHS[paths]:g} --links {links} "
                       f"{METHODS[method]} --steps {fit}", 20)
@@ -156,11 +157,12 @@ def table(found):
     show_head("paths: method, share of the time | steps | s a step | where a node's messages queue "
               "| held-out nats per byte | over the best DDP's after 100% | over DDP's, same paths and time")
     rows = rows_of(found)
+    best = best_ddp(rows)
     by_way = {(paths, share): seeds for paths, method, share, seeds in rows if method == "DDP, int8"}
     for paths, method, share, seeds in rows:
         free, queued = (a_step(found["seconds"], paths, method, way) for way in ("", ", queued"))
         show_row(f"{paths}: {method}, {share}", f"{seeds[0].steps[-1]:.0f}", f"{free:.1f}", f"{queued:.1f}",
-                 spread_of(finals(seeds)), more(seeds, best_ddp(rows)), more(seeds, by_way[paths, share]))
+                 spread_of(finals(seeds)), more(seeds, best), more(seeds, by_way[paths, share]))
 
 
 def draw(plt, found):

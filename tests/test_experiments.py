@@ -61,11 +61,10 @@ def test_spectral_radius_crosses_one_exactly_at_the_bound():
 def test_all_reduce_seconds_by_hand():
     whole = [[0, 9, 2], [9, 0, 3], [2, 3, 0]]
     part = lambda by: [[x / by for x in row] for row in whole]
-    # two rounds of 9 / 3, or of (9 + 3) / 3 where a rank's messages queue; a ring: four of 3
-    assert together.all_reduce_seconds([0, 1, 2], whole, part(3)) == 6
-    assert together.all_reduce_seconds([0, 1, 2], whole, part(3), sum) == 8
-    # mostly latency: whole vectors, once
-    assert together.all_reduce_seconds([0, 1, 2], whole, part(1.5)) == 9
+    # Two rounds of 9 / 3, or of (9 + 3) / 3 where a rank's messages queue; a ring: four of 3. Then mostly
+    # latency: whole vectors, once.
+    cases = ([0, 1, 2], 3, max), ([0, 1, 2], 3, sum), ([0, 1, 2], 1.5, max), ([0, 2], 2, max)
+    assert [together.all_reduce_seconds(r, whole, part(by), way) for r, by, way in cases] == [6, 8, 9, 2]
     slow = [[400 if {i, j} == {0, 2} else 4 for j in range(4)] for i in range(4)]
     # the ring goes round the slow link
     assert together.all_reduce_seconds([0, 1, 2, 3], slow, [[x / 4 for x in row] for row in slow]) == 6
@@ -89,7 +88,8 @@ def test_hours_to_a_loss_on_straight_lines():
 
 
 def test_tables_read_options_that_train_no_longer_has():
-    o = a_run("--falling --inner-steps 2 --stages 2,2 --skip 0.5 --wire int8 --lr 1 --lr 2 --seed 7").o
+    assert (a_run("--warm-start 5 --falling").o.every, a_run("--method diloco").o.every) == (10, 20)
+    o = a_run("--inner-steps 2 --stages 2,2 --skip 0.5 --wire int8 --lr 1 --lr 2 --seed 7").o
     assert (o.every, o.stages, o.skip, o.routing, o.wire, o.seed) == (2, [2, 2], 0.5, "skippipe", "int8", 7)
 
 
