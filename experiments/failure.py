@@ -8,8 +8,8 @@ import random
 import sys
 
 import train
-from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import Part, Run, band, built, finals, headline, over, results, spread_of
+from experiments.pictures import show_head, show_row
+from experiments.runs import Part, Run, built, finals, headline, over, results, spread_of
 from plumbing.processes import Job
 
 
@@ -55,20 +55,8 @@ def table(found):
         show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"))
 
 
-def draw(plt, found):
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.2))
-    for dashes, (label, seeds) in zip(("-", "--", ":"), results(found).items()):
-        x = [tokens / 1e6 for tokens in seeds[0].curves["tokens"]]
-        band(axis, [run.losses for run in seeds], x, COLOURS["NoLoCo"], ls=dashes,
-             label=f"deaths in {label.split()[0]}\nof the iterations")
-    axis.set(xlabel="million tokens that came home (bands: range of three seeds)",
-             ylabel="held-out nats per byte", title="Emulated deaths in 5 or 10% of iterations: undecided")
-    label_ends(axis)
-    return figure
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--losing"]:
         lose(float(sys.argv[2]), sys.argv[3:])
     else:
-        headline(__doc__, {"failure": Part(runs, table, draw)})
+        headline(__doc__, {"failure": Part(runs, table)})

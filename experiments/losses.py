@@ -7,8 +7,7 @@
 import statistics
 
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import (Part, Run, band, finals, headline, mean_of_replicas, over, over_runs,
-                              results, spread_of)
+from experiments.runs import (Part, Run, band, finals, headline, over, over_runs, results, spread_of)
 
 LEARN = "--layers 2 --warmup 50 --lr 6e-3 --batch 8 --microbatches 1"
 EIGHT = f"{LEARN} --steps 1200"
@@ -33,21 +32,20 @@ TABLE = {
 
 def runs(steps):
     for label, options in TABLE.items():
-        yield Run(label, f"{options} --steps {steps}" if steps else options, after=mean_of_replicas)
+        yield Run(label, f"{options} --steps {steps}" if steps else options)
 
 
 # ---------------------------------------------------------------- the table
 
 
-def table(found):
+def table(found, unit="byte"):
     kinds = results(found)
-    show_head("replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
-              "| ... of the mean of all replicas | MB sent per rank to synchronise")
+    show_head(f"replicas x stages, method | seeds | held-out nats per {unit} | perplexity over DDP's "
+              "| MB sent per rank to synchronise")
     for label, seeds in kinds.items():
         base = finals(kinds["8x1 DDP" if label.startswith("8x1") else "4x2 DDP, fixed routing"])
-        each, mean = over(finals(seeds), base), over([run.mean for run in seeds], base)
-        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(each, "+.1%"),
-                 spread_of(mean, "+.1%"), f"{seeds[0].sent:.0f}")
+        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"),
+                 f"{seeds[0].sent:.0f}")
 
 
 # ---------------------------------------------------------------- the picture

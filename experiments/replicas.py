@@ -13,7 +13,7 @@ Nothing is sent.
 """
 import itertools
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -298,14 +298,11 @@ def train_all(name, part, o):
 
 
 def by_trial(found):
-    """{(optimizer, replicas): {Trial: {seed: row}}}. results/ has more trials than this program."""
-    runs, known = {}, [field.name for field in fields(Trial)]
+    """{(optimizer, replicas): {Trial: {seed: row}}}"""
+    runs = {}
     for row in itertools.chain(*found["fleets"].values()):
-        trial = row["trial"]
-        plain = trial.get("pairs", "random") == "random" and trial.get("learnt", 1) == 1
-        if plain and row["tokens"] == SEQUENCES * 128:
-            trials = runs.setdefault((row["optimizer"], row["replicas"]), {})
-            trials.setdefault(Trial(*(trial[name] for name in known)), {})[row["seed"]] = row
+        trials = runs.setdefault((row["optimizer"], row["replicas"]), {})
+        trials.setdefault(Trial(**row["trial"]), {})[row["seed"]] = row
     return runs
 
 

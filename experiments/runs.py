@@ -31,13 +31,10 @@ from tqdm import tqdm
 
 import train
 from experiments.pictures import kept, picture, save
-from model import Llama
-from plumbing.data import load_data
 from plumbing.options import TINY, Parser
 from plumbing.processes import BadInput, Job
 from plumbing.report import replace
 from survive import parts as surviving
-from tools import export
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,10 +91,9 @@ def options_of(command, ranks):
     given = {word: value for word, value in zip(words, [*words[1:], ""]) if word.startswith("--")}
     method, skip = given.get("--method", "noloco"), float(given.get("--skip", 0))
     often = TINY.get(method, {}).get("inner_steps", 1)
-    wire = ("bf16" if method == "ddp" else "int8") if "--short" in given else "fp32"    # of older results
     return SimpleNamespace(
         method=method, skip=skip, routing=given.get("--routing", "skippipe" if skip else "random"),
-        every=int(given.get("--inner-steps", often)), wire=given.get("--wire", wire),
+        every=int(given.get("--inner-steps", often)), wire=given.get("--wire", "fp32"),
         stages=[int(n) for n in given.get("--stages", str(ranks)).split(",")],
         seed=int(given.get("--seed", 0)))
 
@@ -107,17 +103,9 @@ def results(found):
     return {label: [Result(row) for row in rows] for label, rows in found["runs"].items()}
 
 
-def load(out, part):
-    """A results/headline_PART.json, whose older labels call the rho rule Eq. 6."""
-    found = kept(out, f"headline_{part}")
-    if "runs" in found:
-        found["runs"] = {label.replace("Eq. 6", "rho rule"): rows for label, rows in found["runs"].items()}
-    return found
-
-
 def published(part):
     """{label: [a Result per seed]} of a part in this repository's results/."""
-    return results(load(ROOT, part))
+    return results(kept(ROOT, f"headline_{part}"))
 
 
 # ---------------------------------------------------------------- the command line
@@ -136,7 +124,7 @@ def headline(description, parts):
                 if o.only:
                     continue
                 save(o.out, f"headline_{name}", found)
-            found = load(o.out, name)
+            found = kept(o.out, f"headline_{name}")
             part.table(found)
             if part.draw:
                 picture(o.out, f"headline_{part.picture or name}", part.draw, found)
@@ -237,18 +225,6 @@ def built(job, argv, **parts):
         return surviving.build(job, o, argv, **parts)
     job.connect(o)
     return train.build(job, o, **parts)
-
-
-def mean_of_replicas(folder):
-    """Held-out loss of the mean over the replicas, which one all-reduce at the very end would give."""
-    o = train.parse(["--resume", str(folder)])
-    stages, layers = train.layout(o, sum(o.stages))
-    _, parts = export.newest(Job(), folder, stages)
-    model = Llama(train.whole_config(o))
-    for flat, ranks in zip(export.by_stage(model, layers), stages):
-        flat.copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
-    pipeline = train.Pipeline(model, Job(), [[0]], (o.batch, o.seq_len, o.hidden))
-    return dict(mean=train.evaluate(pipeline, [[0]], load_data(o, 0, [0])[0], o))
 
 
 # ---------------------------------------------------------------- tables

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from experiments import failure, losses, network, replicas, runs, skip, stability, sync, together
+from experiments import failure, losses, network, replicas, runs, skip, stability, sync, together, tokens
 from noloco import outer_update
 from plumbing.options import layout
 from plumbing.window import gamma_bound
@@ -133,8 +133,8 @@ PARTS = {       # name: (its runs, its table)
     "convergence": (losses.runs, losses.table),
     **{part: (getattr(network, f"{part}_runs"), getattr(network, f"show_{part}"))
        for part in ("tries", "grid", "latency", "pipeline")},
-    "skip": (skip.runs, skip.table), "scale": (skip.scaled_runs, skip.scaled_table),
-    "failure": (failure.runs, failure.table), "together": (together.runs, together.table),
+    **{part.__name__.split(".")[1]: (part.runs, part.table) for part in (failure, skip, together, tokens)},
+    "scale": (skip.scaled_runs, skip.scaled_table), "missing": (tokens.missing_runs, tokens.missing_table),
 }
 
 
@@ -149,11 +149,11 @@ def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps
         monkeypatch.setattr(module, "makespan", lambda *_: 50.0)        # planning takes seconds
     kinds = list(PARTS[name][0](steps))
     assert len({kind.label for kind in kinds}) == len(kinds) > 1
-    kept = {} if steps or not measured(name) else runs.load(HERE, name)["runs"]
+    rows = {} if steps or not measured(name) else runs.kept(HERE, f"headline_{name}")["runs"]
     for kind in kinds:
         argv = f"--name x {runs.SMALL} {kind.options} --seed 1".split()
         layout(train.parse(argv, kind.processes), kind.processes)
-        for row in kept.get(kind.label, [])[:1]:
+        for row in rows.get(kind.label, [])[:1]:
             then = runs.options_of(row["command"], row["ranks"])        # as what results/ was made with
             now = runs.options_of(" ".join(argv), kind.processes)
             assert vars(now) | dict(seed=0) == vars(then) | dict(seed=0), kind.label
@@ -165,7 +165,7 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_pat
     tables = dict(stability=stability.table, delay=replicas.show_delay, many=replicas.show_many)
     for name, table in (tables | {name: table for name, (_, table) in PARTS.items()}).items():
         if measured(name):
-            table(runs.load(HERE, name))
+            table(runs.kept(HERE, f"headline_{name}"))
     sync.show(["--out", str(HERE)])
     printed = {line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
     checked = Counter()
@@ -180,9 +180,9 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_pat
 
 
 def test_skip_simulates_the_network_that_its_table_was_made_on():
-    kept = json.loads((HERE / "results" / "headline_skip.json").read_text())["seconds"]
+    found = runs.kept(HERE, "headline_skip")["seconds"]
     assert {label: sync for label, (_, sync) in skip.seconds().items()} == pytest.approx(
-        {label: sync for label, (_, sync) in kept.items()})
+        {label: sync for label, (_, sync) in found.items()})
 
 
 def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp_path):
