@@ -34,6 +34,7 @@ import train
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
 from experiments.runs import (Part, Run, band, built, ends, finals, headline, interval_of, loss_at, published,
                               reaches, results, same_seeds, spread_of, spread_of_reached, timed)
+from experiments.together import BYTES
 from planning.instance import city_links
 from plumbing import report
 from plumbing.options import Parser
@@ -207,7 +208,7 @@ def rows_of(found):
 def predicted(method, wire, network):
     """Seconds of a synchronisation by rates and latencies alone, mean over hosts, at each turn."""
     _, latency, turns = NETWORKS[network]
-    megabits = MEGABITS * {"fp32": 4, "bf16": 2, "int8": 1}[wire]
+    megabits = MEGABITS * BYTES[wire]
     for mbit in turns:
         pairs = [megabits / min(pair) for pair in itertools.combinations(mbit, 2)]
         messages = 2 if wire == "int8" else 2 * (len(mbit) - 1)         # one after the other

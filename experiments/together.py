@@ -22,7 +22,7 @@ from planning.instance import city_delays, city_links, published_network
 from planning.training import plan_paths
 
 MODEL_BYTES = 4 * 500e6         # the 500M model whose messages the published instance has, fp32
-BYTES = {"bf16": 2, "int8": 1}
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1}        # of a weight
 WHOLE = 40_000                  # simulated seconds of the longest runs
 FULL, HALF = "full pipeline", "half skipped"
 PATHS = {FULL: 0.0, HALF: 0.5}  # the share skipped

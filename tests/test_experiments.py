@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from experiments import failure, losses, network, replicas, runs, skip, stability, sync, together, tokens
+from experiments import failure, losses, network, replicas, runs, skip, stability, sync, together
 from noloco import outer_update
 from plumbing.options import layout
 from plumbing.window import gamma_bound
@@ -133,8 +133,8 @@ PARTS = {       # name: (its runs, its table)
     "convergence": (losses.runs, losses.table),
     **{part: (getattr(network, f"{part}_runs"), getattr(network, f"show_{part}"))
        for part in ("tries", "grid", "latency", "pipeline")},
-    **{part.__name__.split(".")[1]: (part.runs, part.table) for part in (failure, skip, together, tokens)},
-    "scale": (skip.scaled_runs, skip.scaled_table), "missing": (tokens.missing_runs, tokens.missing_table),
+    **{part.__name__.split(".")[1]: (part.runs, part.table) for part in (failure, skip, together)},
+    "scale": (skip.scaled_runs, skip.scaled_table),
 }
 
 
