@@ -38,9 +38,9 @@ def runs(steps):
 # ---------------------------------------------------------------- the table
 
 
-def table(found, unit="byte"):
+def table(found):
     kinds = results(found)
-    show_head(f"replicas x stages, method | seeds | held-out nats per {unit} | perplexity over DDP's "
+    show_head("replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
               "| MB sent per rank to synchronise")
     for label, seeds in kinds.items():
         base = finals(kinds["8x1 DDP" if label.startswith("8x1") else "4x2 DDP, fixed routing"])

@@ -108,8 +108,8 @@ def missing_over(runs, key):
     return over(losses_without(runs, key), [run.shares["1.0"][0] for run in runs])
 
 
-def table(found, unit="byte, as the papers do"):
-    show_head(f"stages, share skipped | seeds | held-out nats per {unit} "
+def table(found):
+    show_head("stages, share skipped | seeds | held-out nats per byte, as the papers do "
               "| over its own whole: 75% of the stages | half")
     for label, seeds in results(found).items():
         show_row(label, len(seeds), spread_of(finals(seeds)),
