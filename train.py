@@ -22,7 +22,6 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -440,7 +439,9 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     if o.compile:
         for layer in model.model.layers.values():
             layer.compile()
-    run.outer = make_outer(job, o, model.parameters(), replicas, inner)
+    # theta flies on, or phi goes ahead (plumbing/overlap.py)
+    more = overlapping(o) if o.delay or o.gamma != o.beta else {}
+    run.outer = make_outer(job, o, model.parameters(), replicas, inner, **more)
     run.average = AVERAGES[o.wire](replicas) if o.method == "ddp" and len(replicas) > 1 else None
     run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     run.checkpoints = Checkpoints(job, run.folder)
@@ -519,12 +520,8 @@ def main(argv=None):
         from survive import parts
         return parts.run(job, o, words)
     job.connect(o)
-    own = {}
-    if o.replan:
-        own.update(Pipeline=TimedPipeline, Routes=ReplanningRoutes)
-    if o.delay or o.gamma != o.beta:            # theta flies on, or phi goes ahead (plumbing/overlap.py)
-        own.update(make_outer=partial(make_outer, **overlapping(o)))
-    train(build(job, o, **own))
+    parts = (TimedPipeline, ReplanningRoutes) if o.replan else ()
+    train(build(job, o, *parts))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m experiments.network [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-tries       four settings of each method on each network, one seed, compared on 16 kB of validation 1 h 45
+tries       four settings of each method on each network, one seed, compared on 16 kB of validation 2 h
+            (of DiLoCo and NoLoCo also one with --delay, apart: `grid` has none)
 grid        five seeds of the best setting of each, on 64 kB of test text; --survive on two         3 h 20
 latency     an outer step alone: all-reduce and pair, 2 and 8 hosts, 0 to 100 ms                    10 min
 pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 20
@@ -50,9 +51,9 @@ COMMON = f"{TINY} --microbatches 1 --batch 1 --eval-sequences 64 --warmup {FIRST
 
 # ---------------------------------------------------------------- what is run
 
-WAYS = {                                        # name: options
-    **{f"every {m}, int8": f"--inner-steps {m} --wire int8" for m in (2, 5, 20)},
-    "every 10, int8, delay half": "--inner-steps 10 --wire int8 --delay half"}
+# name: options
+WAYS = {f"every {m}, int8": f"--inner-steps {m} --wire int8" for m in (2, 5, 10, 20)}
+DELAYED = {"every 10, int8, delay half": "--inner-steps 10 --wire int8 --delay half"}     # not for `grid`
 METHODS = {         # the rate is 3e-3, which DDP may double after a shorter warm-up
     "DDP": {**{wire: f"--wire {wire}" for wire in ("fp32", "bf16", "int8")},
             "int8, rate 6e-3": "--wire int8 --warmup 5 --lr 6e-3"},
@@ -79,7 +80,8 @@ def between_hosts(name, method, way, options, half="test"):
 
 def tries_runs(steps):
     for name, (method, ways) in itertools.product(NETWORKS, METHODS.items()):
-        for way, options in ways.items() if name != CUT else ():        # the settings of PLAIN
+        tried = ways | DELAYED if ways is WAYS else ways
+        for way, options in tried.items() if name != CUT else ():       # the settings of PLAIN
             yield between_hosts(name, method, way, f"{options} --eval-sequences 16", "validation")
 
 
@@ -144,18 +146,20 @@ class Clock(report.Meter):
             self.fit("first pace", now, steps)
 
     def fit(self, key, seconds, steps):
-        """Set the steps in all and, once, the steps between evaluations, which follow outer steps."""
+        """Set the steps in all, with a delayed message landed, and, once, those between evaluations, which
+        follow outer steps."""
         o, m, left = self.run.o, self.run.o.inner_steps or 1, self.own.clock - seconds
+        delay = o.delay or 0
         gap = self.own.clock / EVALUATIONS[self.own.half]
 
         def rounds():                       # of m steps: in all (0: the last part stays as planned), in a gap
             pace = (steps - self.begun[1]) / (seconds - self.begun[0])
-            in_all = max(steps // m + 1, round((steps + left * pace) / m))
+            in_all = max(steps // m + 1, round((steps - delay + left * pace) / m))
             nearly_over = o.eval_every and left < 0.75 * gap
             return 0 if nearly_over else in_all, max(1, round(gap * pace / m))
 
         in_all, in_a_gap = self.run.job.agree_on(key, rounds)
-        o.steps = in_all * m or o.steps
+        o.steps = in_all * m + delay if in_all else o.steps
         o.eval_every = o.eval_every or in_a_gap * m
 
 

@@ -3,10 +3,9 @@
     python -m experiments.together [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 Losses are measured with a tiny model. Seconds are simulated with the messages and weights of the 500M model:
-an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. Only with
-`--delay` a synchronisation overlaps with an iteration, which hides all of it. All paths are planned. Each
-run's learning rate is planned for the time at which the run is compared. A stage of three nodes is one NoLoCo
-group, so five of six stages average all their replicas.
+an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. Nothing is
+overlapped. All paths are planned. Each run's learning rate is planned for the time at which the run is
+compared. A stage of three nodes is one NoLoCo group, so five of six stages average all their replicas.
 """
 import itertools
 import json
@@ -32,10 +31,8 @@ METHODS = {
     "DDP, bf16": "--method ddp --wire bf16",
     "DDP, int8": "--method ddp --wire int8",
     "DiLoCo, int8": f"--method diloco {OUTER}",
-    "NoLoCo, int8": f"--method noloco {OUTER}",
-    "DiLoCo, int8, delay 1": f"--method diloco {OUTER} --delay 1",
-    "NoLoCo, int8, delay 1": f"--method noloco {OUTER} --delay 1"}
-COMPARED = ((1.0, FULL, [*METHODS][:2]), (0.6, FULL, [*METHODS][1:4]), (0.6, HALF, [*METHODS][1:]))
+    "NoLoCo, int8": f"--method noloco {OUTER}"}
+COMPARED = ((1.0, FULL, [*METHODS][:2]), (0.6, FULL, [*METHODS][1:]), (0.6, HALF, [*METHODS][1:]))
 
 
 # ---------------------------------------------------------------- simulated time
@@ -108,9 +105,8 @@ def seconds():
 
 
 def timing(found, paths, method, way=""):
-    """(seconds of an iteration, of a synchronisation that it waits for)"""
-    plain, _, delayed = method.replace("DiLoCo", "DDP").partition(", delay")
-    return found[paths], 0.0 if delayed else found[plain + way]
+    """(seconds of an iteration, of a synchronisation)"""
+    return found[paths], found[method.replace("DiLoCo", "DDP") + way]
 
 
 def a_step(found, paths, method, way=""):

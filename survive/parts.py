@@ -188,7 +188,7 @@ def build(job, o, argv):
     return run
 
 
-def make_outer(job, o, params, replicas, inner):
+def make_outer(job, o, params, replicas, inner, **_):         # phi never goes ahead
     if o.method != "noloco" or job.world == 1:
         return train.make_outer(job, o, params, replicas, inner)
     # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps there.

@@ -26,7 +26,7 @@ def main(argv=None):
     a = job.together(parser.parse_args, argv)
     o = Options(**job.agree(parse, ["--resume", a.run]))
     job.connect(o)
-    run = build(job, o, make_outer=lambda *_: None)
+    run = build(job, o, make_outer=lambda *_, **more: None)
     alive = [[r for r in ranks if r not in a.dead] for ranks in run.stages]
     if not set(a.dead) < set(range(job.world)) or not alive[0]:
         job.refuse(f"--dead {','.join(map(str, a.dead))}: takes ranks of this run, and must leave one of the "
