@@ -50,9 +50,9 @@ def runs(steps):
 def table(found):
     runs = results(found)
     base = finals(next(iter(runs.values())))
-    show_head("a node dies in | seeds | held-out nats per byte | perplexity over none")
+    show_head("a node dies in | held-out nats per byte | perplexity over none")
     for label, seeds in runs.items():
-        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"))
+        show_row(label, spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"))
 
 
 if __name__ == "__main__":

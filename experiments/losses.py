@@ -40,11 +40,11 @@ def runs(steps):
 
 def table(found):
     kinds = results(found)
-    show_head("replicas x stages, method | seeds | held-out nats per byte | perplexity over DDP's "
+    show_head("replicas x stages, method | held-out nats per byte | perplexity over DDP's "
               "| MB sent per rank to synchronise")
     for label, seeds in kinds.items():
         base = finals(kinds["8x1 DDP" if label.startswith("8x1") else "4x2 DDP, fixed routing"])
-        show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"),
+        show_row(label, spread_of(finals(seeds)), spread_of(over(finals(seeds), base), "+.1%"),
                  f"{seeds[0].sent:.0f}")
 
 

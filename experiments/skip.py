@@ -109,17 +109,17 @@ def missing_over(runs, key):
 
 
 def table(found):
-    show_head("stages, share skipped | seeds | held-out nats per byte, as the papers do "
+    show_head("stages, share skipped | held-out nats per byte, as the papers do "
               "| over its own whole: 75% of the stages | half")
     for label, seeds in results(found).items():
-        show_row(label, len(seeds), spread_of(finals(seeds)),
+        show_row(label, spread_of(finals(seeds)),
                  *(spread_of(missing_over(seeds, key), "+.1%") for key in ("0.75", "0.5")))
 
 
 def scaled_table(found):
     """The rho rule's runs; results/ also has relatives of the rule, which this program no longer runs."""
     theirs = published("skip")
-    show_head("stages, share skipped | seeds | held-out nats per byte | as the papers do "
+    show_head("stages, share skipped | held-out nats per byte | as the papers do "
               "| perplexity over that | over a full pipeline's: DT-FM's, in equal time the planned one's "
               "| 75% of the stages, over as the papers do | half")
     for label, seeds in results(found).items():
@@ -131,7 +131,7 @@ def scaled_table(found):
             cells = [over_runs(seeds, papers), over_runs(seeds, full)]
             cells += [over(losses_without(seeds, share), losses_without(papers, share))
                       for share in ("0.75", "0.5")]
-            show_row(label, len(seeds), spread_of(finals(seeds)), spread_of(finals(papers)),
+            show_row(label, spread_of(finals(seeds)), spread_of(finals(papers)),
                      *(spread_of(cell, "+.1%") for cell in cells))
 
 

@@ -181,8 +181,8 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_pat
 
 
 def test_skip_simulates_the_network_that_its_table_was_made_on():
-    for label, (_, sync) in skip.seconds().items():
-        assert sync == pytest.approx(runs.kept(HERE, "headline_skip")["seconds"][label][1])
+    for label, (_, seconds) in skip.seconds().items():
+        assert seconds == pytest.approx(runs.kept(HERE, "headline_skip")["seconds"][label][1])
 
 
 def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp_path):
