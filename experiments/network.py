@@ -181,6 +181,8 @@ def clocked(argv):
     p.add_argument("--memory", type=int, default=3, help="microbatches that a node holds, for the planner")
     job = Job()
     own, argv = job.together(p.parse_known_args, argv)
+    if "--replan" in argv:
+        job.refuse("--clock goes without --replan")
     if job.world == 1:
         job.refuse("--clock is for several processes: start torchrun with --nproc-per-node 2 or more")
     Holding.memory = own.memory
