@@ -3,7 +3,7 @@
     python -m experiments.network [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 tries       four settings of each method on each network, one seed, compared on 16 kB of validation 2 h
-            (of DiLoCo and NoLoCo also one with --delay, apart: `grid` has none)
+            (of DiLoCo and NoLoCo also two with --delay, apart: `grid` has none)
 grid        five seeds of the best setting of each, on 64 kB of test text; --survive on two         3 h 20
 latency     an outer step alone: all-reduce and pair, 2 and 8 hosts, 0 to 100 ms                    10 min
 pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 20
@@ -53,7 +53,7 @@ COMMON = f"{TINY} --microbatches 1 --batch 1 --eval-sequences 64 --warmup {FIRST
 
 # name: options
 WAYS = {f"every {m}, int8": f"--inner-steps {m} --wire int8" for m in (2, 5, 10, 20)}
-DELAYED = {"every 10, int8, delay half": "--inner-steps 10 --wire int8 --delay half"}     # not for `grid`
+DELAYED = {f"every {m}, int8, delay half": f"{WAYS[f'every {m}, int8']} --delay half" for m in (5, 10)}
 METHODS = {         # the rate is 3e-3, which DDP may double after a shorter warm-up
     "DDP": {**{wire: f"--wire {wire}" for wire in ("fp32", "bf16", "int8")},
             "int8, rate 6e-3": "--wire int8 --warmup 5 --lr 6e-3"},
