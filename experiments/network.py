@@ -181,13 +181,13 @@ def clocked(argv):
     p.add_argument("--memory", type=int, default=3, help="microbatches that a node holds, for the planner")
     job = Job()
     own, argv = job.together(p.parse_known_args, argv)
-    if "--replan" in argv:
-        job.refuse("--clock goes without --replan")
     if job.world == 1:
         job.refuse("--clock is for several processes: start torchrun with --nproc-per-node 2 or more")
     Holding.memory = own.memory
     length = "--eval-every 1000000 --steps 1000000" if own.clock else "--steps 1"
     run = built(job, [*argv, *length.split()], **({} if "--survive" in argv else dict(Routes=Holding)))
+    if run.o.replan:
+        job.refuse("--clock has routes of its own: drop --replan")
     if run.corpus:
         half = run.corpus.heldout.chunk(2)[own.half == "test"]
         run.corpus.heldout = half.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
