@@ -1,7 +1,6 @@
 """The processes of a run, and what they tell each other through the store that torchrun (or rank 0) hosts."""
 import contextlib
 import fcntl
-import functools
 import json
 import os
 import socket
@@ -269,15 +268,11 @@ def gloo_group(store, key, place, size, timeout):
 
     timeout: seconds for each message. To connect, Gloo takes up to five times that.
     """
+    create, default = dist.ProcessGroupGloo.create_device, dist.ProcessGroupGloo.create_default_device
     options = dist.ProcessGroupGloo._Options()
-    options._devices = gloo_devices()
+    # A group has devices of its own, which end with it. After a timeout Gloo frees the connection, but a
+    # living device still calls it when the partner connects after all: the process would crash.
+    options._devices = [create(interface=name) if name else default() for name in gloo_interface().split(",")]
     options._threads = 1
     options._timeout = timedelta(seconds=timeout)
     return dist.ProcessGroupGloo(dist.PrefixStore(key, store), place, size, options)
-
-
-@functools.cache        # all groups share the devices: with devices of its own a group costs twice as much
-def gloo_devices():
-    """A Gloo device for each interface."""
-    create, default = dist.ProcessGroupGloo.create_device, dist.ProcessGroupGloo.create_default_device
-    return [create(interface=name) if name else default() for name in gloo_interface().split(",")]

@@ -27,7 +27,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from plumbing.processes import DAY, gloo_devices, gloo_group, one_line
+from plumbing.processes import DAY, gloo_group, gloo_interface, one_line
 from skippipe import BACKWARD, kind
 from survive.meeting import Left, notice_silence
 from train import Pipeline, tag
@@ -319,7 +319,7 @@ class SurvivingPipeline(Pipeline):
             raise RuntimeError(f"no sign of life for {self.job.timeout / 3:g} s")
         # There is one connection for each interface. Gloo takes the one of the tag modulo their number. It
         # forgets a receive whose work is dropped.
-        for number in range(len(gloo_devices()) * self.groups[peer].done()):
+        for number in range(len(gloo_interface().split(",")) * self.groups[peer].done()):
             self.groups[peer].result().recv([torch.empty(1)], int(peer > self.rank), number)
 
     def key(self, what, rank):

@@ -17,12 +17,13 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import plumbing.report
 import train
 from model import Llama
-from plumbing.processes import Job, restarts
+from plumbing.processes import Job, gloo_group, restarts
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob, own_checkpoint
 from survive.pipeline import SurvivingPipeline
@@ -371,6 +372,29 @@ def test_a_message_cut_off_in_its_midst_holds_nobody(sends, number):
     """Gloo tells nobody who waits for a message that is half on its way that its connection broke."""
     [found, _] = processes(2, _half_way, sends, number, fallen=[1], limit=30)
     assert found == ([False, sends == 1], [0, 1], True)        # what had come before is there
+
+
+def _connects_late(rank, world):
+    """Rank 1 reads rank 0's address, and connects, once rank 0 has given up. Then the two meet."""
+    create, store = dist.ProcessGroupGloo.create_device, Job().store
+    dist.ProcessGroupGloo.create_device = lambda interface: create(hostname=f"127.0.0.{rank + 1}")
+    late_store = type("LateStore", (dist.Store,), dict(
+        set=lambda self, key, value: store.set(key, value), get=lambda self, key: store.get(key),
+        wait=lambda self, keys, *_: store.wait([*keys, "given up"])))
+    if rank == 0:
+        store.wait(["first/0/1"])               # rank 1's address
+    with contextlib.suppress(RuntimeError):
+        gloo_group(late_store() if rank else store, "first", rank, 2, 0.2)
+    junk = [b"\xff" * size for size in range(256, 4096, 8) for _ in range(20)]      # over what Gloo has freed
+    store.set("given up", str(len(junk)))
+    word = torch.ones(1)
+    gloo_group(store, "second", rank, 2, 10).allreduce([word]).wait()
+    return word.item()
+
+
+def test_a_partner_that_connects_too_late_crashes_nobody():
+    """Of two Gloo processes the one with the smaller address listens."""
+    assert processes(2, _connects_late, limit=30) == [2, 2]
 
 
 def supervised(job, faults, cwd, *extra, limit=120):
