@@ -53,6 +53,7 @@ The keys of the store in survive/, and who writes them:
     ready/R/V       rank R has joined and has weights. R itself.
     step            an iteration that a rank has begun lately. Watch threads.
     address         the address of this store, after a takeover. The first ranks of the takeover.
+    events          a line for each event that the log is to have. The rank that it happened to.
     first plan      the plan that checkpoints hold (planned paths). The first rank, or those of a takeover.
     standby/R       the address of rank R's standby store (standby.py). R itself.
     known           the number of the last evaluation, the ranks that answered it, and those that answered

@@ -121,13 +121,12 @@ class SurvivingJob(Job):
     def tell(self, event):
         """Send an event to the first rank's log, with its line for the screen."""
         event = dict(event, line=EVENTS[event["event"]].format(**event))
-        self.store.set(f"event/{self.store.add('events', 1)}", json.dumps(event))
+        self.store.append("events", json.dumps(event) + "\n")
 
     def news(self):
-        first, self.events_read = self.events_read + 1, self.store.add("events", 0)
-        keys = [f"event/{n}" for n in range(first, self.events_read + 1)]
-        # a rank that died in `tell` leaves a gap
-        return [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        lines = self.store.get("events").splitlines() if self.store.check(["events"]) else []
+        first, self.events_read = self.events_read, len(lines)
+        return [json.loads(line) for line in lines[first:]]
 
     def meet(self, key, ranks):
         come_back(self.store, self.rank)
