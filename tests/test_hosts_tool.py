@@ -184,10 +184,8 @@ def test_cut_drops_both_directions_until_restored():
 
 
 @pytest.mark.parametrize("command, number, status", [
-    ("exit 0", None, 0),
-    ("exit 3", None, 3),
-    ("echo here; sleep 1000", signal.SIGINT, 130),
-    ("echo here; sleep 1000 & wait", signal.SIGTERM, -15),
+    ("exit 0", None, 0), ("exit 3", None, 3),
+    ("echo here; sleep 1000", signal.SIGINT, 130), ("echo here; sleep 1000 & wait", signal.SIGTERM, -15),
     ("echo here; setsid sleep 1000 & wait", signal.SIGKILL, -9),
 ])
 def test_nothing_is_left_behind(command, number, status):

@@ -78,13 +78,22 @@ def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(trained, tmp_p
     goes_on_to_the_bit(tmp_path / "runs/x", 10)
 
 
+class Mirrored(DelayedNoLoCo):
+    """One of two replicas, whose partner's weights are always the negative of its own."""
+
+    def post(self, group, vectors, lane=None):
+        return [[vectors["theta"], -vectors["theta"]]], []
+
+
 @pytest.mark.parametrize("m, delay, most", [(2, 1, 0.25), (6, 3, 0.25), (5, 4, 0.5350), (4, 4, 1.0)])
 def test_a_difference_shrinks_from_departure_to_departure_as_docs_stability_says(m, delay, most):
-    """Two replicas, plain averaging; an inner step on a quadratic loss is a factor q, here 201 of them."""
-    q = torch.linspace(0, 1, 201, dtype=torch.float64)
-    sent, factor = torch.tensor([[1.0], [-1.0]]) * q**m, (1 - q**delay) * q**(m - delay)
-    for _ in range(4):
-        merged = sent.mean(0) + q**delay * sent - sent
-        before, sent = sent, q**(m - delay) * merged
-        assert torch.allclose(sent[0] - sent[1], -factor * (before[0] - before[1]), rtol=0, atol=1e-12)
+    """Plain averaging of a pair; an inner step on a quadratic loss is a factor q, here 201 of them."""
+    q, weights = torch.linspace(0, 1, 201), torch.nn.Parameter(torch.ones(201))
+    factor = (1 - q**delay) * q**(m - delay)
+    outer = Mirrored([weights], inner_steps=m, alpha=0, beta=1, delay=delay)
+    for step in range(5 * m):
+        weights.data.mul_(q)
+        outer.step()
+        if (step + 1) % m == 0:
+            assert torch.allclose(outer.sent[:201], q**m * (-factor) ** (step // m), rtol=0, atol=1e-6)
     assert factor.max().item() == pytest.approx(most, abs=2e-4)

@@ -1,6 +1,5 @@
 """The files that stand alone, each by itself and in the wheel."""
 
-import json
 import os
 import re
 import shutil
@@ -83,12 +82,3 @@ from model import Config, Llama
 model, tokens = Llama(Config()), torch.randint(256, (2, 8))
 model.loss(model.blocks(model.embed(tokens)), tokens).backward()
 print(all(p.grad.any() for p in model.parameters()))""", "model") == "True\n"
-
-
-def test_bench_works_copied_beside_noloco_alone(tmp_path):
-    """With few numbers of replicas, spreads and steps: all take ten seconds."""
-    out = run_alone(tmp_path, """import bench_sync
-bench_sync.COUNTS, bench_sync.SPREADS, bench_sync.OUTER_STEPS = (4, 1024), (0, 1), (250,)
-bench_sync.main(["--simulate", "--draws", "0.001"])""", "bench_sync", "noloco")
-    assert "| NoLoCo here, one exchange | " in out
-    assert json.loads((tmp_path / "runs/results/sync_simulated.json").read_text())["params"] == 125e6

@@ -230,15 +230,6 @@ def test_networks_that_cannot_be_and_no_paths_get_one_clear_line():
         skippipe.plan(replace(network, memory=0), 2, 1, seconds=0)
 
 
-def test_the_limit_of_time_holds_after_each_methods_first_plan(monkeypatch):
-    """300 paths per origin: the draws, the tree and the neighbourhoods all look at the clock."""
-    drawn, draw = [], methods.random_valid_paths
-    monkeypatch.setattr(methods, "random_valid_paths", lambda *a, **k: drawn.append(1) or draw(*a, **k))
-    rows, found = methods.compare(NETWORK, 4, 300, 2, (), 0.5)
-    assert len(drawn) < 25 and skippipe.check(NETWORK, found.paths, 4) == []
-    assert [r["method"][-8:] for r in rows if "random" in r["method"]] == [f" {len(drawn)} draws"]
-
-
 # ---- the command line
 
 
