@@ -85,6 +85,8 @@ def parse_options(Options, argv, world, description):
     given = vars(parser.parse_args(argv))
     run = given.get("resume")
     found = vars(from_folder(Options, parser, run)) if run else {}
+    if run and given.get("delay") == "half":
+        given["delay"] = (given.get("inner_steps", found["inner_steps"]) or 0) // 2
     for name in LAYOUT:
         if name in found and given.get(name, found[name]) != found[name]:
             raise BadInput(f"{flag(name)} {given[name]} differs from the {found[name]} of {run}: drop it")

@@ -6,7 +6,7 @@ theta at the m-th step too, goes on training, and merges D steps later what came
     at step s       sent <- theta, to the group drawn for the outer step
     at step s + D   phi, delta by N2 and N3 of what was sent and received;   theta <- phi + (theta - sent)
 
-D = 0 is the paper's outer step. docs/stability.md says why D should be at most m / 2.
+D = 0 is the paper's outer step. docs/stability.md says why D should be at most m / 2, from m = 2 on.
 """
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
@@ -69,7 +69,8 @@ class PhiAhead(Travelling, NoLoCo):
 class Delayed(Travelling):
     """Before NoLoCo or a subclass among the bases of a class: its messages travel during D inner steps.
 
-    delay: D, from 1 to inner_steps. Memory beside that of the base class: sent, as large as theta.
+    delay: D, from 1 to inner_steps. Memory beside that of the base class: sent, as large as theta; for DiLoCo
+    what it sums, too. A run that stops after m k + D steps has just merged.
     """
 
     def __init__(self, *args, delay, **kwargs):
@@ -85,6 +86,8 @@ class Delayed(Travelling):
         return super().step() or lands
 
     def exchange(self):
+        if self.flying:                                                 # m has changed since it left
+            self.land()
         self.sent.copy_(self.theta)
         return self.depart()
 

@@ -164,11 +164,14 @@ def refused(world, *argv, cwd, main=train.main, after=0):
     return line
 
 
-def goes_on_to_the_bit(folder, step, world=4):
-    """Without its last checkpoint, that of this step, the run goes on from the one before, as it did."""
+def goes_on_to_the_bit(folder, step, world=4, options=()):
+    """Without its last checkpoint, that of this step, the run goes on from the one before, as it did.
+
+    options: some of its own, given again.
+    """
     whole = shutil.copytree(folder, folder.with_name("whole"))
     shutil.rmtree(folder / f"checkpoints/{step:08d}")
-    run(world, "--resume", folder, cwd=folder.parents[1])
+    run(world, "--resume", folder, *options, cwd=folder.parents[1])
     assert_same(folder, whole, step, world)
 
 

@@ -75,7 +75,7 @@ def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(mo
 def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(trained, tmp_path, wire):
     trained(4, "--wire", wire, "--inner-steps", 4, "--delay", "half", "--steps", 10, "--save-every", 1)
     assert checkpoint(tmp_path / "runs/x", 9, 0)["outer"]["sent"] is not None
-    goes_on_to_the_bit(tmp_path / "runs/x", 10)
+    goes_on_to_the_bit(tmp_path / "runs/x", 10, options=["--delay", "half"])
 
 
 class Mirrored(DelayedNoLoCo):
@@ -97,3 +97,6 @@ def test_a_difference_shrinks_from_departure_to_departure_as_docs_stability_says
         if (step + 1) % m == 0:
             assert torch.allclose(outer.sent[:201], q**m * (-factor) ** (step // m), rtol=0, atol=1e-6)
     assert factor.max().item() == pytest.approx(most, abs=2e-4)
+    learnt, outer.inner_steps = outer.theta - outer.sent, outer.steps + 1
+    outer.step()                            # with another m the next departure comes before the landing
+    assert torch.equal(outer.sent, learnt)

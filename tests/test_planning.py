@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -19,7 +17,6 @@ from planning.assign import assign_stages
 from planning.bound import crossing_bound
 from planning.instance import published_network, spread_network
 from planning.regions import around
-from tests.harness import HERE
 from tests.oracles import PUBLISHED_ROUTES, assert_possible, random_network, valid_combinations
 
 
@@ -307,12 +304,6 @@ def test_the_command_lines_errors_name_what_is_wrong(tmp_path, monkeypatch, caps
     monkeypatch.setattr("planning.__main__.compare", mock.Mock(side_effect=KeyError("a mistake of ours")))
     with pytest.raises(KeyError, match="a mistake of ours"):       # a traceback, not the user's one line
         main(["--results", ""])
-
-
-def test_skippipe_hands_over_to_the_command_line():
-    line = [sys.executable, str(HERE / "skippipe.py"), "--dead", "99"]
-    out = subprocess.run(line, capture_output=True, text=True, timeout=120)
-    assert out.returncode == 2 and out.stderr.startswith("error: dead: [99] are no nodes"), out.stderr
 
 
 def test_arrays_and_tensors_are_taken_as_delays_and_compute():
