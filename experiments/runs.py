@@ -219,10 +219,10 @@ def train_once(run, name, seed):
 
 
 def built(job, argv, **parts):
-    """A train.Run as train.main builds it, with parts of our own."""
+    """A train.Run as train.main builds it, with parts of our own; with --survive it has its own."""
     o = train.Options(**job.agree(train.parse, argv))
     if o.survive:
-        return surviving.build(job, o, argv, **parts)
+        return surviving.build(job, o, argv)
     job.connect(o)
     return train.build(job, o, **parts)
 
