@@ -115,11 +115,12 @@ def grid_runs(steps):
 
 @dataclass
 class Clock(report.Meter):
-    """Gives the run as many steps as fit into own.clock seconds at rank 0's pace since half of the warm-up.
+    """Gives the run as many steps as fit into own.clock seconds at the slowest rank's pace since half of the
+    warm-up.
 
     The pace is that of the first steps, or renewed at each evaluation. The clock stands still while replicas
-    evaluate, from when the last one has come until all go on. With --survive no replica waits: each leaves
-    out its own evaluations.
+    evaluate, from when the last one has come until all go on. With --survive no replica waits: the pace is
+    rank 0's, and each replica leaves out its own evaluations.
     """
     run: object = None              # a train.Run
     own: object = None              # the options of `clocked`
@@ -131,7 +132,8 @@ class Clock(report.Meter):
         super().pause()
 
     def go_on(self):
-        if self.run.step and self.own.pace == "latest" and not self.run.o.survive:
+        o = self.run.o
+        if 0 < self.run.step < o.steps and self.own.pace == "latest" and not o.survive:
             self.fit(f"pace/{self.run.step}", self.seconds, self.run.step)
         self.meet()
         super().go_on()
@@ -155,11 +157,13 @@ class Clock(report.Meter):
         o, m, left = self.run.o, self.run.o.inner_steps or 1, self.own.clock - seconds
         delay = o.delay or 0
         gap = self.own.clock / EVALUATIONS[self.own.half]
+        pace = (steps - self.begun[1]) / (seconds - self.begun[0])
+        if not o.survive:
+            pace = min(self.run.job.share(f"{key}, each", pace))
 
         def rounds():                       # of m steps: in all (0: the last part stays as planned), in a gap
-            pace = (steps - self.begun[1]) / (seconds - self.begun[0])
             in_all = max(steps // m + 1, round((steps - delay + left * pace) / m))
-            nearly_over = o.eval_every and left < 0.75 * gap
+            nearly_over = o.eval_every and 0 < left < 0.75 * gap
             return 0 if nearly_over else in_all, max(1, round(gap * pace / m))
 
         in_all, in_a_gap = self.run.job.agree_on(key, rounds)

@@ -105,8 +105,10 @@ def test_intervals_and_predicted_seconds_by_hand():
 
 
 def test_a_clock_gives_the_steps_that_fit():
-    """11 steps in 30 s, then steps of 2.5 s; at a slower pace fewer. Every rank does what rank 0 says."""
-    job = mock.Mock(agree_on=mock.Mock(side_effect=lambda key, function: function()))
+    """11 steps in 30 s, then steps of 2.5 s; at a slower pace, here or elsewhere, fewer. Rank 0 decides."""
+    elsewhere = [9.0]
+    job = mock.Mock(agree_on=mock.Mock(side_effect=lambda key, function: function()),
+                    share=lambda key, pace: [*elsewhere, pace])
     o = types.SimpleNamespace(inner_steps=3, delay=2, steps=10**6, eval_every=10**6, warmup=20, survive=0.0)
     of_rank = types.SimpleNamespace(o=o, job=job)
     meter = network.Clock(run=of_rank, own=types.SimpleNamespace(clock=100.0, half="test"))
@@ -117,7 +119,10 @@ def test_a_clock_gives_the_steps_that_fit():
     for at, seconds in ((21, 60.0), (30, 90.0)):    # 34 steps fit; then it is too late to change
         meter.fit(f"pace/{at}", seconds, at)
         assert (o.steps, o.eval_every) == (35, 6)
-    assert len({call.args[0] for call in job.agree_on.call_args_list}) == 3
+    elsewhere[0] = 0.2
+    meter.fit("a slow host", 60.0, 21)
+    assert o.steps == 29                            # 8 steps in 40 s
+    assert len({call.args[0] for call in job.agree_on.call_args_list}) == 4
 
 
 def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing(trained, tmp_path):
