@@ -106,9 +106,8 @@ def test_intervals_and_predicted_seconds_by_hand():
 
 def test_a_clock_gives_the_steps_that_fit():
     """11 steps in 30 s, then steps of 2.5 s; at a slower pace, here or elsewhere, fewer. Rank 0 decides."""
-    elsewhere = [9.0]
     job = mock.Mock(agree_on=mock.Mock(side_effect=lambda key, function: function()),
-                    share=lambda key, pace: [*elsewhere, pace])
+                    share=lambda key, pace: [pace, 0.2 if "slow" in key else 9.0])
     o = types.SimpleNamespace(inner_steps=3, delay=2, steps=10**6, eval_every=10**6, warmup=20, survive=0.0)
     of_rank = types.SimpleNamespace(o=o, job=job)
     meter = network.Clock(run=of_rank, own=types.SimpleNamespace(clock=100.0, half="test"))
@@ -119,7 +118,6 @@ def test_a_clock_gives_the_steps_that_fit():
     for at, seconds in ((21, 60.0), (30, 90.0)):    # 34 steps fit; then it is too late to change
         meter.fit(f"pace/{at}", seconds, at)
         assert (o.steps, o.eval_every) == (35, 6)
-    elsewhere[0] = 0.2
     meter.fit("a slow host", 60.0, 21)
     assert o.steps == 29                            # 8 steps in 40 s
     assert len({call.args[0] for call in job.agree_on.call_args_list}) == 4
