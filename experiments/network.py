@@ -89,7 +89,7 @@ def tries_runs(steps):
 
 
 def grid_runs(steps):
-    """The best way of each method on each network that `tries` has, last, and the best without --delay.
+    """Of each method on each network that `tries` has: the best way without --delay, then the best of all.
 
     A try (steps): each method's first way, 3 s by the clock on the last network, between two hosts.
     """
@@ -269,16 +269,16 @@ def show_grid(found):
 
 
 def draw_lines(axis, title, lines):
-    """lines: (runs, text, colour, dashes)"""
-    for runs, text, colour, dashes in lines:
+    """lines: (runs, text, colour). Dashed: with --delay."""
+    for runs, text, colour in lines:
         x, curves = timed(runs)
-        band(axis, curves, x, COLOURS[colour], ls=dashes, label=text)
+        band(axis, curves, x, COLOURS[colour], ls="--" if "delay" in text else "-", label=text)
     axis.set(xlabel="measured seconds (bands: range of seeds)", ylabel="held-out nats per byte", title=title)
     label_ends(axis)
 
 
 def draw_grid(plt, found):
-    """The first two networks. Dashed: with --delay, where it was run."""
+    """The first two networks."""
     rows = rows_of(found)
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.4), subplot_kw={"ylim": (2, 2.8)})
     for axis, network in zip(axes, dict.fromkeys(row[0] for row in rows)):
@@ -288,8 +288,7 @@ def draw_grid(plt, found):
         late = ", delayed," * ("delay" in way)
         draw_lines(axis, f"{network}: NoLoCo's loss{late} over DiLoCo's\n"
                    f"at its end {more_than(diloco, noloco)}",
-                   [(seeds, f"{method}, {way}".replace(", ", "\n"), method, "--" if "delay" in way else "-")
-                    for method, way, seeds in here])
+                   [(seeds, f"{method}, {way}".replace(", ", "\n"), method) for method, way, seeds in here])
     return figure
 
 
@@ -407,7 +406,7 @@ def draw_pipeline(plt, found):
     half = more_than(runs[FULL], runs[HALF])
     draw_lines(axis, f"Half skipped, nats over the planned full pipeline: {half}\n"
                "(4 stages of 2 hosts between eight cities)",
-               [(seeds, name.removesuffix(", memory 3").replace(", ", "\n", 1), PLANS[name][2], "-")
+               [(seeds, name.removesuffix(", memory 3").replace(", ", "\n", 1), PLANS[name][2])
                 for name, seeds in runs.items() if PLANS[name][2]])
     return figure
 
