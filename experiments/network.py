@@ -6,7 +6,7 @@ tries       six settings of DiLoCo and NoLoCo and four of DDP on each network, o
             16 kB of validation text                                                                2 h 30
 grid        five seeds of the best setting of each, and of the best without --delay, on 64 kB of
             test text; NoLoCo also with --survive on two networks                                   4 h
-latency     an outer step alone: all-reduce and pair, 2 and 8 hosts, 0 to 100 ms                    10 min
+latency     an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms                    20 min
 pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 20
 
 Hours are estimates for one instance, which needs two idle cores. Several instances share a part by labels:
@@ -21,6 +21,7 @@ held-out text has two halves, for validation and test. Each origin evaluates on 
     python -m experiments.network --clock SECONDS ...   train.py's options: about as many steps as fit
     python -m experiments.network --clock 0 ...         times outer steps alone
 """
+import contextlib
 import itertools
 import json
 import re
@@ -28,6 +29,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -119,8 +121,8 @@ class Clock(report.Meter):
     warm-up.
 
     The pace is that of the first steps, or renewed at each evaluation. The clock stands still while replicas
-    evaluate, from when the last one has come until all go on. With --survive no replica waits: the pace is
-    rank 0's, and each replica leaves out its own evaluations.
+    evaluate, from when the last one has come until all go on. With --survive no replica waits for all: the
+    pace is rank 0's, and each replica leaves out its own evaluations.
     """
     run: object = None              # a train.Run
     own: object = None              # the options of `clocked`
@@ -133,7 +135,7 @@ class Clock(report.Meter):
 
     def go_on(self):
         o = self.run.o
-        if 0 < self.run.step < o.steps and self.own.pace == "latest" and not o.survive:
+        if 0 < self.run.step < o.steps and self.own.pace == "latest":
             self.fit(f"pace/{self.run.step}", self.seconds, self.run.step)
         self.meet()
         super().go_on()
@@ -147,8 +149,8 @@ class Clock(report.Meter):
         now, steps = time.perf_counter() - self.clock, self.run.step + 1
         if not self.begun and self.run.step >= self.run.o.warmup // 2:
             self.begun = now, steps
-        elif not self.paced and self.run.step >= self.run.o.warmup:     # outer steps of the warm-up are done
-            self.paced, self.run.o.eval_every = True, 0
+        elif not self.paced and self.run.step >= self.run.o.warmup and self.decided("first pace"):
+            self.paced, self.run.o.eval_every = True, 0     # outer steps of the warm-up are done
             self.fit("first pace", now, steps)
 
     def fit(self, key, seconds, steps):
@@ -166,9 +168,25 @@ class Clock(report.Meter):
             nearly_over = o.eval_every and 0 < left < 0.75 * gap
             return 0 if nearly_over else in_all, max(1, round(gap * pace / m))
 
-        in_all, in_a_gap = self.run.job.agree_on(key, rounds)
+        in_all, in_a_gap = self.of_rank_0(key, rounds)
         o.steps = in_all * m + delay if in_all else o.steps
         o.eval_every = o.eval_every or in_a_gap * m
+
+    def decided(self, key):
+        """Whether rank 0 has decided by now; without --survive all ranks decide together."""
+        job = self.run.job
+        return not self.run.o.survive or job.rank == 0 or job.store.check([key])
+
+    def of_rank_0(self, key, function):
+        """Rank 0's function(). With --survive a replica waits for three timeouts at most: (0, 0) then."""
+        job, survive = self.run.job, self.run.o.survive
+        if not survive:
+            return job.agree_on(key, function)
+        if job.rank == 0:
+            job.store.set(key, json.dumps(function()))
+        with contextlib.suppress(dist.DistStoreError):
+            job.store.wait([key], timedelta(seconds=3 * survive))
+        return json.loads(job.store.get(key)) if job.store.check([key]) else (0, 0)
 
 
 class Holding(train.Routes):
@@ -296,14 +314,14 @@ def draw_grid(plt, found):
 
 ALONE = {"all-reduce": ("diloco", "fp32"), "all-reduce, one byte": ("diloco", "int8"),
          "pair": ("noloco", "fp32"), "pair, one byte": ("noloco", "int8")}
-COUNTS, LATENCIES = (2, 8), (0, 5, 25, 50, 100)
+SHARES, LATENCIES = {2: CPU, 8: CPU, 16: CPU / 2}, (0, 5, 25, 50, 100)       # of a processor, by hosts
 
 
 def latency_runs(steps):
-    for n, ms in itertools.product(COUNTS, LATENCIES):
+    for n, ms in itertools.product(SHARES, LATENCIES):
         yield Run(f"{n} hosts, {ms} ms", f"{COMMON} --method local", n, program=f"{PROGRAM} 0",
                   after=lambda folder: json.loads((folder / "alone.json").read_text()),
-                  hosts=f"--cpu {CPU} --mbit 200 --latency {ms}")
+                  hosts=f"--cpu {SHARES[n]} --mbit 200 --latency {ms}")
 
 
 def time_alone(run, first=2, trials=7):
@@ -340,16 +358,16 @@ def show_latency(found):
 
 def draw_latency(plt, found):
     runs = results(found)
-    figure, axes = plt.subplots(1, len(COUNTS), figsize=(WIDTH, 4), sharey=True)
-    for axis, n in zip(axes, COUNTS):
+    figure, axes = plt.subplots(1, len(SHARES), figsize=(WIDTH, 4), sharey=True)
+    for axis, n in zip(axes, SHARES):
         here = [runs[f"{n} hosts, {ms} ms"][0] for ms in LATENCIES]
         for name in ALONE:
             trials = list(zip(*(run.alone[name] for run in here)))
             colour = COLOURS["NoLoCo" if "pair" in name else "DiLoCo"]
             band(axis, trials, LATENCIES, colour, ls="--" if "byte" in name else "-", label=name)
         shares = sorted(over_a_pair(run) for run in here)
-        axis.set(title=f"{n} hosts: an all-reduce takes {shares[0]:.1f} to {shares[-1]:.1f} times\n"
-                 "as long as a pair's exchange in fp32", xlabel="ms one way")
+        axis.set(title=f"{n} hosts, {SHARES[n]:g} of a processor:\nall-reduce / pair in fp32 "
+                 f"{shares[0]:.1f} to {shares[-1]:.1f}", xlabel="ms one way")
     axes[0].set(ylabel="seconds of an outer step (bands: range of trials)", ylim=(0, None))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure

@@ -81,8 +81,7 @@ def test_hours_to_a_loss_on_straight_lines():
     assert hours == together.hours(a_run("--method ddp"), 36.0, 36.0) == pytest.approx([0.2, 0.4, 0.6])
     found = {"half": 10.0, "DDP, int8": 12.0, "NoLoCo, int8": 14.0}
     assert [together.a_step(found, "half", way) for way in [*together.METHODS][1:]] == [22, 16, 17]
-    assert runs.reaches(1.5, run.losses, hours) == pytest.approx(0.5)
-    assert runs.reaches(0.9, run.losses, hours) is None
+    assert [runs.reaches(loss, run.losses, hours) for loss in (1.5, 0.9)] == [pytest.approx(0.5), None]
     run.curves["seconds"] = [10.0, 20.0, 30.0]
     assert [runs.loss_at(second, run) for second in (5, 15, 40)] == pytest.approx([3.0, 2.5, 1.0])
 
@@ -105,7 +104,10 @@ def test_intervals_and_predicted_seconds_by_hand():
 
 
 def test_a_clock_gives_the_steps_that_fit():
-    """11 steps in 30 s, then steps of 2.5 s; at a slower pace, here or elsewhere, fewer. Rank 0 decides."""
+    """11 steps in 30 s, then steps of 2.5 s; at a slower pace, here or elsewhere, fewer. Rank 0 decides.
+
+    With --survive it does so alone.
+    """
     job = mock.Mock(agree_on=mock.Mock(side_effect=lambda key, function: function()),
                     share=lambda key, pace: [pace, 0.2 if "slow" in key else 9.0])
     o = types.SimpleNamespace(inner_steps=3, delay=2, steps=10**6, eval_every=10**6, warmup=20, survive=0.0)
@@ -121,6 +123,11 @@ def test_a_clock_gives_the_steps_that_fit():
     meter.fit("a slow host", 60.0, 21)
     assert o.steps == 29                            # 8 steps in 40 s
     assert len({call.args[0] for call in job.agree_on.call_args_list}) == 4
+    o.survive, job.rank, job.store = 6.0, 1, torch.distributed.HashStore()
+    assert not meter.decided("rank 0's")
+    job.store.set("rank 0's", "[5, 2]")
+    meter.fit("rank 0's", 60.0, 21)
+    assert meter.decided("rank 0's") and o.steps == 17
 
 
 def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing(trained, tmp_path):
@@ -202,14 +209,12 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp
     assert sorted(p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
     assert [runs.Result(row).o.seed for row in found["runs"]["a b"]] == [0, 5]
-    assert found["runs"]["a b"][0]["curves"]["step"] == [4]
 
 
 def test_losing_drops_what_visits_the_victim(trained, tmp_path):
     """In every iteration one of the two replicas of stage 1 dies, and half of the 4 microbatches with it."""
     trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failure.lose, 1.0))
-    row = metrics(tmp_path / "runs/x")[-1]
-    assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
+    assert metrics(tmp_path / "runs/x")[-1]["lost_microbatches"] == 5 * 2
 
 
 def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):

@@ -60,11 +60,11 @@ def _dies(rank, world, argv):
 
 
 @pytest.mark.parametrize("stages", ["4", "2,2"])
-@pytest.mark.parametrize("more", [[], ["--wire", "int8"], ["--method", "diloco"]], ids=" ".join)
+@pytest.mark.parametrize("more", ["", "--wire int8", "--method diloco", "--method diloco --wire int8"])
 def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(more, stages, corpus, tmp_path):
     argv = ["--stages", stages, "--inner-steps", 4, "--delay", 2, "--data", corpus, "--name", "x", *SMALL]
     with store_host() as (port, _):
-        results = processes(4, _dies, [*argv, *more], cwd=tmp_path, port=port, fallen=[1])
+        results = processes(4, _dies, [*argv, *more.split()], cwd=tmp_path, port=port, fallen=[1])
     codes, texts = zip(*filter(None, results))
     said = re.findall("stopped.*|Traceback", "".join(texts))
     line = r"stopped: rank \d at step \d+: another process is gone; remove runs/x, which holds no checkpoint"
