@@ -2,8 +2,8 @@
 
     python -m experiments.network [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-tries       six settings of DiLoCo and NoLoCo and four of DDP on each network, one seed, compared on
-            16 kB of validation text                                                                2 h 30
+tries       six settings of DiLoCo and NoLoCo (at 1000 Mbit/s four) and four of DDP on each network, one
+            seed, compared on 16 kB of validation text                                              2 h 30
 grid        five seeds of the best setting of each, and of the best without --delay, on 64 kB of
             test text; NoLoCo also with --survive on two networks                                   4 h
 latency     an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms                    20 min
@@ -21,7 +21,6 @@ held-out text has two halves, for validation and test. Each origin evaluates on 
     python -m experiments.network --clock SECONDS ...   train.py's options: about as many steps as fit
     python -m experiments.network --clock 0 ...         times outer steps alone
 """
-import contextlib
 import itertools
 import json
 import re
@@ -29,7 +28,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -73,7 +71,7 @@ NETWORKS = {        # name: (options of tools/hosts.py, ms one way, Mbit/s of th
     SLOWER: (f"--latency 5 --cpu 5={CPU / 3:.3f}", 5, [[200] * 8]),
     CUT: ("--latency 5 --cut 5@40+15 --cut 5@72+15", 5, [[200] * 8]),
     QUICK: ("--mbit 1000", 0, [[1000] * 8])}
-# A delay hides nothing on QUICK. On the two hosts by turns it was not the best: five seeds beside the best.
+# QUICK has no tries with a delay. By turns a delay was not the best: five seeds beside the best.
 BESIDE = "two hosts 20 Mbit/s by turns", "NoLoCo", "every 5, int8, delay half"
 
 
@@ -121,8 +119,9 @@ class Clock(report.Meter):
     warm-up.
 
     The pace is that of the first steps, or renewed at each evaluation. The clock stands still while replicas
-    evaluate, from when the last one has come until all go on. With --survive no replica waits for all: the
-    pace is rank 0's, and each replica leaves out its own evaluations.
+    evaluate, from when the last one has come until all go on. With --survive no replica waits for another:
+    the pace is rank 0's, whose newest numbers the others read after outer steps, and each replica leaves out
+    its own evaluations.
     """
     run: object = None              # a train.Run
     own: object = None              # the options of `clocked`
@@ -135,7 +134,7 @@ class Clock(report.Meter):
 
     def go_on(self):
         o = self.run.o
-        if 0 < self.run.step < o.steps and self.own.pace == "latest":
+        if self.paced and self.run.step < o.steps and self.own.pace == "latest":
             self.fit(f"pace/{self.run.step}", self.seconds, self.run.step)
         self.meet()
         super().go_on()
@@ -146,11 +145,14 @@ class Clock(report.Meter):
 
     def add(self, *numbers):
         super().add(*numbers)
-        now, steps = time.perf_counter() - self.clock, self.run.step + 1
-        if not self.begun and self.run.step >= self.run.o.warmup // 2:
+        now, steps, o = time.perf_counter() - self.clock, self.run.step + 1, self.run.o
+        if o.survive and self.run.job.rank > 0:
+            if self.run.step >= o.warmup and self.run.step % o.inner_steps == 0:
+                self.follow()
+        elif not self.begun and self.run.step >= o.warmup // 2:
             self.begun = now, steps
-        elif not self.paced and self.run.step >= self.run.o.warmup and self.decided("first pace"):
-            self.paced, self.run.o.eval_every = True, 0     # outer steps of the warm-up are done
+        elif not self.paced and self.run.step >= o.warmup:              # outer steps of the warm-up are done
+            self.paced, o.eval_every = True, 0
             self.fit("first pace", now, steps)
 
     def fit(self, key, seconds, steps):
@@ -168,25 +170,16 @@ class Clock(report.Meter):
             nearly_over = o.eval_every and 0 < left < 0.75 * gap
             return 0 if nearly_over else in_all, max(1, round(gap * pace / m))
 
-        in_all, in_a_gap = self.of_rank_0(key, rounds)
+        in_all, in_a_gap = rounds() if o.survive else self.run.job.agree_on(key, rounds)
         o.steps = in_all * m + delay if in_all else o.steps
         o.eval_every = o.eval_every or in_a_gap * m
+        if o.survive:
+            self.run.job.store.set("clock", json.dumps([o.steps, o.eval_every]))
 
-    def decided(self, key):
-        """Whether rank 0 has decided by now; without --survive all ranks decide together."""
-        job = self.run.job
-        return not self.run.o.survive or job.rank == 0 or job.store.check([key])
-
-    def of_rank_0(self, key, function):
-        """Rank 0's function(). With --survive a replica waits for three timeouts at most: (0, 0) then."""
-        job, survive = self.run.job, self.run.o.survive
-        if not survive:
-            return job.agree_on(key, function)
-        if job.rank == 0:
-            job.store.set(key, json.dumps(function()))
-        with contextlib.suppress(dist.DistStoreError):
-            job.store.wait([key], timedelta(seconds=3 * survive))
-        return json.loads(job.store.get(key)) if job.store.check([key]) else (0, 0)
+    def follow(self):
+        """Take rank 0's numbers, if there are any yet."""
+        if self.run.job.store.check(["clock"]):
+            self.run.o.steps, self.run.o.eval_every = json.loads(self.run.job.store.get("clock"))
 
 
 class Holding(train.Routes):

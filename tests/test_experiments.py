@@ -123,11 +123,11 @@ def test_a_clock_gives_the_steps_that_fit():
     meter.fit("a slow host", 60.0, 21)
     assert o.steps == 29                            # 8 steps in 40 s
     assert len({call.args[0] for call in job.agree_on.call_args_list}) == 4
-    o.survive, job.rank, job.store = 6.0, 1, torch.distributed.HashStore()
-    assert not meter.decided("rank 0's")
-    job.store.set("rank 0's", "[5, 2]")
-    meter.fit("rank 0's", 60.0, 21)
-    assert meter.decided("rank 0's") and o.steps == 17
+    o.survive, job.rank, job.store, of_rank.step = 6.0, 1, torch.distributed.HashStore(), 21
+    meter.add(0.0, 0, None, 2.5)                    # there is no news yet
+    job.store.set("clock", "[24, 3]")
+    meter.add(0.0, 0, None, 2.5)
+    assert (o.steps, o.eval_every) == (24, 3)
 
 
 def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing(trained, tmp_path):
