@@ -124,7 +124,6 @@ def test_a_clock_gives_the_steps_that_fit():
     assert o.steps == 29                            # 8 steps in 40 s
     assert len({call.args[0] for call in job.agree_on.call_args_list}) == 4
     o.survive, job.rank, job.store, of_rank.step = 6.0, 1, torch.distributed.HashStore(), 21
-    meter.add(0.0, 0, None, 2.5)                    # there is no news yet
     job.store.set("clock", "[24, 3]")
     meter.add(0.0, 0, None, 2.5)
     assert (o.steps, o.eval_every) == (24, 3)
@@ -208,13 +207,14 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp
     names = [f"headline-x-{run}-of-4-steps" for run in ("a-b-0", "a-b-5", "c-0", "c-5")]
     assert sorted(p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
-    assert [runs.Result(row).o.seed for row in found["runs"]["a b"]] == [0, 5]
+    assert [(runs.Result(r).o.seed, *r["curves"]["step"]) for r in found["runs"]["a b"]] == [(0, 4), (5, 4)]
 
 
 def test_losing_drops_what_visits_the_victim(trained, tmp_path):
     """In every iteration one of the two replicas of stage 1 dies, and half of the 4 microbatches with it."""
     trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failure.lose, 1.0))
-    assert metrics(tmp_path / "runs/x")[-1]["lost_microbatches"] == 5 * 2
+    row = metrics(tmp_path / "runs/x")[-1]
+    assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
 
 
 def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
