@@ -277,7 +277,7 @@ def print_simulated(r):
 
 @dataclass
 class Timed:
-    """What is timed, what comes before, the bytes it sends (or a count of bytes so far), the floor below."""
+    """What is timed, what comes before, bytes it sends (or a count so far), the row that is its floor."""
     run: Callable
     before: Callable = lambda: None
     sends: int = 0
@@ -312,7 +312,7 @@ def methods(o, params):
 def measure(o, methods=methods):
     """Each method's whole outer step beside its floors, trial by trial in turn; a time is the slowest rank's.
 
-    Returns, on rank 0, what results/sync_measured_N.json has. methods(o, params) -> {name: Timed}.
+    Rank 0 prints the table and writes results/sync_measured_N.json. methods(o, params) -> {name: Timed}.
     """
     load = os.getloadavg()[0]
     device = connect(o)
@@ -375,10 +375,10 @@ def print_measured(r):
 
     print(f"{r['replicas']} processes, {r['params'] / 1e6:g}M parameters, {r['backend']}, {r['device']}, "
           f"torch {r['torch']}: slowest rank, median [quartiles] of {r['trials']} trials\n")
-    print("| | seconds | MB sent per rank | DiLoCo / it | it / floor |\n|" + 5 * "---|")
+    print("| | seconds | MB sent per rank | DiLoCo's seconds over | over its floor's |\n|" + 5 * "---|")
     for name, row in rows.items():
         low, middle, high = quartiles(row["seconds"])
-        sent = (row["bytes"] + row.get("bytes_ahead", 0)) / 1e6
+        sent = row["bytes"] / 1e6
         floor = f"{ratio(name, row['floor']):.2f}" if row["floor"] else ""
         print(f"| {name} | {middle:.3f} [{low:.3f}, {high:.3f}] | {sent:.0f} | {ratio('DiLoCo', name):.2f} "
               f"| {floor} |")

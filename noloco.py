@@ -34,7 +34,7 @@ def random_groups(ranks, size, step, seed):
     """A random partition of the N `ranks` into max(1, N // size) groups whose sizes differ by at most one.
 
     So a group has `size` to 2 size - 1 ranks, or all N if there are fewer. step: the outer step's number.
-    Calls with equal arguments, ranks in the same order, draw equal lists, so replicas need not agree.
+    Calls with equal arguments, ranks in the same order, draw equal lists: replicas agree without a message.
     """
     order = list(ranks)
     random.Random(f"groups {seed} {step} {order[0]}").shuffle(order)    # order[0]: pipeline stages draw apart
@@ -127,7 +127,7 @@ class NoLoCo:
         (thetas, *phis), works = self.post(self.group(), vectors)
         for work in works:
             work.wait()                         # also for what this replica sent, which is about to change
-        self.notice(thetas)
+        self.notice(thetas)                     # averaged gradients would make outer steps useless
         return thetas, phis[0] if phis else [], len(thetas)
 
     def post(self, group, vectors, lane=None):

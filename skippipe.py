@@ -161,15 +161,13 @@ ARRIVES, USABLE = 0, 1      # in this order at one moment
 
 
 def simulate(network, paths, rounds=1, order=None):
-    """Run one iteration in the time model of the module docstring and return a `Result`.
+    """Run one iteration by S1 to S5 and return a `Result`. Seconds.
 
-    rounds: microbatches per path. A path's next microbatch starts when the one before it is back home
-    and the origin is usable again; its number is len(paths) higher. order: for each rank the list of
-    (microbatch, hop) in which it must run its tasks. Without an order a node takes the task that arrived
-    first, and injections (hop 0) last. A task that arrives at the very moment at which its node becomes
-    usable is already waiting for it; of several such arrivals the lowest microbatch comes first. Times
-    are plain doubles. Raises Deadlock where tasks are left that can never start, ValueError without
-    paths.
+    rounds: microbatches per path. A path's next one, numbered len(paths) higher, starts when the one before
+    is home and the origin usable. order: each rank's (microbatch, hop), in the order to keep. Without it a
+    node runs what arrived first, hop 0 last, of equal arrivals the lowest microbatch. What arrives at the
+    moment its node becomes usable is already waiting. Raises Deadlock where tasks can never start,
+    ValueError without paths.
     """
     if not paths:
         raise ValueError("there is no path to simulate")
@@ -635,7 +633,7 @@ def one_machine(tasks, chains):
 
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(),
                 machine=one_machine, origins=None):
-    """Seconds below which no plan can come, whatever its paths and order: each step only drops rules.
+    """Seconds below which no plan can come, whatever its paths and order: each case only drops rules.
 
     Take one origin alone. What remains of its microbatches is forward, loss and backward on the origin
     itself, with at least the shortest way out and the shortest way back between them (each the minimum

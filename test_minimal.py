@@ -2,7 +2,7 @@
 
     python -m pytest -q test_minimal.py
 
-`make test` runs these and the rest, which lies in tests/, one file per room.
+`make test` runs these and tests/, which has a file for each part of the code.
 """
 
 import contextlib
@@ -111,8 +111,8 @@ def no_collectives():
         setattr(noloco.dist, name, refuse)
 
 
-def quadratic(rank, seed=0):
-    """A small model with odd sizes and this replica's own data."""
+def small_model(rank, seed=0):
+    """One with odd sizes, and this replica's own data."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
     generator = torch.Generator().manual_seed(100 + rank)
@@ -128,7 +128,7 @@ def inner(model, optimizer, x, y):
 @gloo
 def _noloco(rank, world, kind, kwargs, steps, still=()):
     """still: the inner steps without a gradient."""
-    model, xs, ys = quadratic(rank)
+    model, xs, ys = small_model(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = kind(model.parameters(), **kwargs)
     barrier = dist.barrier
@@ -148,10 +148,10 @@ def simulated(
 ):
     """Every replica's tensors at the end, in float64.
 
-    seen: as what a replica reads a partner's theta. delay: inner steps from a departure to its merge, where
+    seen: what a replica reads of a partner's theta. delay: inner steps from a departure to its merge, where
     theta becomes phi plus what was learnt since (plumbing/overlap.py).
     """
-    models = [quadratic(r) for r in range(world)]
+    models = [small_model(r) for r in range(world)]
     replicas = [list(model.double().parameters()) for model, *_ in models]
     optimizers = [torch.optim.SGD(tensors, lr=0.05) for tensors in replicas]
     copies = lambda: [[p.detach().clone() for p in tensors] for tensors in replicas]
@@ -200,7 +200,7 @@ def test_processes_equal_float64_simulation(kind, n, gamma):
 
 @gloo
 def _everyone(rank, world, method, kwargs):
-    model, xs, ys = quadratic(rank)
+    model, xs, ys = small_model(rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     outer = method(model.parameters(), inner_steps=2, alpha=0.3, **kwargs)
     for step in range(8):
@@ -222,7 +222,7 @@ def _state_dict(rank, world, kind):
     """Interrupt after 5 of 12 steps, rebuild all from the state dicts, go on: as if nothing had happened."""
     results = []
     for stop in (None, 5):
-        model, xs, ys = quadratic(rank)
+        model, xs, ys = small_model(rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         outer = kind(model.parameters(), inner_steps=3, gamma=1.0)
         for step in range(12):
@@ -232,7 +232,7 @@ def _state_dict(rank, world, kind):
                 outer.settle()  # phi is on its way to the partners of the next outer step
                 kept.seek(0)
                 weights, state = torch.load(kept, weights_only=True)
-                model, *_ = quadratic(rank, seed=9)
+                model, *_ = small_model(rank, seed=9)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
                 outer = kind(model.parameters(), inner_steps=3, gamma=1.0)
                 model.load_state_dict(weights)

@@ -205,7 +205,7 @@ class Pipeline:
         return self.loss, self.home, self.tokens
 
     def take(self, u, hop):
-        """What the hop before made: this rank itself, or another."""
+        """What the hop before made, here or elsewhere. None at hop 0; survive/ also for a lost message."""
         source = self.chains[u][hop - 1] if hop else self.rank
         if source == self.rank:
             return self.inbox.pop((u, hop), None)
@@ -216,7 +216,10 @@ class Pipeline:
         return x.to(self.device) if self.wait(work, peer) else None
 
     def task(self, u, hop, x):
-        """One task of microbatch u; x and what it returns, for the next hop, are (B, T, C)."""
+        """One task of microbatch u. x, and what returns: (B, T, C), activations, after the loss gradients.
+
+        A path's first task takes None, its last returns None.
+        """
         what = kind(self.paths[u], hop)
         count = self.message_shape[0] * self.message_shape[1]
         if what == BACKWARD:
@@ -476,29 +479,35 @@ def train(run):
                 run.meter.synchronise(outer.step)
                 run.step = outer.steps = min(outer.steps, o.steps)      # survive: a late one may leap
             log.progress(loss, home)
-            evaluates = run.step == o.steps or run.step // o.eval_every > before // o.eval_every
-            saves = run.step == o.steps or run.step // o.save_every > before // o.save_every
-            if not (evaluates or saves):
-                continue
-            run.meter.pause()
-            if evaluates:
-                stages = run.routes.living()
-                rho = with_stages_missing(run.rho, len(stages))         # 1 unless paths skip
-                with scaled(run.model, rho[run.stage]):
-                    row = log.own_row(evaluate(run.pipeline, stages, run.corpus, o))
-                if run.step < o.steps:
-                    run.routes.renew(run.step)              # before the checkpoint, which has the plan
-            if saves:                                       # before anyone is waited for
-                save()
-            if evaluates:
-                log.report(row, f"{run.step // o.eval_every}/{run.step == o.steps}")
-            run.meter.go_on()
+            between_steps(run, before, save)
         if outer:
             outer.settle()
     log.finish()
     with contextlib.suppress(RuntimeError):                 # all is saved: the store may go
         job.close()
         run.checkpoints.seal()
+
+
+def between_steps(run, before, save):
+    """Evaluate, plan anew, save and report, as far as due since step `before`, while the clock stands."""
+    o = run.o
+    evaluates = run.step == o.steps or run.step // o.eval_every > before // o.eval_every
+    saves = run.step == o.steps or run.step // o.save_every > before // o.save_every
+    if not (evaluates or saves):
+        return
+    run.meter.pause()
+    if evaluates:
+        stages = run.routes.living()
+        rho = with_stages_missing(run.rho, len(stages))     # 1 unless paths skip
+        with scaled(run.model, rho[run.stage]):
+            row = run.log.own_row(evaluate(run.pipeline, stages, run.corpus, o))
+        if run.step < o.steps:
+            run.routes.renew(run.step)                      # before the checkpoint, which has the plan
+    if saves:                                               # before anyone is waited for
+        save()
+    if evaluates:
+        run.log.report(row, f"{run.step // o.eval_every}/{run.step == o.steps}")
+    run.meter.go_on()
 
 
 class TimedPipeline(Timed, Pipeline):

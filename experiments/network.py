@@ -251,11 +251,11 @@ def share_of(others, seeds):
 
 
 def more_than(others, seeds):
-    """Nats per byte over the last of the other of its seed, when that ends (a run that is over: its last)."""
+    """Nats per byte over the other of its seed, at the moment when the first of the two runs ends."""
     if others is seeds:
         return ""
-    pairs = zip(seeds, same_seeds(seeds, others))
-    return interval_of([loss_at(*ends([other]), run) - other.final for run, other in pairs], "+.3f")
+    pairs = [(run, other, min(ends([run, other]))) for run, other in zip(seeds, same_seeds(seeds, others))]
+    return interval_of([loss_at(end, run) - loss_at(end, other) for run, other, end in pairs], "+.3f")
 
 
 def show_tries(found):
@@ -298,7 +298,7 @@ def draw_grid(plt, found):
         *_, (_, way, noloco) = here
         late = ", delayed," * ("delay" in way)
         draw_lines(axis, f"{network}: NoLoCo's loss{late} over DiLoCo's\n"
-                   f"at its end {more_than(diloco, noloco)}",
+                   f"when the first ends {more_than(diloco, noloco)}",
                    [(seeds, f"{method}, {way}".replace(", ", "\n"), method) for method, way, seeds in here])
     return figure
 

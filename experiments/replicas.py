@@ -3,7 +3,7 @@
     python -m experiments.replicas [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 delay       --delay D beside the outer step that waits: m = 1 to 10, fp32 and one byte, Adam and Muon
-many        2 to 64 replicas, groups of 2 and 4; how the gap to DDP grows
+many        2 to 64 replicas, groups of 2 and 4: how the gap to DDP grows; with 16, larger and smaller steps
 
 The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes all
 gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1); only NoLoCo has one byte a weight.
@@ -253,7 +253,7 @@ def delay_trials():
 
 def many_trials(replicas):
     yield Trial("ddp")
-    for m in (2, 10):
+    for m in (1, 2, 10):
         yield Trial("noloco", m)
         yield Trial("diloco", 2 * m)
         if replicas > 4:
@@ -261,15 +261,18 @@ def many_trials(replicas):
 
 
 def delay_fleets(steps):
-    """(optimizer, replicas, steps, trials, seeds at most) of each."""
+    """(optimizer, replicas, sequences, steps, trials, seeds at most) of each."""
     for optimizer in RATES:
-        yield optimizer, 8, steps or 1200, delay_trials(), None
+        yield optimizer, 8, SEQUENCES, steps or 1200, delay_trials(), None
 
 
 def many_fleets(steps):
     """As above."""
+    steps = steps or 600
     for optimizer, replicas in itertools.product(RATES, REPLICAS):
-        yield optimizer, replicas, steps or 600, many_trials(replicas), 1 if replicas == 64 else None
+        yield optimizer, replicas, SEQUENCES, steps, many_trials(replicas), 1 if replicas == 64 else None
+    for sequences in SEQUENCES // 2, 4 * SEQUENCES:
+        yield "adam", 16, sequences, steps, many_trials(16), 1
 
 
 def train_all(name, part, o):
@@ -277,13 +280,13 @@ def train_all(name, part, o):
     file = Path(o.out, "results", f"headline_{name}.json")
     found = kept(o.out, f"headline_{name}") if file.exists() else dict(fleets={}, machines={})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for optimizer, replicas, steps, trials, most in part.runs(o.steps):
+    for optimizer, replicas, sequences, steps, trials, most in part.runs(o.steps):
         seeds = (o.seeds or list(part.seeds))[:most]
-        key = f"{optimizer}, {replicas} replicas, {SEQUENCES} sequences, {steps} steps, seeds {seeds}"
+        key = f"{optimizer}, {replicas} replicas, {sequences} sequences, {steps} steps, seeds {seeds}"
         if key in found["fleets"] or o.only not in key:
             continue
         print(key)
-        words = f"{LEARN} --batch {SEQUENCES} --steps {steps} --lr {RATES[optimizer]} --optimizer {optimizer}"
+        words = f"{LEARN} --batch {sequences} --steps {steps} --lr {RATES[optimizer]} --optimizer {optimizer}"
         fleet = Fleet(train.parse(words.split()), list(trials), replicas, seeds, device)
         start = time.perf_counter()
         found["fleets"][key] = fleet.train()
@@ -297,10 +300,11 @@ def train_all(name, part, o):
 # ---------------------------------------------------------------- tables and picture
 
 
-def by_trial(found):
-    """{(optimizer, replicas): {Trial: {seed: row}}}"""
+def by_trial(found, tokens=1024):
+    """{(optimizer, replicas): {Trial: {seed: row}}} of the runs with so many tokens a replica and step."""
     runs = {}
-    for row in itertools.chain(*found["fleets"].values()):
+    rows = itertools.chain(*found["fleets"].values())
+    for row in (row for row in rows if row["tokens"] == tokens):
         trials = runs.setdefault((row["optimizer"], row["replicas"]), {})
         trials.setdefault(Trial(**row["trial"]), {})[row["seed"]] = row
     return runs
@@ -332,7 +336,8 @@ def show_delay(found):
 SHOWN = {
     "NoLoCo, every 2": Trial("noloco", 2), "DiLoCo, every 4": Trial("diloco", 4),
     "NoLoCo, every 2, groups of 4": Trial("noloco", 2, group=4),
-    "NoLoCo, every 10": Trial("noloco", 10), "DiLoCo, every 20": Trial("diloco", 20),
+    "NoLoCo, every 1": Trial("noloco", 1), "NoLoCo, every 10": Trial("noloco", 10),
+    "DiLoCo, every 20": Trial("diloco", 20),
 }
 DRAWN = {"NoLoCo, every 2": "NoLoCo", "NoLoCo, every 2, groups of 4": "groups", "DiLoCo, every 4": "DiLoCo"}
 
@@ -343,6 +348,10 @@ def show_many(found):
     show_head("method | " + " | ".join(f"{n} replicas, {optimizer.title()}" for optimizer, n in columns))
     for name, trial in SHOWN.items():
         show_row(name, *(cell(runs[column], trial) for column in columns))
+    show_head("16 replicas, Adam: tokens of a replica and step | " + " | ".join(SHOWN))
+    for tokens in 512, 1024, 4096:
+        trials = by_trial(found, tokens).get(("adam", 16), {})
+        show_row(tokens, *(cell(trials, trial) for trial in SHOWN.values()))
 
 
 def draw_many(plt, found):

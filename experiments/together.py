@@ -4,8 +4,9 @@
 
 Losses are measured with a tiny model. Seconds are simulated with the messages and weights of the 500M model:
 an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. Nothing is
-overlapped. All paths are planned. Each run's learning rate is planned for the time at which the run is
-compared. A stage of three nodes is one NoLoCo group, so five of six stages average all their replicas.
+overlapped but the messages of "delayed" outer steps, which take less than an iteration and cost no time.
+All paths are planned. Each run's learning rate is planned for the time at which the run is compared. A stage
+of three nodes is one NoLoCo group, so five of six stages average all their replicas.
 """
 import itertools
 import json
@@ -31,8 +32,11 @@ METHODS = {
     "DDP, bf16": "--method ddp --wire bf16",
     "DDP, int8": "--method ddp --wire int8",
     "DiLoCo, int8": f"--method diloco {OUTER}",
-    "NoLoCo, int8": f"--method noloco {OUTER}"}
-COMPARED = ((1.0, FULL, [*METHODS][:2]), (0.6, FULL, [*METHODS][1:]), (0.6, HALF, [*METHODS][1:]))
+    "NoLoCo, int8": f"--method noloco {OUTER}",
+    "DiLoCo, int8, delayed": f"--method diloco {OUTER} --delay 1",
+    "NoLoCo, int8, delayed": f"--method noloco {OUTER} --delay 1"}
+COMPARED = ((1.0, FULL, [*METHODS][:2]), (0.6, FULL, [*METHODS][1:4]), (0.6, HALF, [*METHODS][1:]),
+            (0.4, HALF, ["DDP, int8"]), (0.25, HALF, ["DDP, int8"]))
 
 
 # ---------------------------------------------------------------- simulated time
@@ -105,7 +109,9 @@ def seconds():
 
 
 def timing(found, paths, method, way=""):
-    """(seconds of an iteration, of a synchronisation)"""
+    """(seconds of an iteration, that nodes wait for a synchronisation)"""
+    if method.endswith("delayed"):
+        return found[paths], 0.0
     return found[paths], found[method.replace("DiLoCo", "DDP") + way]
 
 
@@ -126,6 +132,7 @@ def runs(steps):
     for share, paths, methods in COMPARED:
         for method in methods:
             fit = max(EVERY, int(share * whole / a_step(found, paths, method)) // EVERY * EVERY)
+            fit -= method.endswith("delayed")           # just after a merge
             yield Run(f"{paths}: {method}, {share:.0%}", "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 "
                       f"--batch 1 --lr 4e-3 --routing no-swaps --skip {PATHS[paths]:g} --links {links} "
                       f"{METHODS[method]} --steps {fit}", 20)
@@ -177,6 +184,7 @@ def draw(plt, found):
         lines.append((FULL, f"DDP, {best[0].o.wire}", best, "-", "full\npipeline, 100%"))
         for paths, method, seeds, dashes, text in lines:
             kind, x = method.split(", ")[0], hours(seeds[0], *timing(found["seconds"], paths, method))
+            dashes, text = (":", "delayed") if "delayed" in method else (dashes, text)
             band(axis, [run.losses for run in seeds], x, COLOURS[kind], ls=dashes, label=f"{kind}, {text}")
         axis.set(xlabel="simulated hours (losses are measured)", ylim=(goal - 0.1, goal + 0.6),
                  xlim=(0, None), title=f"{where.capitalize()}: DDP after 60% of the time,\n"

@@ -1,4 +1,4 @@
-"""One file per room; what several share is in harness.py, oracles.py and conftest.py."""
+"""One file for each part of the code; what several share is in harness.py, oracles.py and conftest.py."""
 
 import pytest
 

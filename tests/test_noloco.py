@@ -16,7 +16,7 @@ from noloco import DiLoCo, NoLoCo, random_groups
 from plumbing.onebyte import BLOCK, MARGIN, OneByteNoLoCo, Unread
 from plumbing.overlap import PhiAhead
 from plumbing.processes import BadInput, gloo_interface
-from test_minimal import _noloco, assert_replicas, inner, quadratic, simulated
+from test_minimal import _noloco, assert_replicas, inner, simulated, small_model
 from tests.harness import HERE, gloo, processes
 
 
@@ -49,7 +49,7 @@ def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
 @gloo
 def _warned(rank, world, method, seeds, alike):
     """What the outer steps of a small training warn of. alike: replicas take the same steps, as under DDP."""
-    model, xs, ys = quadratic(0 if alike else rank, seeds[rank])
+    model, xs, ys = small_model(0 if alike else rank, seeds[rank])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
