@@ -375,7 +375,7 @@ def print_measured(r):
 
     print(f"{r['replicas']} processes, {r['params'] / 1e6:g}M parameters, {r['backend']}, {r['device']}, "
           f"torch {r['torch']}: slowest rank, median [quartiles] of {r['trials']} trials\n")
-    print("| | seconds | MB sent per rank | DiLoCo's seconds over | over its floor's |\n|" + 5 * "---|")
+    print("| | seconds | MB sent per rank | DiLoCo's / its | its / its floor's |\n|" + 5 * "---|")
     for name, row in rows.items():
         low, middle, high = quartiles(row["seconds"])
         sent = row["bytes"] / 1e6

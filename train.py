@@ -216,7 +216,7 @@ class Pipeline:
         return x.to(self.device) if self.wait(work, peer) else None
 
     def task(self, u, hop, x):
-        """One task of microbatch u. x, and what returns: (B, T, C), activations, after the loss gradients.
+        """One task of microbatch u. x and what it returns: (B, T, C) activations, after the loss gradients.
 
         A path's first task takes None, its last returns None.
         """
