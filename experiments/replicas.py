@@ -32,7 +32,8 @@ from plumbing.inner import Inner, adam
 from plumbing.onebyte import MARGIN
 
 LEARN = "--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 --eval-sequences 512"
-SEQUENCES = 8                               # of a replica and step
+SMALLER, SEQUENCES, LARGER = 4, 8, 32        # of a replica and step
+LENGTH = 128                                # tokens of a sequence
 AT_ONCE = 1 << 17                           # tokens
 RATES = {"adam": 6e-3, "muon": 1.2e-2}      # each the best of three
 
@@ -271,7 +272,7 @@ def many_fleets(steps):
     steps = steps or 600
     for optimizer, replicas in itertools.product(RATES, REPLICAS):
         yield optimizer, replicas, SEQUENCES, steps, many_trials(replicas), 1 if replicas == 64 else None
-    for sequences in SEQUENCES // 2, 4 * SEQUENCES:
+    for sequences in SMALLER, LARGER:
         yield "adam", 16, sequences, steps, many_trials(16), 1
 
 
@@ -300,13 +301,13 @@ def train_all(name, part, o):
 # ---------------------------------------------------------------- tables and picture
 
 
-def by_trial(found, tokens=1024):
-    """{(optimizer, replicas): {Trial: {seed: row}}} of the runs with so many tokens a replica and step."""
+def by_trial(found, sequences=SEQUENCES):
+    """{(optimizer, replicas): {Trial: {seed: row}}} of the runs with so many sequences a replica and step."""
     runs = {}
-    rows = itertools.chain(*found["fleets"].values())
-    for row in (row for row in rows if row["tokens"] == tokens):
-        trials = runs.setdefault((row["optimizer"], row["replicas"]), {})
-        trials.setdefault(Trial(**row["trial"]), {})[row["seed"]] = row
+    for row in itertools.chain(*found["fleets"].values()):
+        if row["tokens"] == sequences * LENGTH:
+            trials = runs.setdefault((row["optimizer"], row["replicas"]), {})
+            trials.setdefault(Trial(**row["trial"]), {})[row["seed"]] = row
     return runs
 
 
@@ -349,9 +350,9 @@ def show_many(found):
     for name, trial in SHOWN.items():
         show_row(name, *(cell(runs[column], trial) for column in columns))
     show_head("16 replicas, Adam: tokens of a replica and step | " + " | ".join(SHOWN))
-    for tokens in 512, 1024, 4096:
-        trials = by_trial(found, tokens).get(("adam", 16), {})
-        show_row(tokens, *(cell(trials, trial) for trial in SHOWN.values()))
+    for sequences in SMALLER, SEQUENCES, LARGER:
+        trials = by_trial(found, sequences).get(("adam", 16), {})
+        show_row(sequences * LENGTH, *(cell(trials, trial) for trial in SHOWN.values()))
 
 
 def draw_many(plt, found):
