@@ -42,9 +42,8 @@ def lose(share, argv):
 def runs(steps):
     options = (f"--method noloco --steps {steps or 300} --lr 4e-3 --microbatches 6 --batch 2 "
                "--stages 2,2,2,2 --layers 8")
-    for share in (0, 0.05, 0.1):
-        program = f"-m experiments.failure --losing {share}"
-        yield Run(f"{share:.0%} of the iterations", options, program=program)
+    for p in (0, 0.05, 0.1):
+        yield Run(f"{p:.0%} of the iterations", options, program=f"-m experiments.failure --losing {p}")
 
 
 def table(found):

@@ -9,7 +9,7 @@ import statistics
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
 from experiments.runs import (Part, Run, band, finals, headline, over, over_runs, results, spread_of)
 
-LEARN = "--layers 2 --warmup 50 --lr 6e-3 --batch 8 --microbatches 1"
+LEARN = "--layers 2 --warmup 50 --lr 6e-3 --batch 8 --microbatches 1 --eval-every 100"
 EIGHT = f"{LEARN} --steps 1200"
 FOUR = f"{LEARN} --steps 600 --microbatches 2 --stages 4,4"
 NOLOCO, DILOCO = "--method noloco --inner-steps", "--method diloco --inner-steps"
@@ -59,11 +59,10 @@ def draw(plt, found):
              "8x1 DiLoCo": "DiLoCo, every 20", "8x1 NoLoCo": "NoLoCo, every 10", "8x1 local": "never (local)"}
     for label, name in lines.items():
         seeds = kinds[label]
-        every = 2 if name.startswith("DiLoCo") else 1       # every second evaluation follows an outer step
         colour = COLOURS[label.split(",")[0].removeprefix("8x1 ")]
-        x = [tokens / 1e6 for tokens in seeds[0].curves["tokens"][every - 1::every]]
+        x = [tokens / 1e6 for tokens in seeds[0].curves["tokens"]]
         dashes = "--" if "every 2 steps" in label else "-"
-        band(axis, [run.losses[every - 1::every] for run in seeds], x, colour, ls=dashes,
+        band(axis, [run.losses for run in seeds], x, colour, ls=dashes,
              label=f"{name}: {seeds[0].sent:.0f} MB")
     more = statistics.mean(over_runs(kinds["8x1 NoLoCo"], kinds["8x1 DDP"]))
     axis.set(xlabel="million tokens, all 8 replicas", ylabel="held-out nats per byte", ylim=(1.35, 2.4),

@@ -39,7 +39,7 @@ from survive import parts as surviving
 ROOT = Path(__file__).parent.parent
 
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.
-SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --save-every 1000000"
+SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --save-every 1000000"
 # The columns of metrics.jsonl that results keep.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds", "seconds",
         "iteration_seconds", "steps_alone", "ranks", "sync_seconds")

@@ -59,8 +59,7 @@ def scaled_runs(steps):
 
 
 def run(label, stages, skip, routing, steps):
-    network, _ = network_of(stages)
-    links = keep_links(network, f"headline-links-{stages}.json")
+    links = keep_links(network_of(stages)[0], f"headline-links-{stages}.json")
     options = (f"--method ddp --layers 8 --lr 4e-3 --microbatches 6 --batch 2 --links {links} "
                f"--stages {','.join(['2'] * stages)} --routing {routing} --skip {skip:g}"
                f"{UNSCALED * bool(skip)}")
@@ -154,7 +153,7 @@ def draw(plt, found):
             seeds = (own if rule else theirs)[f"{stages} stages, {label}, equal time{rule}"]
             x = hours(seeds[0], seeds[0].curves["simulated_seconds"][0], sync)
             band(above, [run.losses for run in seeds], x, COLOURS[colour], ls=dashes, label=name)
-        above.set(xlabel="simulated hours, all-reduce included", title=f"{stages} stages", ylim=(1.65, 2.4))
+        above.set(xlabel="simulated hours, all-reduce included", title=f"{stages} stages", ylim=(1.6, 2.4))
         missing = [(theirs[f"{stages} stages, 0% skipped"], "none skipped", "full")]
         missing += [(own[f"{stages} stages, {label} (rho rule)"], f"{label[:3]} skipped", label[:3])
                     for label in ("25% skipped, in order", "50% skipped")]

@@ -27,15 +27,19 @@ WHOLE = 40_000                  # simulated seconds of the longest runs
 FULL, HALF = "full pipeline", "half skipped"
 PATHS = {FULL: 0.0, HALF: 0.5}  # the share skipped
 EVERY = 2                       # inner steps of DiLoCo and NoLoCo
+LEARN = ("--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 4e-3 --routing no-swaps "
+         "--eval-every 100")
 OUTER = f"--inner-steps {EVERY} --wire int8"
 METHODS = {
     "DDP, bf16": "--method ddp --wire bf16",
     "DDP, int8": "--method ddp --wire int8",
     "DiLoCo, int8": f"--method diloco {OUTER}",
     "NoLoCo, int8": f"--method noloco {OUTER}",
+    "NoLoCo, int8, every 1": "--method noloco --inner-steps 1 --wire int8",
     "DiLoCo, int8, delayed": f"--method diloco {OUTER} --delay 1",
     "NoLoCo, int8, delayed": f"--method noloco {OUTER} --delay 1"}
-COMPARED = ((1.0, FULL, [*METHODS][:2]), (0.6, FULL, [*METHODS][1:4]), (0.6, HALF, [*METHODS][1:]))
+# Of each share of the time: what is compared after it, on both kinds of paths.
+COMPARED = {1.0: [*METHODS][:4], 0.6: [*METHODS], 0.4: [*METHODS][1:4], 0.25: [*METHODS][1:4]}
 
 
 # ---------------------------------------------------------------- simulated time
@@ -111,13 +115,13 @@ def timing(found, paths, method, way=""):
     """(seconds of an iteration, that nodes wait for a synchronisation)"""
     if method.endswith("delayed"):
         return found[paths], 0.0
-    return found[paths], found[method.replace("DiLoCo", "DDP") + way]
+    return found[paths], found[method.replace("DiLoCo", "DDP").removesuffix(", every 1") + way]
 
 
 def a_step(found, paths, method, way=""):
     """Simulated seconds, synchronisation included."""
     iteration, sync = timing(found, paths, method, way)
-    return iteration + sync / (1 if method.startswith("DDP") else EVERY)
+    return iteration + sync / (1 if method.startswith("DDP") or method.endswith("every 1") else EVERY)
 
 
 # ---------------------------------------------------------------- the runs
@@ -125,15 +129,13 @@ def a_step(found, paths, method, way=""):
 
 def runs(steps):
     """As many steps as fit into WHOLE; a try (steps): into a share of it, steps / 400."""
-    network, _ = published_network()
-    links = keep_links(network, "headline-links-20.json")
+    links = keep_links(published_network()[0], "headline-links-20.json")
     found, whole = seconds(), WHOLE * (steps or 400) / 400
-    for share, paths, methods in COMPARED:
+    for (share, methods), paths in itertools.product(COMPARED.items(), PATHS):
         for method in methods:
             fit = max(EVERY, int(share * whole / a_step(found, paths, method)) // EVERY * EVERY)
             fit -= method.endswith("delayed")           # just after a merge
-            yield Run(f"{paths}: {method}, {share:.0%}", "--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 "
-                      f"--batch 1 --lr 4e-3 --routing no-swaps --skip {PATHS[paths]:g} --links {links} "
+            yield Run(f"{paths}: {method}, {share:.0%}", f"{LEARN} --skip {PATHS[paths]:g} --links {links} "
                       f"{METHODS[method]} --steps {fit}", 20)
 
 
@@ -147,8 +149,9 @@ def rows_of(found):
 
 
 def best_ddp(rows):
-    """The runs with the lowest mean loss of those for the whole time."""
-    return min((seeds for *_, share, seeds in rows if share == "100%"),
+    """The runs with the lowest mean loss of DDP's on the full pipeline for the whole time."""
+    return min((seeds for paths, method, share, seeds in rows
+                if (paths, method[:3], share) == (FULL, "DDP", "100%")),
                key=lambda seeds: statistics.mean(finals(seeds)))
 
 
@@ -172,24 +175,24 @@ def table(found):
 
 
 def draw(plt, found):
-    """Left: the full pipeline. Right: half skipped. In both the best DDP."""
+    """Last losses of the runs planned for each share of the time."""
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), sharey=True)
     rows = rows_of(found)
     best = best_ddp(rows)
-    goal = statistics.mean(finals(best))
     for axis, where in zip(axes, PATHS):
-        shown = {method: seeds for paths, method, share, seeds in rows if (paths, share) == (where, "60%")}
-        lines = [(where, method, seeds, "--", "60%") for method, seeds in shown.items()]
-        lines.append((FULL, f"DDP, {best[0].o.wire}", best, "-", "full\npipeline, 100%"))
-        for paths, method, seeds, dashes, text in lines:
-            kind, x = method.split(", ")[0], hours(seeds[0], *timing(found["seconds"], paths, method))
-            dashes, text = (":", "delayed") if "delayed" in method else (dashes, text)
-            band(axis, [run.losses for run in seeds], x, COLOURS[kind], ls=dashes, label=f"{kind}, {text}")
-        axis.set(xlabel="simulated hours (losses are measured)", ylim=(goal - 0.1, goal + 0.6),
-                 xlim=(0, None), title=f"{where.capitalize()}: DDP after 60% of the time,\n"
-                 f"beside the best DDP after all of it:\n{more(shown['DDP, int8'], best)}")
+        for method in COMPARED[0.4]:
+            ends = {float(share[:-1]): finals(seeds) for paths, kind, share, seeds in reversed(rows)
+                    if (paths, kind) == (where, method)}
+            name = method.split(",")[0]
+            band(axis, [*zip(*ends.values())], [*ends], COLOURS[name], marker="o", label=name)
+        axis.axhline(statistics.mean(finals(best)), color=COLOURS["DDP"], ls=":", lw=1)
+        axis.set(xlabel=f"% of {WHOLE / 3600:.1f} simulated hours (losses are measured)",
+                 xticks=[100 * share for share in COMPARED], xlim=(20, 103), title=where.capitalize())
         label_ends(axis)
     axes[0].set_ylabel("held-out nats per byte (bands: range of seeds)")
+    quick = next(seeds for *kind, seeds in rows if kind == [HALF, "DDP, int8", "60%"])
+    figure.suptitle("Each point: runs whose rate is planned for that time, one byte a weight\n"
+                    f"DDP half skipped after 60%, over the dotted line: {more(quick, best)}", fontsize=10.5)
     return figure
 
 
