@@ -8,7 +8,7 @@ model learns. So evaluation multiplies each residual of the stage by rho:
 The whole model then adds on average what paths added in training. The rule is exact to first order only,
 since later layers see the mean of the sums, not each sum. It is stochastic depth's (1603.09382); LayerDrop
 (1909.11556) does not scale. 1/rho in training instead, as in inverted dropout, gained nothing here that
-holds (docs/results.md). `--unscaled` evaluates as the papers do.
+holds (results/headline_skip_before.json). `--unscaled` evaluates as the papers do.
 """
 import contextlib
 import math
