@@ -44,7 +44,7 @@ figures: .venv/ready
 		$(if $(QUICK),--params 1e6 --trials 3) || exit; done
 	time $(BIN)/python -m experiments.sync --out $(OUT)
 
-# the papers' headline results, each with three seeds: about twenty hours on 2 cores.
+# the papers' headline results, each with three seeds: about thirty hours on 2 cores.
 # Runs that are in runs/ already are not run again
 headline: .venv/ready
 	for part in losses skip failure together stability; do \
