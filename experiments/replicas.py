@@ -6,9 +6,9 @@ delay       --delay D beside the outer step that waits: m = 1 to 10, fp32 and on
 many        2 to 64 replicas, groups of 2 and 4: how the gap to DDP grows; with 16, larger and smaller steps
 
 The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes all
-gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1); only NoLoCo has one byte a weight.
-Groups, Adam, the data's order and the learning rate are those of train.py, so a trial's loss is that of
-`torchrun ... train.py` with the same options, up to rounding (tests/test_experiments.py compares them).
+gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1). Here only NoLoCo has one byte a
+weight. Groups, Adam, the data's order and the learning rate are those of train.py, so a trial's loss is that
+of `torchrun ... train.py` with the same options, up to rounding (tests/test_experiments.py compares them).
 Nothing is sent.
 """
 import itertools
@@ -32,10 +32,10 @@ from plumbing.inner import Inner, adam
 from plumbing.onebyte import MARGIN
 
 LEARN = "--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 --eval-sequences 512"
-SMALLER, SEQUENCES, LARGER = 4, 8, 32        # of a replica and step
+SMALLER, SEQUENCES, LARGER = 4, 8, 32       # sequences of a replica's step
 LENGTH = 128                                # tokens of a sequence
-AT_ONCE = 1 << 17                           # tokens
-RATES = {"adam": 6e-3, "muon": 1.2e-2}      # each the best of three
+AT_ONCE = 1 << 17                           # tokens whose gradients are computed in one call
+RATES = {"adam": 6e-3, "muon": 1.2e-2}      # DDP's and NoLoCo's best of three
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Outer:
 
 
 def decoded(codes, scales, own):
-    """M3."""
+    """M3 of plumbing/onebyte.py."""
     return scales * (codes + 256 * ((own / scales - codes) / 256).round())
 
 
@@ -155,7 +155,7 @@ class Fleet:
         self.adam = Inner(adam([self.theta], o.beta2))
         inside = [name for name, shape in self.shapes.items() if "layers" in name and len(shape) == 2]
         theta, grads = self.named(self.theta), self.named(self.grad)
-        self.loss, self.slope = loss_and_slope(self.model, device)
+        self.loss, self.gradient = loss_and_gradient(self.model, device)
         self.muon = o.optimizer == "muon" and Muon([theta[n] for n in inside], [grads[n] for n in inside])
         self.outers = [Outer(trial, theta, seeds, lengths) for trial, theta in zip(trials, self.theta)
                        if trial.method != "ddp"]
@@ -170,11 +170,11 @@ class Fleet:
         tokens = tokens.to(self.device).expand(len(self.trials), *tokens.shape).flatten(0, 2)
         weights, grads = self.named(self.theta), self.named(self.grad)
         room = min(len(tokens), max(1, AT_ONCE // tokens[0].numel()))
-        for a in [*range(0, len(tokens) - room, room), len(tokens) - room]:     # of one shape: compiled once
+        for a in [*range(0, len(tokens) - room, room), len(tokens) - room]:     # the last overlaps: one shape
             some = slice(a, a + room)
-            slopes = self.slope({name: w[some] for name, w in weights.items()}, tokens[some])
-            for name, slope in slopes.items():
-                grads[name][some] = slope
+            found = self.gradient({name: w[some] for name, w in weights.items()}, tokens[some])
+            for name, gradient in found.items():
+                grads[name][some] = gradient
         for trial, g in zip(self.trials, self.grad):
             if trial.method == "ddp":
                 g.copy_(g.mean(1, keepdim=True).expand_as(g))
@@ -220,7 +220,7 @@ class Whole(torch.nn.Module):
         return self.model.loss(x, tokens[:, 1:]) / tokens[:, 1:].numel()
 
 
-def loss_and_slope(model, device):
+def loss_and_gradient(model, device):
     """Functions of many models' weights {name: (models, ...)}: the mean loss, and its gradient for tokens
     (models, B, T + 1)."""
     whole = Whole(model)
@@ -228,16 +228,22 @@ def loss_and_slope(model, device):
     def loss(weights, tokens):
         return functional_call(whole, {f"model.{name}": w for name, w in weights.items()}, (tokens,))
 
-    slope = vmap(grad(loss))
+    gradient = vmap(grad(loss))
     if device == "cuda":
         torch.set_float32_matmul_precision("high")              # TF32
-        slope = torch.compile(slope, dynamic=False)
-    return loss, slope
+        gradient = torch.compile(gradient, dynamic=False)
+    return loss, gradient
 
 
 # ---------------------------------------------------------------- the parts
 
 REPLICAS = 2, 8, 16, 32, 64
+SHOWN = {
+    "NoLoCo, every 2": Trial("noloco", 2), "DiLoCo, every 4": Trial("diloco", 4),
+    "NoLoCo, every 2, groups of 4": Trial("noloco", 2, group=4),
+    "NoLoCo, every 1": Trial("noloco", 1), "NoLoCo, every 10": Trial("noloco", 10),
+    "DiLoCo, every 20": Trial("diloco", 20),
+}
 
 
 def delays(m):
@@ -273,7 +279,7 @@ def many_fleets(steps):
     for optimizer, replicas in itertools.product(RATES, REPLICAS):
         yield optimizer, replicas, SEQUENCES, steps, many_trials(replicas), 1 if replicas == 64 else None
     for sequences in SMALLER, LARGER:
-        yield "adam", 16, sequences, steps, many_trials(16), 1
+        yield "adam", 16, sequences, steps, [Trial("ddp"), *SHOWN.values()], None
 
 
 def train_all(name, part, o):
@@ -334,12 +340,6 @@ def show_delay(found):
             show_row(f"{m}, {delay}", *noloco, *diloco)
 
 
-SHOWN = {
-    "NoLoCo, every 2": Trial("noloco", 2), "DiLoCo, every 4": Trial("diloco", 4),
-    "NoLoCo, every 2, groups of 4": Trial("noloco", 2, group=4),
-    "NoLoCo, every 1": Trial("noloco", 1), "NoLoCo, every 10": Trial("noloco", 10),
-    "DiLoCo, every 20": Trial("diloco", 20),
-}
 DRAWN = {"NoLoCo, every 2": "NoLoCo", "NoLoCo, every 2, groups of 4": "groups", "DiLoCo, every 4": "DiLoCo"}
 
 
@@ -361,7 +361,7 @@ def draw_many(plt, found):
     for (name, colour), optimizer in itertools.product(DRAWN.items(), RATES):
         gaps = {n: over_ddp(runs.get((optimizer, n), {}), SHOWN[name]) for n in REPLICAS}
         x = [n for n in REPLICAS if gaps[n]]
-        curves = [[100 * gaps[n][seed] for n in x if seed < len(gaps[n])] for seed in range(3)]
+        curves = [[100 * gaps[n][i] for n in x if i < len(gaps[n])] for i in range(3)]      # a seed's gaps
         band(axis, curves, x, COLOURS[colour], ls="-" if optimizer == "adam" else "--", marker="o",
              label=f"{name}, {optimizer.title()}")
     axis.set_xscale("log", base=2)

@@ -6,8 +6,8 @@ skip        evaluated as in the papers (--unscaled)
 scale       the same runs under the rho rule (planning/rho.py), beside those of results/headline_skip.json
 
 8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance. Gradients
-are averaged at every step, so only the paths differ. 0% skipped is DT-FM's pipeline; "in order" means no
-swapped neighbours; "equal time" has as many steps as fit into the full pipeline's time.
+are averaged at every step, so only the paths differ. 0% skipped is DT-FM's pipeline, "in order" the
+planned one; "in order" means no swapped neighbours; "equal time" has as many steps as fit into DT-FM's time.
 """
 import itertools
 import json
@@ -19,7 +19,7 @@ import train
 from experiments.pictures import COLOURS, WIDTH, kept, label_ends, show_head, show_row
 from experiments.runs import (ROOT, Part, Run, band, finals, headline, over, over_runs, published, results,
                               same_seeds, spread_of, torchrun)
-from experiments.together import hours, keep_links, makespan, slowest_all_reduce
+from experiments.together import keep_links, makespan, slowest_all_reduce
 from planning.instance import CITIES, city_delays, city_links
 from skippipe import Network
 
@@ -38,7 +38,8 @@ def network_of(stages):
     """Two nodes a stage: (Network, cities)."""
     cities = (CITIES * 2)[:2 * stages]
     compute = [0.44 * 6 / stages] * 2 * stages          # the published instance cuts the model in 6
-    return Network(city_delays(cities, city_links()), compute, STAGES[stages], 3, 0.13, 0.09), cities
+    delay = city_delays(cities, city_links())
+    return Network(delay, compute, STAGES[stages], memory=3, overhead=0.13, origin_overhead=0.09), cities
 
 
 def runs(steps):
@@ -53,9 +54,9 @@ def runs(steps):
 
 
 def scaled_runs(steps):
-    for run in runs(steps):
-        if UNSCALED in run.options:
-            yield replace(run, label=f"{run.label} (rho rule)", options=run.options.replace(UNSCALED, ""))
+    for one in runs(steps):
+        if UNSCALED in one.options:
+            yield replace(one, label=f"{one.label} (rho rule)", options=one.options.replace(UNSCALED, ""))
 
 
 def run(label, stages, skip, routing, steps):
@@ -67,7 +68,7 @@ def run(label, stages, skip, routing, steps):
 
 
 def equal_time(steps, stages, skip, routing):
-    """The steps that fit into the full pipeline's time."""
+    """The steps that fit into DT-FM's time."""
     network, cities = network_of(stages)
     sync = slowest_all_reduce(network, cities)
     full, ours = (makespan(network, how, share) + sync for share, how in (FULL, (skip, routing)))
@@ -75,8 +76,8 @@ def equal_time(steps, stages, skip, routing):
 
 
 def seconds():
-    """{stages: (None: each seed's plan says, seconds of an all-reduce)}"""
-    return {f"{stages} stages": (None, slowest_all_reduce(*network_of(stages))) for stages in STAGES}
+    """{stages: of an all-reduce}"""
+    return {f"{stages} stages": slowest_all_reduce(*network_of(stages)) for stages in STAGES}
 
 
 def missing_stages(folder):
@@ -137,11 +138,11 @@ def scaled_table(found):
 
 def draw(plt, found):
     """Above: loss in the planned full pipeline's time. Below: what missing stages cost each model."""
-    own, published = results(found), kept(ROOT, "headline_skip")
-    theirs = results(published)
+    own, papers = results(found), kept(ROOT, "headline_skip")
+    theirs = results(papers)
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 8), sharey="row")
     for stages, above, below in zip(STAGES, *axes):
-        _, sync = published["seconds"][f"{stages} stages"]
+        sync = papers["seconds"][f"{stages} stages"]
         lines = [("0% skipped, in order", "", "all stages,\nplanned", "planned", "-"),
                  ("25% skipped, in order", "", "25% skipped,\nas the papers", "25%", ":"),
                  ("25% skipped, in order", " (rho rule)", "25% skipped,\nrho rule", "25%", "-"),
@@ -149,7 +150,8 @@ def draw(plt, found):
                  ("50% skipped", " (rho rule)", "50% skipped,\nrho rule", "50%", "-")]
         for label, rule, name, colour, dashes in lines:
             seeds = (own if rule else theirs)[f"{stages} stages, {label}, equal time{rule}"]
-            x = hours(seeds[0], seeds[0].curves["simulated_seconds"][0], sync)
+            step_hours = (seeds[0].curves["simulated_seconds"][0] + sync) / 3600
+            x = [step * step_hours for step in seeds[0].steps]
             band(above, [run.losses for run in seeds], x, COLOURS[colour], ls=dashes, label=name)
         above.set(xlabel="simulated hours, all-reduce included", title=f"{stages} stages", ylim=(1.6, 2.4))
         missing = [(theirs[f"{stages} stages, 0% skipped"], "none skipped", "full")]

@@ -27,8 +27,9 @@ WHOLE = 40_000                  # simulated seconds of the longest runs
 FULL, HALF = "full pipeline", "half skipped"
 PATHS = {FULL: 0.0, HALF: 0.5}  # the share skipped
 EVERY = 2                       # inner steps of DiLoCo and NoLoCo
-LEARN = ("--stages 5,3,3,3,3,3 --layers 6 --microbatches 6 --batch 1 --lr 4e-3 --routing no-swaps "
-         "--eval-every 100")
+MICROBATCHES = 6                # of an origin
+LEARN = (f"--stages 5,3,3,3,3,3 --layers 6 --microbatches {MICROBATCHES} --batch 1 --lr 4e-3 "
+         "--routing no-swaps --eval-every 100")
 OUTER = f"--inner-steps {EVERY} --wire int8"
 METHODS = {
     "DDP, bf16": "--method ddp --wire bf16",
@@ -38,16 +39,17 @@ METHODS = {
     "NoLoCo, int8, every 1": "--method noloco --inner-steps 1 --wire int8",
     "DiLoCo, int8, delayed": f"--method diloco {OUTER} --delay 1",
     "NoLoCo, int8, delayed": f"--method noloco {OUTER} --delay 1"}
+IN_INT8 = "DDP, int8", "DiLoCo, int8", "NoLoCo, int8"
 # Of each share of the time: what is compared after it, on both kinds of paths.
-COMPARED = {1.0: [*METHODS][:4], 0.6: [*METHODS], 0.4: [*METHODS][1:4], 0.25: [*METHODS][1:4]}
+COMPARED = {1.0: ("DDP, bf16", *IN_INT8), 0.6: (*METHODS,), 0.4: IN_INT8, 0.25: IN_INT8}
 
 
 # ---------------------------------------------------------------- simulated time
 
 
-def makespan(network, routing, skip, microbatches=6):
+def makespan(network, routing, skip):
     """Simulated seconds of an iteration on the paths that train.py plans with its default seed."""
-    return plan_paths(network, routing, skip, microbatches, train.Options.seed)["makespan"]
+    return plan_paths(network, routing, skip, MICROBATCHES, train.Options.seed)["makespan"]
 
 
 def keep_links(network, name):
@@ -94,13 +96,8 @@ def slowest_groups(network, delay, several=max):
     return statistics.mean(slowest)
 
 
-def hours(run, iteration, sync):
-    """Simulated hours at each evaluation, from the seconds of an iteration and of a synchronisation."""
-    return [(step * iteration + step // run.o.every * sync) / 3600 for step in run.steps]
-
-
 def seconds():
-    """{paths: of an iteration; method: of a synchronisation, "queued": where a node's messages queue}"""
+    """{paths: of an iteration; method: of a synchronisation, "queued": a node sends one message at a time}"""
     network, names = published_network()
     delay = stage_delays(network, names, size=BYTES["int8"])
     found = {paths: makespan(network, "no-swaps", skip) for paths, skip in PATHS.items()}
@@ -112,7 +109,7 @@ def seconds():
 
 
 def timing(found, paths, method, way=""):
-    """(seconds of an iteration, that nodes wait for a synchronisation)"""
+    """Seconds of (an iteration, waiting for a synchronisation)."""
     if method.endswith("delayed"):
         return found[paths], 0.0
     return found[paths], found[method.replace("DiLoCo", "DDP").removesuffix(", every 1") + way]
@@ -128,7 +125,7 @@ def a_step(found, paths, method, way=""):
 
 
 def runs(steps):
-    """As many steps as fit into WHOLE; a try (steps): into a share of it, steps / 400."""
+    """As many steps as fit into WHOLE; --steps: into a share of it, steps / 400."""
     links = keep_links(published_network()[0], "headline-links-20.json")
     found, whole = seconds(), WHOLE * (steps or 400) / 400
     for (share, methods), paths in itertools.product(COMPARED.items(), PATHS):
@@ -180,7 +177,7 @@ def draw(plt, found):
     rows = rows_of(found)
     best = best_ddp(rows)
     for axis, where in zip(axes, PATHS):
-        for method in COMPARED[0.4]:
+        for method in IN_INT8:
             ends = {float(share[:-1]): finals(seeds) for paths, kind, share, seeds in reversed(rows)
                     if (paths, kind) == (where, method)}
             name = method.split(",")[0]
