@@ -68,7 +68,7 @@ def draw(plt, found):
     more, less = (statistics.mean(over_runs(kinds[f"8x1 NoLoCo{m}"], kinds["8x1 DDP"]))
                   for m in ("", ", every 2 steps"))
     axis.set(xlabel="million tokens, all 8 replicas", ylabel="held-out nats per byte", ylim=(1.35, 2.4),
-             title=f"Every 10 steps NoLoCo ends {more:.0%} perplexity over DDP, every 2 {less:.0%}\n"
+             title=f"Every 10 steps NoLoCo ends {more:.0%} perplexity over DDP, {less:.0%} every 2\n"
                    "(bands: range of three seeds; MB: sent per replica to synchronise)")
     label_ends(axis)
     return figure

@@ -19,7 +19,7 @@ import train
 from experiments.pictures import COLOURS, WIDTH, kept, label_ends, show_head, show_row
 from experiments.runs import (ROOT, Part, Run, band, finals, headline, over, over_runs, published, results,
                               same_seeds, spread_of, torchrun)
-from experiments.together import keep_links, makespan, slowest_all_reduce
+from experiments.together import MICROBATCHES, keep_links, makespan, slowest_all_reduce
 from planning.instance import CITIES, city_delays, city_links
 from skippipe import Network
 
@@ -61,7 +61,7 @@ def scaled_runs(steps):
 
 def run(label, stages, skip, routing, steps):
     links = keep_links(network_of(stages)[0], f"headline-links-{stages}.json")
-    options = (f"--method ddp --layers 8 --lr 4e-3 --microbatches 6 --batch 2 --links {links} "
+    options = (f"--method ddp --layers 8 --lr 4e-3 --microbatches {MICROBATCHES} --batch 2 --links {links} "
                f"--stages {','.join(['2'] * stages)} --routing {routing} --skip {skip:g}"
                f"{UNSCALED * bool(skip)}")
     return Run(label, f"{options} --steps {steps}", 2 * stages, missing_stages)
@@ -137,7 +137,7 @@ def scaled_table(found):
 
 
 def draw(plt, found):
-    """Above: loss in the planned full pipeline's time. Below: what missing stages cost each model."""
+    """Above: loss in DT-FM's time. Below: what missing stages cost each model."""
     own, papers = results(found), kept(ROOT, "headline_skip")
     theirs = results(papers)
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 8), sharey="row")

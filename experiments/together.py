@@ -3,8 +3,8 @@
     python -m experiments.together [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 Losses are measured with a tiny model. Seconds are simulated with the messages and weights of the 500M model:
-an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. Nothing is
-overlapped but the messages of "delayed" outer steps: they take less than an iteration, also in queues.
+an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. Of
+synchronisations only "delayed" ones overlap: they take less than an iteration, also in queues.
 All paths are planned. Each run's learning rate is planned for the time at which the run is compared. A stage
 of three nodes is one NoLoCo group, so five of six stages average all their replicas.
 """

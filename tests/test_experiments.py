@@ -76,7 +76,7 @@ def a_run(options):
 
 
 def test_steps_take_what_they_hold_and_losses_lie_on_straight_lines():
-    run, hours = a_run("--inner-steps 10"), [0.2, 0.4, 0.6]
+    run, hours = a_run("--method ddp"), [0.2, 0.4, 0.6]
     found = {"half": 10.0, "DDP, int8": 12.0, "NoLoCo, int8": 14.0}
     assert [together.a_step(found, "half", m) for m in [*together.METHODS][1:]] == [22, 16, 17, 24, 10, 10]
     assert [runs.reaches(loss, run.losses, hours) for loss in (1.5, 0.9)] == [pytest.approx(0.5), None]
