@@ -278,7 +278,7 @@ def many_fleets(steps):
     steps = steps or 600
     for optimizer, replicas in itertools.product(RATES, REPLICAS):
         yield optimizer, replicas, SEQUENCES, steps, many_trials(replicas), 1 if replicas == 64 else None
-    for sequences in SMALLER, LARGER:
+    for sequences in SMALLER, LARGER:           # all that is shown but every 1
         yield "adam", 16, sequences, steps, [Trial("ddp"), *(t for t in SHOWN.values() if t.every > 1)], None
 
 

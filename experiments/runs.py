@@ -86,7 +86,7 @@ class Result:
 
 
 def options_of(command, ranks):
-    """The options that tables need, of this or an older train.py. every: inner steps per synchronisation."""
+    """The options that tables or their tests need, of this or an older train.py. every: m."""
     words = shlex.split(command)
     given = {word: value for word, value in zip(words, [*words[1:], ""]) if word.startswith("--")}
     method, skip = given.get("--method", "noloco"), float(given.get("--skip", 0))

@@ -6,8 +6,9 @@ skip        evaluated as in the papers (--unscaled)
 scale       the same runs under the rho rule (planning/rho.py), beside those of results/headline_skip.json
 
 8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance. Gradients
-are averaged at every step, so only the paths differ. 0% skipped is DT-FM's pipeline, "in order" the
-planned one; "in order" means no swapped neighbours; "equal time" has as many steps as fit into DT-FM's time.
+are averaged at every step, so only the paths differ. "In order" means no swapped neighbours. 0% skipped is
+DT-FM's pipeline; 0% skipped, in order, is the planned one. "Equal time" has as many steps as fit into DT-FM's
+time.
 """
 import itertools
 import json
@@ -76,7 +77,7 @@ def equal_time(steps, stages, skip, routing):
 
 
 def seconds():
-    """{stages: of an all-reduce}"""
+    """{stages: seconds of an all-reduce}"""
     return {f"{stages} stages": slowest_all_reduce(*network_of(stages)) for stages in STAGES}
 
 
