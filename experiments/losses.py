@@ -8,7 +8,7 @@ last counts.
 import statistics
 
 from experiments.pictures import COLOURS, WIDTH, label_ends, show_head, show_row
-from experiments.runs import (Part, Run, band, finals, headline, over, over_runs, results, spread_of)
+from experiments.runs import Part, Run, band, finals, headline, over, over_runs, results, spread_of
 
 LEARN = "--layers 2 --warmup 50 --lr 6e-3 --batch 8 --microbatches 1 --eval-every 100"
 EIGHT = f"{LEARN} --steps 1200"

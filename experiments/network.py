@@ -119,9 +119,7 @@ class Clock(report.Meter):
     warm-up.
 
     The pace is that of the first steps, or renewed at each evaluation. The clock stands still while replicas
-    evaluate, from when the last one has come until all go on. With --survive no replica waits for another:
-    the pace is rank 0's, whose newest numbers the others read after outer steps, and each replica leaves out
-    its own evaluations.
+    evaluate, from when the last one has come until all go on.
     """
     run: object = None              # a train.Run
     own: object = None              # the options of `clocked`
@@ -133,53 +131,63 @@ class Clock(report.Meter):
         super().pause()
 
     def go_on(self):
-        o = self.run.o
-        if self.paced and self.run.step < o.steps and self.own.pace == "latest":
+        if self.paced and self.own.pace == "latest" and self.run.step < self.run.o.steps:
             self.fit(f"pace/{self.run.step}", self.seconds, self.run.step)
         self.meet()
         super().go_on()
 
     def meet(self):
-        if not self.run.o.survive:
-            dist.barrier()
+        dist.barrier()
 
     def add(self, *numbers):
         super().add(*numbers)
         now, steps, o = time.perf_counter() - self.clock, self.run.step + 1, self.run.o
-        if o.survive and self.run.job.rank > 0:
-            if self.run.step >= o.warmup and self.run.step % o.inner_steps == 0:
-                self.follow()
-        elif not self.begun and self.run.step >= o.warmup // 2:
+        if not self.begun and self.run.step >= o.warmup // 2:
             self.begun = now, steps
         elif not self.paced and self.run.step >= o.warmup:              # outer steps of the warm-up are done
             self.paced, o.eval_every = True, 0
             self.fit("first pace", now, steps)
 
     def fit(self, key, seconds, steps):
-        """Set the steps in all, with a delayed message landed, and, once, those between evaluations, which
-        follow outer steps."""
+        """All ranks set the numbers that fit the slowest."""
+        pace = min(self.run.job.share(f"{key}, each", self.pace(seconds, steps)))
+        agreed = self.run.job.agree_on(key, lambda: self.numbers(pace, seconds, steps))
+        self.run.o.steps, self.run.o.eval_every = agreed
+
+    def pace(self, seconds, steps):
+        """Steps a second of this rank."""
+        return (steps - self.begun[1]) / (seconds - self.begun[0])
+
+    def numbers(self, pace, seconds, steps):
+        """(steps in all, a delayed message landed; those between evaluations, which follow outer steps)"""
         o, m, left = self.run.o, self.run.o.inner_steps or 1, self.own.clock - seconds
-        delay = o.delay or 0
-        gap = self.own.clock / EVALUATIONS[self.own.half]
-        pace = (steps - self.begun[1]) / (seconds - self.begun[0])
-        if not o.survive:
-            pace = min(self.run.job.share(f"{key}, each", pace))
+        gap, delay = self.own.clock / EVALUATIONS[self.own.half], o.delay or 0
+        in_all = max(steps // m + 1, round((steps - delay + left * pace) / m)) * m + delay
+        nearly_over = o.eval_every and 0 < left < 0.75 * gap            # the last part stays as planned
+        return o.steps if nearly_over else in_all, o.eval_every or max(1, round(gap * pace / m)) * m
 
-        def rounds():                       # of m steps: in all (0: the last part stays as planned), in a gap
-            in_all = max(steps // m + 1, round((steps - delay + left * pace) / m))
-            nearly_over = o.eval_every and 0 < left < 0.75 * gap
-            return 0 if nearly_over else in_all, max(1, round(gap * pace / m))
 
-        in_all, in_a_gap = rounds() if o.survive else self.run.job.agree_on(key, rounds)
-        o.steps = in_all * m + delay if in_all else o.steps
-        o.eval_every = o.eval_every or in_a_gap * m
-        if o.survive:
-            self.run.job.store.set("clock", json.dumps([o.steps, o.eval_every]))
+class Leading(Clock):
+    """Rank 0's with --survive: its own pace counts, and no replica waits for another's evaluation."""
 
-    def follow(self):
-        """Take rank 0's numbers, if there are any yet."""
-        if self.run.job.store.check(["clock"]):
-            self.run.o.steps, self.run.o.eval_every = json.loads(self.run.job.store.get("clock"))
+    def meet(self):
+        """Nobody waits."""
+
+    def fit(self, key, seconds, steps):
+        o = self.run.o
+        o.steps, o.eval_every = self.numbers(self.pace(seconds, steps), seconds, steps)
+        self.run.job.store.set("clock", json.dumps([o.steps, o.eval_every]))
+
+
+class Following(Leading):
+    """The other ranks': after outer steps they read rank 0's newest numbers, if there are any yet."""
+
+    def add(self, *numbers):
+        report.Meter.add(self, *numbers)
+        o, store = self.run.o, self.run.job.store
+        outer = self.run.step >= o.warmup and self.run.step % o.inner_steps == 0
+        if outer and store.check(["clock"]):
+            o.steps, o.eval_every = json.loads(store.get("clock"))
 
 
 class Holding(train.Routes):
@@ -212,7 +220,8 @@ def clocked(argv):
         run.corpus.heldout = half.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
     run.theta = run.theta[:1 << 16]         # evaluations send these alone; the checkpoint is never read
     if own.clock:
-        run.meter = Clock(run=run, own=own)
+        kind = Clock if not run.o.survive else Following if job.rank else Leading
+        run.meter = kind(run=run, own=own)
     else:
         time_alone(run)
     train.train(run)
@@ -272,7 +281,7 @@ def show_grid(found):
     for name, method, way, seeds in rows:
         delayed = "delay" in way        # then departure and landing are counted apart
         guesses = "hidden" if delayed else " or ".join(
-            f"{seconds:.2f}" for seconds in predicted(method, seeds[0].o.wire, name))
+            f"{seconds:.2f}" for seconds in predicted(method, seeds[0].wire, name))
         held = spread_of([(1 + delayed) * run.curves["sync_seconds"][-1] for run in seeds], ".2f")
         ddp, diloco, last = base[name, "DDP"], base[name, "DiLoCo"], spread_of(finals(seeds))
         show_row(name, f"{method}, {way}", spread_of([run.steps[-1] for run in seeds], ".0f"), held, guesses,

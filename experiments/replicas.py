@@ -241,8 +241,9 @@ REPLICAS = 2, 8, 16, 32, 64
 SHOWN = {
     "NoLoCo, every 2": Trial("noloco", 2), "DiLoCo, every 4": Trial("diloco", 4),
     "NoLoCo, every 2, groups of 4": Trial("noloco", 2, group=4),
-    "NoLoCo, every 1": Trial("noloco", 1), "NoLoCo, every 10": Trial("noloco", 10),
-    "DiLoCo, every 20": Trial("diloco", 20),
+    "NoLoCo, every 1": Trial("noloco", 1),
+    "NoLoCo, every 10": Trial("noloco", 10), "DiLoCo, every 20": Trial("diloco", 20),
+    "NoLoCo, every 10, groups of 4": Trial("noloco", 10, group=4),
 }
 
 

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import statistics
@@ -23,7 +22,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Callable
 
 import numpy as np
@@ -31,7 +29,7 @@ from tqdm import tqdm
 
 import train
 from experiments.pictures import kept, picture, save
-from plumbing.options import TINY, Parser
+from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from plumbing.report import replace
 from survive import parts as surviving
@@ -74,28 +72,17 @@ class Part:
 
 
 class Result:
-    """What one run found: curves {name: [at each evaluation]}, ranks, what `after` says; o: its options."""
+    """What one run found: curves {name: [at each evaluation]}, ranks, what `after` says."""
 
     def __init__(self, row):
         self.__dict__.update(row)
-        self.o = options_of(self.command, self.ranks)
+        words = self.command.split()
+        given = dict(zip(words, words[1:]))             # of an option given twice the last
+        self.wire, self.seed = given.get("--wire", "fp32"), int(given["--seed"])
         self.steps = self.curves["step"]
         self.losses = self.curves["heldout_loss"]
         self.final = self.losses[-1]
         self.sent = self.curves["sync_bytes"][-1] / self.ranks / 1e6        # MB per rank to synchronise
-
-
-def options_of(command, ranks):
-    """The options that tables or their tests need, of this or an older train.py. every: m."""
-    words = shlex.split(command)
-    given = {word: value for word, value in zip(words, [*words[1:], ""]) if word.startswith("--")}
-    method, skip = given.get("--method", "noloco"), float(given.get("--skip", 0))
-    often = TINY.get(method, {}).get("inner_steps", 1)
-    return SimpleNamespace(
-        method=method, skip=skip, routing=given.get("--routing", "skippipe" if skip else "random"),
-        every=int(given.get("--inner-steps", often)), wire=given.get("--wire", "fp32"),
-        stages=[int(n) for n in given.get("--stages", str(ranks)).split(",")],
-        seed=int(given.get("--seed", 0)))
 
 
 def results(found):
@@ -256,8 +243,8 @@ def spread_of_reached(values, form):
 
 def same_seeds(runs, others):
     """The others with the runs' seeds, in the runs' order."""
-    by_seed = {run.o.seed: run for run in others}
-    return [by_seed[run.o.seed] for run in runs]
+    by_seed = {run.seed: run for run in others}
+    return [by_seed[run.seed] for run in runs]
 
 
 def over(losses, base):
