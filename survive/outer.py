@@ -12,7 +12,6 @@ Lateness does not spread: a replica that waits for its partner says so ("in" its
 that waits for it in turn then waits twice as long.
 """
 import contextlib
-import math
 import os
 import sys
 from datetime import timedelta
@@ -23,7 +22,7 @@ from noloco import NoLoCo, random_groups
 from plumbing.processes import gloo_interface
 from survive.meeting import absent, announce, come_back, connect, mark_absent, members_of, position
 
-NO_WEIGHT = -math.inf       # all that a replica sends which joins and has no weights yet
+NO_WEIGHT = -torch.inf       # all that a replica sends which joins and has no weights yet
 
 
 class SurvivingNoLoCo(NoLoCo):
@@ -33,7 +32,7 @@ class SurvivingNoLoCo(NoLoCo):
     timeout: seconds that an outer step waits for a partner (half of it without a sign of life), and again for
     the partner's numbers.
     catch_up: a late replica may leave out inner steps.
-    tell: called with a dict for each event that did not go as drawn. Default: `events` collects them.
+    tell: called with a dict for each outer step that did not go as drawn.
     reset: called when this replica was not finite and has taken a partner's weights. The caller then resets
     the inner optimizer.
     excluded: a set that the caller keeps: the replicas that are dead now (empty without a pipeline).
@@ -41,8 +40,8 @@ class SurvivingNoLoCo(NoLoCo):
     `step` raises RuntimeError when the store is lost.
     """
 
-    def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=None, reset=None,
-                 excluded=frozenset(), **kwargs):
+    def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=print,
+                 reset=lambda: None, excluded=frozenset(), **kwargs):
         ranks = range(int(os.environ["WORLD_SIZE"])) if ranks is None else ranks
         super().__init__(params, ranks, **kwargs)
         self.rank = int(os.environ["RANK"])
@@ -50,11 +49,8 @@ class SurvivingNoLoCo(NoLoCo):
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
         self.store, self.timeout, self.catch_up, self.excluded = store, timeout, catch_up, excluded
         self.name = f"outer/{self.ranks[0]}"
-        self.events = []
-        self.tell = tell or self.events.append
-        self.reset = reset
-        self.late = False
-        self.last_stale_list = -1           # the last outer step whose list may name an absent replica
+        self.tell, self.reset = tell, reset
+        self.late, self.last_stale_list = False, -1     # the last step whose list may name an absent one
         self.alone = self.alone_in_a_row = 0
         self.unreached = set()              # since the last exchange: partners that came, but sent nothing
 
@@ -213,18 +209,16 @@ class SurvivingNoLoCo(NoLoCo):
         finite = [r for r, vectors in arrived.items() if all(map(self.finite, vectors))]
         adopts = self.rank not in finite
         refused = [r for r in arrived if r not in finite and not joins(arrived[r][0])]
-        if adopts:
-            if finite:
-                self.adopt(arrived[finite[0]][0])
-            self.theta.copy_(self.phi)
-            self.delta.zero_()
         self.adopted = finite[0] if adopts and finite else None
         if refused:
             self.report("not finite", refused=refused, adopted=self.adopted)
         if adopts:
+            if finite:
+                self.adopt(arrived[self.adopted][0])
+            self.theta.copy_(self.phi)
+            self.delta.zero_()
+            self.reset()
             finite = [self.rank]
-            if self.reset:
-                self.reset()
         thetas, *phis = zip(*(arrived[r] for r in finite))
         return thetas, phis[0] if phis else [], len(thetas)
 

@@ -39,7 +39,7 @@ from survive.meeting import Gone, Left, absent, come_back, connect, members_of, 
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
-from survive.standby import enough, host_standby, move
+from survive.standby import accepts, enough, host_standby, move
 
 KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 EVENTS = {      # the first rank's line for each event, at its next evaluation
@@ -132,6 +132,14 @@ class SurvivingJob(Job):
         come_back(self.store, self.rank)
         members = members_of(self.store, key, self.rank, ranks, 2 * self.patience)
         return members, connect(self.store, key, self.rank, members, 2 * self.patience)
+
+    def close(self):
+        """As Job.close. The first rank, which may host the store, then waits for late ranks: 5 timeouts."""
+        super().close()
+        late = [r for r in self.unanswered - self.excluded if self.leads and accepts(self, r)]
+        self.say([f"waiting up to {5 * self.timeout:g} s for rank {r}, which is late" for r in late])
+        with contextlib.suppress(RuntimeError):
+            self.store.wait([f"done/{r}" for r in late], timedelta(seconds=5 * self.timeout))
 
     @contextlib.contextmanager
     def rescue(self, run, save):
@@ -227,11 +235,10 @@ def join(run):
 
 
 def own_checkpoint(run):
-    rank = run.job.rank
-    own = run.checkpoints.parts(rank)
+    own = run.checkpoints.parts(run.job.rank)
     try:
-        forbid((not own, f"no rank has rank {rank}'s weights, nor has {run.folder} a checkpoint"))
+        forbid((not own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint"))
         restore(run, load(own[max(own)]))
     except BadInput as error:
         run.job.refuse(str(error))
-    print(f"rank {rank} has its own weights of step {run.step}", flush=True)
+    print(f"rank {run.job.rank} has its own weights of step {run.step}", flush=True)

@@ -15,7 +15,6 @@ message, Gloo (2.13) never ends the wait for it. The main thread waits for that 
 can end this wait.
 """
 import contextlib
-import math
 import queue
 import sys
 import threading
@@ -65,7 +64,7 @@ class SurvivingPipeline(Pipeline):
         self.marker = lost_marker(self.message_shape, self.dtype)
         self.waiting = self.arrival = None                  # a peer; the Future of its message or its group
         self.broken = set()                                 # peers whose connection broke during a wait
-        self.busy_until = self.grace = math.inf             # see `allow`; the first run may compile
+        self.busy_until = self.grace = torch.inf             # see `allow`; the first run may compile
         self.stopped = threading.Event()
         self.watcher = threading.Thread(target=self.watch, daemon=True)
         if self.peers and not job.asks:
@@ -97,7 +96,7 @@ class SurvivingPipeline(Pipeline):
         when this rank is.
         """
         self.step, before = step, set(self.job.excluded)
-        if self.grace < math.inf:
+        if self.grace < torch.inf:
             self.allow(0.0)
         if self.peers:
             if idle:

@@ -83,17 +83,22 @@ def move(job, run):
     raise Left(line, other, began or job.rank not in members)
 
 
+def accepts(job, rank):
+    """Whether a rank's process is there: a dead one's standby store refuses connections."""
+    with suppress(OSError, LookupError):
+        return not socket.create_connection(tuple(job.addresses[rank]), job.patience).close()
+
+
 def standby_of(job, rank):
     """The standby store of a rank; None if it takes no connection, or does not answer in three tries.
 
     A rank on a busy machine may miss one. Longer tries would hold up every rank when this one has just died.
     """
-    with suppress(OSError, LookupError):
-        address, port = job.addresses[rank]
-        for _ in range(3):
-            socket.create_connection((address, port), job.patience).close()     # refused: the rank is dead
-            with suppress(RuntimeError):
-                wait = timedelta(seconds=job.patience)
-                store = dist.TCPStore(address, port, timeout=wait, wait_for_workers=False)
-                store.set_timeout(timedelta(seconds=300))
-                return dist.PrefixStore("attempt0", store)
+    for _ in range(3):
+        if not accepts(job, rank):
+            return None
+        with suppress(RuntimeError):
+            wait = timedelta(seconds=job.patience)
+            store = dist.TCPStore(*job.addresses[rank], timeout=wait, wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=300))
+            return dist.PrefixStore("attempt0", store)

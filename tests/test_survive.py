@@ -32,8 +32,8 @@ from tests.harness import (SMALL, assert_same, checkpoint, fork, metrics, proces
                            store_host, train_main)
 
 
-Fault = enum.Enum("Fault", """DIE_BEFORE_EXCHANGE DIE_IN_EXCHANGE HANG SLOW SEND_NAN DIE_IN_FORWARD
-    DIE_IN_BACKWARD CRASH_IN_CHECKPOINT DIE_IN_EVALUATION LOSE_STORE LOSE_NODE_0 PAUSE DIE_IN_HAND_OVER""")
+Fault = enum.Enum("Fault", """LATE PAUSE DIE_IN_HAND_OVER HANG SLOW SEND_NAN DIE_BEFORE_EXCHANGE LOSE_STORE
+    DIE_IN_EXCHANGE DIE_IN_FORWARD DIE_IN_BACKWARD CRASH_IN_CHECKPOINT DIE_IN_EVALUATION LOSE_NODE_0""")
 FAULTS = ["--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
           "--save-every", 20, "--name", "x", *SMALL, "--layers", 1]
 LONG = ["--steps", 120, "--eval-every", 60, "--save-every", 60, "--lr", 1e-2]
@@ -79,6 +79,7 @@ ACTS = {    # fault: (at a call of what, what this process does before it)
     Fault.SEND_NAN: (SurvivingNoLoCo, "exchange", send_nan),
     Fault.DIE_IN_FORWARD: (Llama, "blocks", die),
     Fault.SLOW: (Llama, "blocks", lambda *_: time.sleep(0.01)),
+    Fault.LATE: (Llama, "blocks", lambda *_: time.sleep(1)),
     Fault.DIE_IN_BACKWARD: (torch.Tensor, "backward", die),
     Fault.DIE_IN_HAND_OVER: (SurvivingPipeline, "hand_over", die),
     Fault.CRASH_IN_CHECKPOINT: (torch, "save", write_half),
@@ -170,7 +171,7 @@ def sound(corpus, tmp_path_factory):
 SMOKE = [(Fault.SEND_NAN, "one stage"),        # test_a_restarted_replica has a death on one stage
          (Fault.DIE_IN_BACKWARD, "pipeline"), (Fault.LOSE_STORE, "pipeline"), (Fault.DIE_IN_FORWARD, "skip")]
 CASES = [pytest.param(f, j, id=f"{f.name}-{j}", marks=[] if (f, j) in SMOKE else pytest.mark.faults)
-         for j in [*JOBS][:4] for f in [*Fault][:-2]]
+         for j in [*JOBS][:4] for f in [*Fault][3:]]
 
 
 @pytest.mark.parametrize("fault, job", CASES)
@@ -202,6 +203,13 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
     assert not dies or rows[-1]["ranks"] == world - 1
     assert rows[-1]["step"] == (120 if job.startswith("one") else 60)
     assert rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
+
+
+def test_the_first_rank_waits_at_the_end_for_a_late_replica(corpus, tmp_path):
+    """It hosts the store. The others end seconds before the late one."""
+    world, argv = command("one stage", tmp_path, "--steps", 40, "--data", corpus)
+    results = processes(world, _faulty, world, None, argv, [(Fault.LATE, 2, 36)], None, cwd=tmp_path)
+    assert [code for code, _ in results] == [0] * 4 and checkpoint(tmp_path / "runs/x", 40, 2)["step"] == 40
 
 
 @pytest.fixture(scope="module")
