@@ -366,7 +366,7 @@ def draw_many(plt, found):
         band(axis, curves, x, COLOURS[colour], ls="-" if optimizer == "adam" else "--", marker="o",
              label=f"{name}, {optimizer.title()}")
     axis.set_xscale("log", base=2)
-    axis.set(xlabel="replicas (bands: range of three seeds; 64 replicas: one seed)",
+    axis.set(xlabel="replicas (bands: range of three seeds; 64 replicas: seed 0 alone)",
              xticks=REPLICAS, xticklabels=REPLICAS, ylabel="% perplexity over DDP's with as many replicas",
              title="The gap to DDP grows with the replicas; it is smaller with Muon (dashed)")
     label_ends(axis)
