@@ -361,12 +361,14 @@ def draw_many(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 4.8))
     for (name, colour), optimizer in itertools.product(DRAWN.items(), RATES):
         gaps = {n: over_ddp(runs.get((optimizer, n), {}), SHOWN[name]) for n in REPLICAS}
-        x = [n for n in REPLICAS if gaps[n]]
-        curves = [[100 * gaps[n][i] for n in x if i < len(gaps[n])] for i in range(3)]      # a seed's gaps
+        x = [n for n in REPLICAS[:-1] if gaps[n]]
+        curves = [[100 * gap for gap in gaps_of_seed] for gaps_of_seed in zip(*(gaps[n] for n in x))]
         band(axis, curves, x, COLOURS[colour], ls="-" if optimizer == "adam" else "--", marker="o",
              label=f"{name}, {optimizer.title()}")
+        first_seed = [100 * gaps[n][0] for n in REPLICAS[-2:]]
+        axis.plot(REPLICAS[-2:], first_seed, color=COLOURS[colour], ls=":", lw=1, marker=".")
     axis.set_xscale("log", base=2)
-    axis.set(xlabel="replicas (bands: range of three seeds; 64 replicas: seed 0 alone)",
+    axis.set(xlabel="replicas (bands: range of three seeds; dotted: seed 0 alone)",
              xticks=REPLICAS, xticklabels=REPLICAS, ylabel="% perplexity over DDP's with as many replicas",
              title="The gap to DDP grows with the replicas; it is smaller with Muon (dashed)")
     label_ends(axis)
