@@ -93,6 +93,7 @@ def standby_of(job, rank):
     """The standby store of a rank; None if it takes no connection, or does not answer in three tries.
 
     A rank on a busy machine may miss one. Longer tries would hold up every rank when this one has just died.
+    A stopped process takes the connection and never answers; torch (2.13) then waits without a timeout.
     """
     for _ in range(3):
         if not accepts(job, rank):
