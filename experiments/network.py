@@ -141,6 +141,10 @@ class Clock(report.Meter):
 
     def add(self, *numbers):
         super().add(*numbers)
+        self.reckon()
+
+    def reckon(self):
+        """After a step: the pace counts from half of the warm-up on; at its end it sets the steps."""
         now, steps, o = time.perf_counter() - self.clock, self.run.step + 1, self.run.o
         if not self.begun and self.run.step >= o.warmup // 2:
             self.begun = now, steps
@@ -182,8 +186,7 @@ class Leading(Clock):
 class Following(Leading):
     """The other ranks': after outer steps they read rank 0's newest numbers, if there are any yet."""
 
-    def add(self, *numbers):
-        report.Meter.add(self, *numbers)
+    def reckon(self):
         o, store = self.run.o, self.run.job.store
         outer = self.run.step >= o.warmup and self.run.step % o.inner_steps == 0
         if outer and store.check(["clock"]):
@@ -220,7 +223,9 @@ def clocked(argv):
         run.corpus.heldout = half.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
     run.theta = run.theta[:1 << 16]         # evaluations send these alone; the checkpoint is never read
     if own.clock:
-        kind = Clock if not run.o.survive else Following if job.rank else Leading
+        kind = Clock
+        if run.o.survive:
+            kind = Following if job.rank else Leading
         run.meter = kind(run=run, own=own)
     else:
         time_alone(run)

@@ -360,12 +360,13 @@ def draw_many(plt, found):
     runs = by_trial(found)
     figure, axis = plt.subplots(figsize=(WIDTH, 4.8))
     for (name, colour), optimizer in itertools.product(DRAWN.items(), RATES):
-        gaps = {n: over_ddp(runs.get((optimizer, n), {}), SHOWN[name]) for n in REPLICAS}
-        x = [n for n in REPLICAS[:-1] if gaps[n]]
-        curves = [[100 * gap for gap in gaps_of_seed] for gaps_of_seed in zip(*(gaps[n] for n in x))]
-        band(axis, curves, x, COLOURS[colour], ls="-" if optimizer == "adam" else "--", marker="o",
+        gaps = {n: [100 * gap for gap in over_ddp(runs.get((optimizer, n), {}), SHOWN[name])]
+                for n in REPLICAS}
+        x = [n for n in REPLICAS[:-1] if gaps[n]]               # the last has one seed
+        seeds = [*zip(*(gaps[n] for n in x))]
+        band(axis, seeds, x, COLOURS[colour], ls="-" if optimizer == "adam" else "--", marker="o",
              label=f"{name}, {optimizer.title()}")
-        first_seed = [100 * gaps[n][0] for n in REPLICAS[-2:]]
+        first_seed = [gaps[n][0] for n in REPLICAS[-2:]]
         axis.plot(REPLICAS[-2:], first_seed, color=COLOURS[colour], ls=":", lw=1, marker=".")
     axis.set_xscale("log", base=2)
     axis.set(xlabel="replicas (bands: range of three seeds; dotted: seed 0 alone)",

@@ -50,7 +50,7 @@ class SurvivingNoLoCo(NoLoCo):
         self.store, self.timeout, self.catch_up, self.excluded = store, timeout, catch_up, excluded
         self.name = f"outer/{self.ranks[0]}"
         self.tell, self.reset = tell, reset
-        self.late, self.last_stale_list = False, -1     # the last step whose list may name an absent one
+        self.late, self.last_stale_list = False, -1     # the last outer step whose list may name an absentee
         self.alone = self.alone_in_a_row = 0
         self.unreached = set()              # since the last exchange: partners that came, but sent nothing
 

@@ -134,9 +134,9 @@ class SurvivingJob(Job):
         return members, connect(self.store, key, self.rank, members, 2 * self.patience)
 
     def close(self):
-        """As Job.close. The first rank, which may host the store, then waits for late ranks: 5 timeouts."""
+        """As Job.close. The first rank may host the store, so it waits for late ranks, at most 5 timeouts."""
         super().close()
-        late = [r for r in self.unanswered - self.excluded if self.leads and accepts(self, r)]
+        late = [r for r in self.unanswered - self.excluded if accepts(self, r)]
         self.say([f"waiting up to {5 * self.timeout:g} s for rank {r}, which is late" for r in late])
         with contextlib.suppress(RuntimeError):
             self.store.wait([f"done/{r}" for r in late], timedelta(seconds=5 * self.timeout))

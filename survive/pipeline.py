@@ -64,7 +64,7 @@ class SurvivingPipeline(Pipeline):
         self.marker = lost_marker(self.message_shape, self.dtype)
         self.waiting = self.arrival = None                  # a peer; the Future of its message or its group
         self.broken = set()                                 # peers whose connection broke during a wait
-        self.busy_until = self.grace = torch.inf             # see `allow`; the first run may compile
+        self.busy_until = self.grace = torch.inf            # see `allow`; the first run may compile
         self.stopped = threading.Event()
         self.watcher = threading.Thread(target=self.watch, daemon=True)
         if self.peers and not job.asks:
