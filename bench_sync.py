@@ -297,11 +297,16 @@ def methods(o, params):
         dist.all_reduce(grad)
         grad.div_(dist.get_world_size())
 
+    pair = noloco.group(0)
+
+    def exchange():
+        noloco.exchange(theta, pair)
+
     ring = 2 * (dist.get_world_size() - 1) * theta.nbytes // dist.get_world_size()
     reduce, swap = "all-reduce of theta", "exchange of theta"
     return {
         "memcpy of theta": Timed(lambda: grad.copy_(theta)),
-        swap: Timed(noloco.exchange, sent=lambda: noloco.bytes_sent),
+        swap: Timed(exchange, sends=noloco.cost(pair)),
         reduce: Timed(lambda: dist.all_reduce(grad), before=lambda: grad.copy_(theta), sends=ring),
         "DDP: gradient": Timed(ddp, sends=ring, floor=reduce),
         "DiLoCo": Timed(diloco.step, sent=lambda: diloco.bytes_sent, floor=reduce),

@@ -18,13 +18,14 @@ released code's bytes. The released code sets gamma = beta (the paper gives no v
 
 Deviations: the paper prints -beta in N2, which would climb; its appendix and the released code have +beta.
 What it calls Nesterov momentum is, as printed, heavy-ball momentum, here too. The paper sends phi during the
-inner steps; here phi, where it travels at all, goes beside theta (plumbing/overlap.py sends it ahead).
+inner steps; here phi, where it travels at all, goes beside theta (gossip/delay.py sends it ahead).
 Weights, phi and delta are fp32. docs/differences.md lists the rest.
 """
+import math
 import random
 import warnings
-from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,126 +55,282 @@ def outer_update(phi, delta, mean_theta, mean_phi, alpha, beta, gamma):
     phi.add_(delta)                                         # N3
 
 
+class Fp32:
+    """How a vector is written as a message, and read: here it is the message. A NoLoCo has one of its own.
+
+    gossip/onebyte.py has another such codec, which writes a byte a weight.
+    exact: whether a partner reads the very numbers that were sent.
+    """
+    exact = True
+
+    def fit(self, theta, lengths):
+        """Prepare for vectors like theta, whose tensors have these lengths. Returns the pieces, slices in
+        which the outer step goes through the vectors: on CPUs a piece stays in cache.
+        """
+        size = 1 << 24 if theta.is_cuda else 1 << 17
+        self.pieces = [slice(start, start + size) for start in range(0, len(theta), size)]
+        return self.pieces
+
+    def bytes(self, size):
+        """Of a message of `size` weights."""
+        return 4 * size
+
+    def encode(self, vector, phi):
+        """The message. phi: this replica's slow weights, from which `vector` set out."""
+        return vector
+
+    def decode(self, message, number, own):
+        """The weights of piece `number`, fp32. own: this replica's weights there, which it sent itself."""
+        return message[self.pieces[number]].to(own.device)
+
+
+class Arrived(NamedTuple):
+    """What the group of an outer step sent each other."""
+    thetas: list        # messages by rank, this replica's own vector among them; DiLoCo: one vector, the sum
+    phis: list          # likewise; empty where gamma = beta
+    n: int              # how many replicas the thetas add up to
+
+
 class NoLoCo:
     """N1 to N3 for any model and optimizer: call `step()` after every step of the inner optimizer.
 
     First call init_process_group, then load, tie and move the model, then make this: phi starts as the
     weights are now. Numbers that are not finite are not checked here.
     params: model.parameters(), equal on all replicas. They become views of one vector (see `flatten`, also
-    for the errors). Frozen parameters and buffers stay as they are and do not travel.
+    for the errors). Frozen parameters and buffers stay as they are and do not travel. A layer that is
+    replaced later, a deepcopy of the model, and load_state_dict(assign=True) have other parameters: outer
+    steps do not reach them. `step` warns where a parameter does not move.
     ranks: the global ranks of this model's replicas (of this pipeline stage, of this shard); None: all.
     inner_steps: m. group_size: n. gamma: None means beta. The optimizer may set gradients to None.
+    offset: the outer steps come so many inner steps later, with groups of their own (for fragments).
+    codec: how vectors are written as messages (None: fp32).
     Memory beside the model: phi, delta and one receive buffer per partner, each as large as theta. CUDA over
     Gloo also has a buffer to send from. There are twice as many buffers where gamma differs from beta.
     NCCL: call torch.distributed.barrier() once before, since its first message must have every rank in it.
     Replicas stay together, in mean square, for gamma = beta, 0 < gamma < 2 (1 - alpha^2) / (1 - alpha +
     2 alpha / n): ours, for many replicas, plain SGD and a quadratic loss (docs/stability.md).
+    Raises ValueError for settings that cannot be meant; docs/trainers.md has their ranges.
     """
+    spoils = False      # whether `exchange` overwrites the vector that it is given
 
     def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=None,
-                 group_size=2, seed=0):
-        # torchrun without init_process_group: each process would train alone, silently
-        alone = ranks is None and dist.is_torchelastic_launched() and not dist.is_initialized()
-        self.rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+                 group_size=2, seed=0, offset=0, codec=None):
+        self.rank, world = 0, 1
+        if dist.is_initialized():
+            self.rank, world = dist.get_rank(), dist.get_world_size()
+        elif ranks is None and dist.is_torchelastic_launched():
+            raise ValueError("call init_process_group first: each process would train alone")
         self.ranks = list(range(world) if ranks is None else ranks)
-        if inner_steps < 1 or group_size < 2 or alone or (world > 1 and self.rank not in self.ranks):
-            raise ValueError("needs init_process_group, its rank in ranks, inner_steps >= 1, group_size >= 2")
-        self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
-        self.alpha, self.beta, self.gamma = alpha, beta, beta if gamma is None else gamma
+        if world > 1 and self.rank not in self.ranks:
+            raise ValueError(f"rank {self.rank} is not among the ranks {self.ranks} of its replicas")
+        if world > 1 and not set(self.ranks) <= set(range(world)):
+            raise ValueError(f"ranks {self.ranks}: there are only ranks 0 to {world - 1}")
+        self.inner_steps, self.offset = inner_steps, offset
+        self.alpha, self.beta = alpha, beta
+        self.gamma = beta if gamma is None else gamma
+        self.group_size, self.seed = group_size, seed
+        self.refuse_settings()
+        if isinstance(params, torch.nn.Module):
+            raise ValueError("give the model's parameters: NoLoCo(model.parameters())")
         self.params = list(params)
         self.theta, _ = flatten(self.params)
-        self.phi, self.delta = self.theta.clone(), torch.zeros_like(self.theta)
+        self.phi = self.theta.clone()
+        self.delta = torch.zeros_like(self.theta)
         self.places = self.whereabouts()
-        self.pieces = 1 << 24 if self.theta.is_cuda else 1 << 17    # floats in a piece: on CPUs in cache
-        self.steps = self.bytes_sent = self.alike = 0
+        self.codec = codec or Fp32()
+        if self.gamma != self.beta and not self.codec.exact:
+            raise ValueError(f"this codec sends theta alone, so gamma must be beta, not {self.gamma} and "
+                             f"{self.beta}")
+        self.pieces = self.codec.fit(self.theta, self.lengths())
+        self.steps = 0
+        self.bytes_sent = 0
+        self.alike = 0              # outer steps in a row in which partners brought equal weights
+        self.stuck = {}             # {number of a parameter: outer steps in a row in which it did not move}
         self.buffers = {}
         nccl = world > 1 and "nccl" in str(dist.get_backend_config())
         self.message_device = self.theta.device if nccl else torch.device("cpu")    # Gloo sends host memory
 
+    def refuse_settings(self):
+        """Raises ValueError for the first setting that is out of its range."""
+        for name in "inner_steps", "group_size", "offset":
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} counts, so it is an int, not {getattr(self, name)!r}")
+        if self.inner_steps < 1:
+            raise ValueError(f"inner_steps must be at least 1, not {self.inner_steps}")
+        if self.group_size < 2:
+            raise ValueError(f"group_size must be at least 2, not {self.group_size}")
+        if not 0 <= self.offset < self.inner_steps:
+            raise ValueError(f"offset must be from 0 to inner_steps - 1, not {self.offset}")
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"alpha, the momentum, must be at least 0 and below 1, not {self.alpha}")
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"beta, the outer learning rate, must be above 0, not {self.beta}")
+        if not 0 <= self.gamma <= 2 * (1 + self.alpha):
+            raise ValueError(f"gamma must be from 0 to 2 (1 + alpha), not {self.gamma}: beyond it replicas "
+                             "drift apart in groups of any size (docs/stability.md)")
+
     @torch.no_grad()
     def step(self):
-        """Count an inner step; the m-th ends with the outer step. Returns whether this one did."""
-        if self.steps == 0 and len(self.ranks) > 1:
-            self.compare()
-        due = (self.steps + 1) % self.inner_steps == 0
+        """Count an inner step; every m-th ends with the outer step. Returns whether this one did."""
+        self.check()
+        due = self.due()
         if due:
-            if self.whereabouts() != self.places:
-                raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then NoLoCo")
-            self.outer_step(*self.exchange())
+            self.meet()
         self.steps += 1
         return due
 
-    def outer_step(self, thetas, phis, n):
-        """N1 to N3. n: how many replicas the thetas add up to; DiLoCo passes one sum of n.
+    def due(self):
+        """Whether the present inner step ends with an outer step."""
+        return (self.steps + 1 - self.offset) % self.inner_steps == 0
 
-        phis: empty where gamma = beta.
+    @property
+    def current(self):
+        """The number of the next outer step; the first is 0 (with an offset -1)."""
+        return (self.steps - self.offset) // self.inner_steps
+
+    def meet(self):
+        """An outer step."""
+        group = self.group(self.current)
+        self.bytes_sent += self.cost(group)
+        self.outer_step(self.theta, self.exchange(self.theta, group))
+
+    def outer_step(self, theta, arrived):
+        """N1 to N3, with what the group of `theta` sent. theta becomes the new phi."""
+        self.before_merge(arrived)
+        for number, piece in enumerate(self.pieces):
+            self.update(number, theta, arrived)
+            theta[piece].copy_(self.phi[piece])                                 # N3
+
+    def update(self, number, theta, arrived):
+        """N2' and N3's phi, for piece `number` of all vectors. Override it for an outer rule of your own."""
+        piece = self.pieces[number]
+        own = theta[piece]
+        mean_theta = self.mean(arrived.thetas, number, own, arrived.n)
+        mean_phi = None
+        if arrived.phis:
+            mean_phi = self.mean(arrived.phis, number, own, arrived.n)
+        outer_update(self.phi[piece], self.delta[piece], mean_theta, mean_phi,
+                     self.alpha, self.beta, self.gamma)
+
+    def mean(self, messages, number, own, n):
+        """Of piece `number` of these messages, added up by rank: so all of the group get the same bits."""
+        total = self.codec.decode(messages[0], number, own)
+        for message in messages[1:]:
+            total = total + self.codec.decode(message, number, own)
+        return total / n
+
+    def group(self, outer):
+        """The ranks of the group of outer step number `outer`, this one among them."""
+        seed = self.seed
+        if self.offset:
+            seed = f"{self.seed} {self.offset}"                 # fragments draw apart
+        groups = random_groups(self.ranks, self.group_size, outer, seed)
+        return next(group for group in groups if self.rank in group)
+
+    def cost(self, group):
+        """Bytes that this replica sends in an exchange with this group."""
+        vectors = 1 if self.gamma == self.beta else 2
+        return vectors * (len(group) - 1) * self.codec.bytes(len(self.theta))
+
+    def exchange(self, theta, group, lane=None):
+        """Swap theta and, where gamma is not beta, phi with the group. Returns what Arrived.
+
+        lane: the process group in which messages travel (None: the default one). The messages lie in buffers
+        that the next exchange uses again.
         """
-        vectors = self.theta, self.phi, self.delta, *thetas, *phis
-        for theta, phi, delta, *others in zip(*(v.split(self.pieces) for v in vectors)):
-            others = [v.to(theta.device) for v in others]
-            mean_theta = reduce(torch.add, others[:len(thetas)]) / n        # by rank: the same bits for all
-            mean_phi = reduce(torch.add, others[len(thetas):]) / n if phis else None
-            outer_update(phi, delta, mean_theta, mean_phi, self.alpha, self.beta, self.gamma)
-            theta.copy_(phi)                                                # N3
+        vectors = {"theta": theta}
+        if self.gamma != self.beta:
+            vectors["phi"] = self.phi
+        swapped = self.swap(vectors, group, lane)
+        return Arrived(swapped["theta"], swapped.get("phi", []), len(group))
 
-    def group(self):
-        """The group of the next outer step: its ranks, this one among them."""
-        groups = random_groups(self.ranks, self.group_size, self.steps // self.inner_steps, self.seed)
-        return next(g for g in groups if self.rank in g)
+    def swap(self, vectors, group, lane=None):
+        """Swap {name: vector} with the partners. Returns {name: the group's messages, by rank}.
 
-    def exchange(self):
-        """The group's thetas and, where gamma is not beta, phis, by rank, its own among them; and n."""
-        vectors = {"theta": self.theta} | ({} if self.gamma == self.beta else {"phi": self.phi})
-        (thetas, *phis), works = self.post(self.group(), vectors)
-        for work in works:
-            work.wait()                         # also for what this replica sent, which is about to change
-        self.notice(thetas)                     # averaged gradients would make outer steps useless
-        return thetas, phis[0] if phis else [], len(thetas)
-
-    def post(self, group, vectors, lane=None):
-        """Swap {name: vector} with the partners: (for each name the group's vectors, by rank; works).
-
-        Both directions are posted at once. Messages have no tags: a pair's match by the order of `vectors`. A
-        partner's vector is there when the works are done.
-        lane: the process group to send in (None: the default one).
+        Both directions are posted at once. Messages have no tags: a pair's match by the order of `vectors`.
         """
         partners = [r for r in group if r != self.rank]
-        ops, arriving = [], []
+        swapped = {}
+        operations = []
         for name, vector in vectors.items():
-            mine = self.encode(vector, name)
+            mine = self.staged(name, self.codec.encode(vector, self.phi))
             theirs = {r: self.buffer((name, i), mine) for i, r in enumerate(partners)}
-            ops += [dist.P2POp(dist.irecv, theirs[r], r, lane) for r in partners]
-            ops += [dist.P2POp(dist.isend, mine, r, lane) for r in partners]
-            arriving.append([self.decode(theirs[r]) if r in theirs else vector for r in group])
-            self.bytes_sent += len(partners) * mine.nbytes
-        return arriving, dist.batch_isend_irecv(ops) if ops else []
+            operations += [dist.P2POp(dist.irecv, theirs[r], r, lane) for r in partners]
+            operations += [dist.P2POp(dist.isend, mine, r, lane) for r in partners]
+            swapped[name] = [theirs.get(r, vector) for r in group]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for work in works:
+            work.wait()                         # also for what this replica sent, which is about to change
+        return swapped
 
-    def encode(self, vector, name):
-        """A vector as a message. (plumbing/onebyte.py sends a byte a weight.)"""
-        return vector if vector.device == self.message_device else self.buffer(name, vector).copy_(vector)
-
-    def decode(self, message):
-        """The vector in a message perhaps still under way, or an object that splits alike. Here: itself."""
-        return message
+    def staged(self, name, message):
+        """The message where it can be sent: Gloo sends host memory only."""
+        if message.device == self.message_device:
+            return message
+        return self.buffer(name, message).copy_(message)
 
     def buffer(self, key, like):
         """Room for a message, made once."""
+        key = key, like.dtype
         if key not in self.buffers:
-            self.buffers[key] = torch.empty_like(like, device=self.message_device)
+            pinned = self.theta.is_cuda and self.message_device.type == "cpu"
+            self.buffers[key] = torch.empty_like(like, device=self.message_device, pin_memory=pinned)
         return self.buffers[key]
 
-    def notice(self, thetas):
-        """The first rank warns if partners twice running bring equal thetas that have moved."""
-        def same(a, b):                         # ends at the first piece that differs
-            return all(torch.equal(p.cpu(), q.cpu()) for p, q in zip(a.split(1 << 20), b.split(1 << 20)))
-        moved = len(thetas) > 1 and not same(thetas[0], self.phi)
-        self.alike = self.alike + 1 if moved and all(same(thetas[0], theta) for theta in thetas[1:]) else 0
-        if self.alike == 2 and self.rank == self.ranks[0]:
-            warnings.warn("partners hold equal weights already: is something else averaging gradients? DDP?")
+    # ---- what goes wrong in other people's trainers
+
+    def check(self):
+        """Compare initial weights, once; before each outer step see whether theta still has the weights."""
+        if self.steps == 0 and len(self.ranks) > 1:
+            self.compare()
+        if self.due():
+            if self.whereabouts() != self.places:
+                raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then NoLoCo")
+            self.warn_of_stuck()
 
     def whereabouts(self):
         """Each trainable parameter's address. Once one changes, theta no longer holds the weights."""
         return [p.requires_grad and p.data_ptr() for p in self.params]
+
+    def lengths(self):
+        """Of each tensor in theta, in order, with the gap that follows it."""
+        trainable = [place for place in self.places if place]
+        starts = sorted({(place - self.theta.data_ptr()) // 4 for place in trainable})
+        return [after - start for start, after in pairwise([*starts, len(self.theta)])]
+
+    def warn_of_stuck(self):
+        """The first rank warns of parameters that did not move before two outer steps running.
+
+        They are no longer the model's, most often.
+        """
+        if self.rank != self.ranks[0]:
+            return
+        start = 0
+        for number, length in enumerate(self.lengths()):
+            tensor = slice(start, start + length)
+            start += length
+            if moved(self.theta[tensor], self.phi[tensor]):
+                self.stuck.pop(number, None)
+            else:
+                self.stuck[number] = self.stuck.get(number, 0) + 1
+        if 2 in self.stuck.values():
+            warnings.warn(f"{len(self.stuck)} parameters do not move, the first of {number + 1} being "
+                          f"number {min(self.stuck)}: does the model still use them? (Not after "
+                          "load_state_dict(assign=True), with a replaced layer, or in a deepcopy.)")
+
+    def before_merge(self, arrived):
+        """Called once with what arrived, before it is merged. The first rank warns if partners twice running
+        bring equal thetas that have moved: averaged gradients would make outer steps useless.
+        """
+        if not self.codec.exact:
+            return
+        first, *others = arrived.thetas
+        same = bool(others) and moved(first, self.phi)
+        for theta in others:
+            same = same and not moved(first, theta)
+        self.alike = self.alike + 1 if same else 0
+        if self.alike == 2 and self.rank == self.ranks[0]:
+            warnings.warn("partners hold equal weights already: is something else averaging gradients? DDP?")
 
     def compare(self):
         """At the first step the first replica warns of initial weights that differ.
@@ -182,21 +339,30 @@ class NoLoCo:
         """
         mine = sum(v.view(torch.int32).sum() for v in self.phi.split(1 << 20)).to(self.message_device)
         if self.rank != self.ranks[0]:
-            return dist.send(mine, self.ranks[0])
+            dist.send(mine, self.ranks[0])
+            return
         for r in self.ranks[1:]:
-            dist.recv(theirs := torch.empty_like(mine), r)
+            theirs = torch.empty_like(mine)
+            dist.recv(theirs, r)
             if theirs != mine:
                 warnings.warn(f"rank {r} began with other weights than rank {self.rank}: seed all alike")
 
+    # ---- checkpoints, and the end
+
     def settle(self):
-        """Call before the process ends. Here nothing is under way then; plumbing/overlap.py overrides it."""
+        """Call before the process ends. Here nothing is under way then; gossip/delay.py waits."""
 
     def state_dict(self):
         """theta is in the model. Every rank needs a checkpoint of its own."""
         return {"phi": self.phi, "delta": self.delta, "steps": self.steps}
 
     def load_state_dict(self, state):
-        """All replicas load together. Raises RuntimeError when the state has another number of weights."""
+        """All replicas load together. Raises RuntimeError when the state lacks something, or is that of
+        another number of weights.
+        """
+        lacking = {"phi", "delta", "steps"} - set(state)
+        if lacking:
+            raise RuntimeError(f"this is no state of NoLoCo: it lacks {', '.join(sorted(lacking))}")
         self.phi.copy_(state["phi"])
         self.delta.copy_(state["delta"])
         self.steps = state["steps"]
@@ -205,16 +371,34 @@ class NoLoCo:
 class DiLoCo(NoLoCo):
     """The baseline: one group with everyone, by an all-reduce."""
 
-    def __init__(self, params, ranks=None, *, inner_steps=100, alpha=0.3, beta=0.7):
-        super().__init__(params, ranks, inner_steps=inner_steps, alpha=alpha, beta=beta)
-        self.everyone = len(self.ranks) > 1 and dist.new_group(self.ranks, use_local_synchronization=True)
+    spoils = True
 
-    def exchange(self):
-        n = len(self.ranks)
-        if n > 1:                               # in place: theta becomes phi in any case
-            dist.all_reduce(self.theta, group=self.everyone)
-            self.bytes_sent += 2 * (n - 1) * self.theta.nbytes // n         # what a ring sends
-        return [self.theta], [], n
+    def __init__(self, params, ranks=None, *, inner_steps=100, alpha=0.3, beta=0.7, offset=0):
+        super().__init__(params, ranks, inner_steps=inner_steps, alpha=alpha, beta=beta, offset=offset)
+        self.everyone = None
+        if len(self.ranks) > 1:
+            self.everyone = dist.new_group(self.ranks, use_local_synchronization=True)
+
+    def group(self, outer):
+        return tuple(self.ranks)
+
+    def cost(self, group):
+        """What a ring sends."""
+        return 2 * (len(group) - 1) * self.theta.nbytes // len(group)
+
+    def exchange(self, theta, group, lane=None):
+        """The sum takes theta's place, which becomes phi in any case. It has a process group of its own."""
+        if self.everyone:
+            dist.all_reduce(theta, group=self.everyone)
+        return Arrived([theta], [], len(group))
+
+
+def moved(a, b):
+    """Whether two vectors differ, on whichever devices. Most often the first numbers tell."""
+    if not torch.equal(a[:1 << 10].cpu(), b[:1 << 10].cpu()):
+        return True
+    pieces = zip(a.split(1 << 20), b.split(1 << 20))
+    return any(not torch.equal(p.cpu(), q.cpu()) for p, q in pieces)
 
 
 def flatten(params):
@@ -230,21 +414,46 @@ def flatten(params):
         raise ValueError("sharded parameters: give plain copies of this rank's shards (docs/hosts.md)")
     if len({p.device for p in params}) != 1 or {p.dtype for p in params} != {torch.float32}:
         raise ValueError("give trainable float32 parameters (bf16 rounds small updates away), on one device")
-    *starts, size = accumulate((-(-p.numel() // 16) * 16 for p in params), initial=0)   # 64-byte boundaries
-
-    def vector(tensors):
-        first = tensors[0]
-        if all(t is not None and t.is_contiguous() and t.data_ptr() == first.data_ptr() + 4 * a
-               for t, a in zip(tensors, starts)) \
-                and first.untyped_storage().nbytes() == 4 * size:
-            return first.as_strided((size,), (1,))          # they are views of such a vector already
-        flat = torch.zeros(size, dtype=torch.float32, device=params[0].device)
-        for t, a in zip(tensors, starts):
-            if t is not None:
-                flat[a:a + t.numel()].view(t.shape).copy_(t)
-        return flat
-
-    theta, grad = vector([p.data for p in params]), vector([p.grad for p in params])
-    for p, a in zip(params, starts):
-        p.data, p.grad = (v[a:a + p.numel()].view(p.shape) for v in (theta, grad))
+    rooms = [-(-p.numel() // 16) * 16 for p in params]          # floats: tensors begin at 64-byte boundaries
+    starts = [0, *accumulate(rooms)]
+    theta = one_vector([p.data for p in params], starts, params[0].device)
+    grad = one_vector([p.grad for p in params], starts, params[0].device)
+    for p, start in zip(params, starts):
+        place = slice(start, start + p.numel())
+        p.data = theta[place].view(p.shape)
+        p.grad = grad[place].view(p.shape)
     return theta, grad
+
+
+def one_vector(tensors, starts, device):
+    """A vector with copies of the tensors at these starts, of which the last is its length.
+
+    None counts as zeros. If the tensors lie like this already, the vector in which they lie.
+    """
+    size = starts[-1]
+    if lie_so(tensors, starts):
+        return tensors[0].as_strided((size,), (1,))
+    flat = torch.zeros(size, dtype=torch.float32, device=device)
+    for tensor, start in zip(tensors, starts):
+        if tensor is not None:
+            flat[start:start + tensor.numel()].view(tensor.shape).copy_(tensor)
+    return flat
+
+
+def lie_so(tensors, starts):
+    """Whether the tensors lie at these starts in one storage already, with zeros in the gaps: all tensors of
+    an earlier call of `flatten`, or neighbours among them.
+    """
+    if any(tensor is None for tensor in tensors):
+        return False
+    first = tensors[0]
+    storage = first.untyped_storage()
+    if 4 * (first.storage_offset() + starts[-1]) > storage.nbytes():
+        return False
+    for tensor, start in zip(tensors, starts):
+        alike = tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        if not (alike and tensor.is_contiguous() and tensor.data_ptr() == first.data_ptr() + 4 * start):
+            return False
+    flat = first.as_strided((starts[-1],), (1,))
+    gaps = [flat[start + tensor.numel():after] for tensor, (start, after) in zip(tensors, pairwise(starts))]
+    return not any(gap.any() for gap in gaps)

@@ -31,6 +31,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # or each broken connec
 import torch
 import torch.distributed as dist
 
+from gossip import outer_optimizer
+from gossip.sums import SUMS, Average
 from model import Config, Llama
 from noloco import flatten
 from planning.replan import Replanning, Timed
@@ -42,10 +44,8 @@ from plumbing.fast import FastLlama
 from plumbing.inner import Inner, adam, muon
 from plumbing.lanes import lanes
 from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
-from plumbing.overlap import overlapping
 from plumbing.processes import Job, complain, restarts
 from plumbing.report import Meter, banner
-from plumbing.wires import AVERAGES, KINDS
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
 # ---------------------------------------------------------------- options
@@ -385,15 +385,15 @@ def evaluate(pipeline, stages, corpus, o):
 # ---------------------------------------------------------------- a run
 
 
-def make_outer(job, o, params, replicas, inner, kinds=KINDS, **more):
-    """None for ddp and local. kinds: a class for each method and wire. more: what these classes also take."""
-    if o.method not in kinds:
+def make_outer(job, o, params, replicas, inner):
+    """The outer optimizer of this rank's stage. None for ddp and local."""
+    if o.method in ("ddp", "local"):
         return None
-    settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, **more)
+    settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
     if o.method == "noloco":
         settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
     wire = o.wire if len(replicas) > 1 else "fp32"
-    return kinds[o.method][wire](params, replicas, **settings)
+    return outer_optimizer(o.method, wire, o.delay, params, replicas, **settings)
 
 
 @dataclass
@@ -411,7 +411,7 @@ class Run:
     grad: torch.Tensor      # their gradients, in another
     inner: Inner            # the inner optimizer
     folder: Path            # runs/NAME
-    outer: object = None            # plumbing/wires.py lists the classes; None for ddp and local
+    outer: object = None            # None for ddp and local
     average: object = None          # of gradients over the stage's replicas, for ddp
     pipeline: object = None
     routes: object = None
@@ -442,10 +442,8 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     if o.compile:
         for layer in model.model.layers.values():
             layer.compile()
-    # theta flies on, or phi goes ahead (plumbing/overlap.py)
-    more = overlapping(o) if o.delay or o.gamma != o.beta else {}
-    run.outer = make_outer(job, o, model.parameters(), replicas, inner, **more)
-    run.average = AVERAGES[o.wire](replicas) if o.method == "ddp" and len(replicas) > 1 else None
+    run.outer = make_outer(job, o, model.parameters(), replicas, inner)
+    run.average = Average(SUMS[o.wire], replicas) if o.method == "ddp" and len(replicas) > 1 else None
     run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     run.checkpoints = Checkpoints(job, run.folder)
     plan = go_on(run) if (o.resume or restarts()) and not job.joining else None

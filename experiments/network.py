@@ -41,7 +41,7 @@ from planning.instance import city_links
 from plumbing import report
 from plumbing.options import Parser
 from plumbing.processes import Job
-from plumbing.wires import KINDS
+from gossip import outer_optimizer
 
 SECONDS, IN_PIPELINES, FIRST, CPU = 60, 100, 20, 0.2
 EVALUATIONS = dict(validation=3, test=6)        # of a run
@@ -338,7 +338,7 @@ def time_alone(run, first=2, trials=7):
     """
     found, params = {}, list(run.model.parameters())
     for name, (method, wire) in ALONE.items():
-        outer, seconds = KINDS[method][wire](params, inner_steps=1), []
+        outer, seconds = outer_optimizer(method, wire, 0, params, inner_steps=1), []
         for _ in range(first + trials):
             moment = torch.tensor(time.monotonic() + 0.5, dtype=torch.float64)
             dist.broadcast(moment, 0)

@@ -29,7 +29,7 @@ from model import Llama
 from noloco import random_groups
 from plumbing.data import heldout_sequences, load_corpus, reader_of
 from plumbing.inner import Inner, adam
-from plumbing.onebyte import MARGIN
+from gossip.onebyte import MARGIN
 
 LEARN = "--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 --eval-sequences 512"
 SMALLER, SEQUENCES, LARGER = 4, 8, 32       # sequences of a replica's step
@@ -58,7 +58,7 @@ class Outer:
         self.steps, self.flying = 0, None
 
     def step(self):
-        """After an inner step: what arrives is merged, then what is due departs (plumbing/overlap.py)."""
+        """After an inner step: what arrives is merged, then what is due departs (gossip/delay.py)."""
         self.steps += 1
         t = self.trial
         if self.flying and (self.steps - t.delay) % t.every == 0:
@@ -99,7 +99,7 @@ class Outer:
         return torch.tensor(found, device=self.theta.device)
 
     def encoded(self):
-        """M1 and M2 of plumbing/onebyte.py: each weight's code and scale."""
+        """M1 and M2 of gossip/onebyte.py: each weight's code and scale."""
         moved, size = (torch.stack([part.amax(-1) for part in x.abs().split(self.lengths, -1)], -1)
                        for x in (self.theta - self.phi, self.theta))            # (seeds, N, tensors)
         scales = torch.maximum(moved * (MARGIN / 256), size * 2**-22).clamp(min=1e-30)
@@ -108,7 +108,7 @@ class Outer:
 
 
 def decoded(codes, scales, own):
-    """M3 of plumbing/onebyte.py."""
+    """M3 of gossip/onebyte.py."""
     return scales * (codes + 256 * ((own / scales - codes) / 256).round())
 
 

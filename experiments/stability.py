@@ -21,7 +21,7 @@ from tqdm import tqdm
 from experiments.pictures import COLOURS, WIDTH, show_head, show_row
 from experiments.runs import Part, headline
 from plumbing.options import TINY
-from plumbing.window import gamma_bound
+from gossip.window import gamma_bound
 
 REPLICAS, DRAWS, STEPS = 64, 8, 240          # draws of groups; outer steps, or --steps
 PULLS = (0.0, 0.3)

@@ -9,7 +9,8 @@ from pathlib import Path
 import bench_sync
 from bench_sync import Timed, quartiles
 from experiments.pictures import COLOURS, WIDTH, kept, label_ends, picture
-from plumbing.onebyte import OneByteNoLoCo
+from gossip.onebyte import OneByte
+from noloco import NoLoCo
 from plumbing.options import Parser
 from plumbing.processes import Job
 
@@ -18,9 +19,10 @@ SHADES = ("#BCBDDC", "#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")     
 
 def methods(o, params):
     """Beside bench_sync's: one byte a weight."""
-    rows, short = bench_sync.methods(o, params), OneByteNoLoCo(params, inner_steps=1, seed=o.seed)
-    sent = lambda: short.bytes_sent
-    rows["NoLoCo, one byte a weight"] = Timed(short.step, sent=sent, floor="exchange of theta")
+    rows = bench_sync.methods(o, params)
+    short = NoLoCo(params, inner_steps=1, seed=o.seed, codec=OneByte())
+    rows["NoLoCo, one byte a weight"] = Timed(short.step, sent=lambda: short.bytes_sent,
+                                              floor="exchange of theta")
     return rows
 
 

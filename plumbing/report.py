@@ -12,7 +12,7 @@ from datetime import timedelta
 from tqdm import tqdm
 
 from model import count_parameters
-from plumbing.window import gamma_bound
+from gossip.window import gamma_bound
 
 # What a rank counts over the whole run. A checkpoint keeps it; metrics.jsonl has the sum over the ranks.
 COUNTS = ("tokens", "skipped_steps", "lost_microbatches", "steps_alone", "sync_bytes", "pipeline_bytes")

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch
 
-from noloco import NoLoCo, random_groups
+from noloco import Arrived, Fp32, NoLoCo, random_groups
 from plumbing.processes import gloo_interface
 from survive.meeting import absent, announce, come_back, connect, mark_absent, members_of, position
 
@@ -64,11 +64,6 @@ class SurvivingNoLoCo(NoLoCo):
         if due:
             absent(self.store, self.ranks)                  # raises if the store is lost
         return due
-
-    @property
-    def current(self):
-        """The outer step that ends the present inner steps; the first is 0."""
-        return self.steps // self.inner_steps
 
     # ---- who meets whom
 
@@ -125,11 +120,11 @@ class SurvivingNoLoCo(NoLoCo):
     def compare(self):
         """Not here: replicas may be missing at the first step."""
 
-    def exchange(self):
-        """As NoLoCo.exchange, with the partners that came and whose numbers are finite."""
+    def meet(self):
+        """As NoLoCo.meet, with the partners that came and whose numbers are finite."""
         outer = self.current
         vectors = {"theta": self.theta} | ({} if self.gamma == self.beta else {"phi": self.phi})
-        members, arriving, works = (self.rank,), [[v] for v in vectors.values()], {}
+        members, arriving, works = (self.rank,), [[v] for v in vectors.values()], {}    # without partners
         missing, came, error = set(), set(), ""         # of the partners in this outer step
         try:
             announce(self.store, self.rank, outer, "late" if self.late else "in")
@@ -163,20 +158,24 @@ class SurvivingNoLoCo(NoLoCo):
             self.report("outer step without partners", missing=sorted(missing), error=error)
         arrived = {r: its for r, *its in zip(members, *arriving) if r not in missing}
         self.count(len(arrived), came & missing)
-        return self.accept(arrived)
+        self.outer_step(self.theta, self.accept(arrived))
 
-    def post(self, group, vectors, lane=None):
-        """As NoLoCo.post, with works as {partner: [...]}. lane: a process group in which ranks are places."""
+    def post(self, group, vectors, lane):
+        """As NoLoCo.swap, but it does not wait: returns the messages, and works as {partner: [...]}.
+
+        lane: a process group in which ranks are places.
+        """
         partners = [r for r in group if r != self.rank]
         arriving, works = [], {r: [] for r in partners}
+        codec = self.codec_for(group)
         for tag, (name, vector) in enumerate(vectors.items()):
-            mine = self.encode(vector, name)
+            mine = self.staged(name, codec.encode(vector, self.phi))
             theirs = {r: self.buffer((name, i), mine) for i, r in enumerate(partners)}
             for r in partners:
                 works[r].append(lane.recv([theirs[r]], group.index(r), tag))
             for r in partners:
                 works[r].append(lane.send([mine], group.index(r), tag))
-            arriving.append([self.decode(theirs[r]) if r in theirs else vector for r in group])
+            arriving.append([theirs.get(r, vector) for r in group])
             self.bytes_sent += len(partners) * mine.nbytes
         return arriving, works
 
@@ -200,7 +199,7 @@ class SurvivingNoLoCo(NoLoCo):
                   file=sys.stderr, flush=True)
 
     def accept(self, arrived):
-        """(thetas, phis, n) of the finite replicas. arrived: {rank: [theta, phi if it travels]}, by rank.
+        """What arrived of the finite replicas. arrived: {rank: [theta, phi if it travels]}, by rank.
 
         A replica that is not finite itself takes a partner's theta as its theta and phi, and delta = 0.
         Without a finite partner it takes its own phi. It does the outer step alone: Delta and delta are 0,
@@ -220,13 +219,38 @@ class SurvivingNoLoCo(NoLoCo):
             self.reset()
             finite = [self.rank]
         thetas, *phis = zip(*(arrived[r] for r in finite))
-        return thetas, phis[0] if phis else [], len(thetas)
+        return Arrived(list(thetas), list(phis[0]) if phis else [], len(thetas))
 
-    def finite(self, vector):
-        return bool(torch.isfinite(vector.sum()))
+    def codec_for(self, group):
+        """The codec that all of the group use: it sends fp32 where a replica is late, so that it may be far
+        from its partners. One byte can only carry a weight that is close to the reader's own.
+
+        A late replica says so before a meeting. Its partners read this before any message leaves.
+        """
+        if self.codec.exact:
+            return self.codec
+        far = [r for r in group if position(self.store, r)[1] == "late"]
+        if not far:
+            return self.codec
+        self.report("fp32 instead of int8", far=far)
+        return Fp32()
+
+    def finite(self, message):
+        """Whether the numbers in a message are finite.
+
+        One byte a weight is judged by its scales s, before it is read: its weights are at most B / 2 = 128 s
+        from the vector beside which it is read.
+        """
+        if message.dtype == torch.uint8:
+            message = 128 * self.codec.scales(message)
+        return bool(torch.isfinite(message.sum()))
 
     def adopt(self, theta):
-        self.phi.copy_(theta)
+        """phi becomes a partner's theta. A message is read beside phi, of the last outer step, since this
+        replica's own theta is not finite.
+        """
+        for number, piece in enumerate(self.pieces):
+            self.phi[piece].copy_(self.codec.decode(theta, number, self.phi[piece]))
 
     # ---- coming back
 
@@ -251,6 +275,6 @@ class SurvivingNoLoCo(NoLoCo):
         self.tell(dict(event="joined", step=self.steps, outer=outer, rank=self.rank, given_by=self.adopted))
 
 
-def joins(theta):
-    """Whether theta, or a message of it, is that of a replica which joins. (It travels in fp32.)"""
-    return torch.is_tensor(theta) and bool((theta == NO_WEIGHT).all())
+def joins(message):
+    """Whether a message is that of a replica which joins. (It travels in fp32.)"""
+    return message.dtype == torch.float32 and bool((message == NO_WEIGHT).all())

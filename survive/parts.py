@@ -32,16 +32,16 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import train
+from gossip.onebyte import OneByte
+from noloco import Fp32
 from plumbing.checkpoints import load, restore
 from plumbing.processes import BadInput, Job, forbid, one_line
-from survive.far import SurvivingOneByte
 from survive.meeting import Gone, Left, absent, come_back, connect, members_of, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 from survive.standby import accepts, enough, host_standby, move
 
-KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 EVENTS = {      # the first rank's line for each event, at its next evaluation
     "leapt": "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is left",
     "outer step without partners": "rank {rank} did outer step {outer} without ranks {missing} {error}",
@@ -195,13 +195,16 @@ def build(job, o, argv):
     return run
 
 
-def make_outer(job, o, params, replicas, inner, **_):         # phi never goes ahead
+def make_outer(job, o, params, replicas, inner):
+    """As train.make_outer. Here phi never goes ahead."""
     if o.method != "noloco" or job.world == 1:
         return train.make_outer(job, o, params, replicas, inner)
-    # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps there.
-    return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store, timeout=job.timeout,
-                            catch_up=len(o.stages) == 1, tell=job.tell, reset=inner.reset,
-                            excluded=job.excluded)
+    codec = OneByte() if o.wire == "int8" and len(replicas) > 1 else Fp32()
+    return SurvivingNoLoCo(
+        params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
+        group_size=o.group_size, seed=o.seed, codec=codec, store=job.store, timeout=job.timeout,
+        # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps there.
+        catch_up=len(o.stages) == 1, tell=job.tell, reset=inner.reset, excluded=job.excluded)
 
 
 def join(run):

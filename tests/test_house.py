@@ -8,15 +8,16 @@ import pytest
 from tests.harness import HERE
 
 ROOMS = ("noloco.py", "model.py", "skippipe.py", "train.py", "bench_sync.py", "test_minimal.py",
-         "plumbing", "planning", "survive", "tools", "experiments", "tests")
+         "gossip", "plumbing", "planning", "survive", "tools", "experiments", "tests")
 IMPORTS = {     # of ours; a room that is not named here may import everything
     "noloco.py": [], "model.py": [], "bench_sync.py": ["noloco"],
     "skippipe.py": ["planning.__main__"],       # by `python skippipe.py` only
+    "gossip": ["noloco", "gossip"],
     "planning": ["skippipe", "planning", "plumbing.processes"],
-    "plumbing": ["noloco", "model", "skippipe", "planning", "plumbing"],
+    "plumbing": ["noloco", "gossip", "model", "skippipe", "planning", "plumbing"],
 }
-EQUATIONS = {"N": "noloco.py", "S": "skippipe.py", "B": "bench_sync.py", "M": "plumbing/onebyte.py",
-             "Q": "plumbing/wires.py"}
+EQUATIONS = {"N": "noloco.py", "S": "skippipe.py", "B": "bench_sync.py", "M": "gossip/onebyte.py",
+             "Q": "gossip/sums.py"}
 
 
 def sources(*rooms):

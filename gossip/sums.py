@@ -1,7 +1,7 @@
 """Fewer bytes for the baselines: DDP's gradients and DiLoCo's Delta in bf16 or in one byte (`--wire`).
 
-Both are sums of a vector v_i over n replicas, in place. `Bf16` is an all-reduce of bf16. Gloo cannot sum
-codes, so `Int8` swaps codes twice. A block of BLOCK values has a scale s of its own. Error feedback, e and f,
+Both are sums of a vector v_i over n replicas, in place. `Bf16Sum` is an all-reduce of bf16. Gloo cannot sum
+codes, so `Int8Sum` swaps codes twice. A block of BLOCK values has a scale s of its own. Error feedback, e and f,
 adds what one rounding left over to the next:
 
     x = v_i + e_i ,   s = max |x| / 127 ,   k = round(x / s) ,   e_i <- x - s k         (Q1)
@@ -14,20 +14,17 @@ Over any number of sums e and f hold all that has not been applied yet:
     total applied = sum_i (total v_i - e_i) - f     with f = (f_1, ..., f_n)            (Q3)
 
 Each part travels directly, so a sum takes two latencies of the network, a ring 2 (n - 1). NoLoCo has no bf16:
-it sends theta, from which bf16 would round updates away. Its one byte is that of plumbing/onebyte.py.
+it sends theta, from which bf16 would round updates away. Its one byte is that of onebyte.py.
 """
-from functools import partial
-
 import torch
 import torch.distributed as dist
 
-from noloco import DiLoCo, NoLoCo
-from plumbing.onebyte import OneByteNoLoCo
+from noloco import Arrived, DiLoCo
 
 BLOCK = 512
 
 
-class Fp32:
+class Fp32Sum:
     """Sums vectors over a process group."""
     dtype = torch.float32       # of what is sent
 
@@ -46,11 +43,11 @@ class Fp32:
         return owed
 
 
-class Bf16(Fp32):
+class Bf16Sum(Fp32Sum):
     dtype = torch.bfloat16
 
 
-class Int8(Fp32):
+class Int8Sum(Fp32Sum):
     """Q1 to Q3. owed: (e_i, f_i), or () before the first sum."""
 
     def bytes(self, size):
@@ -63,9 +60,14 @@ class Int8(Fp32):
     def add_up(self, vector, owed):
         x = vector.new_zeros(self.n, self.blocks(len(vector)), BLOCK)
         x.view(-1)[:len(vector)] = vector
-        e, f = (v.to(x.device) for v in owed) if owed else (0, 0)
-        codes, e = rounded(x.add_(e))
-        codes, f = rounded(values(self.swapped(codes)).sum(0).add_(f))
+        e = f = 0
+        if owed:
+            e, f = owed
+            e = e.to(x.device)
+            f = f.to(x.device)
+        codes, e = rounded(x.add_(e))                                   # Q1
+        part = values(self.swapped(codes)).sum(0)
+        codes, f = rounded(part.add_(f))                                # Q2
         parts = values(self.swapped(codes.repeat(self.n, 1, 1)))
         vector.copy_(parts.view(-1)[:len(vector)])
         return e, f
@@ -108,17 +110,27 @@ class Average:
 
 
 class ShortDiLoCo(DiLoCo):
-    """Delta travels by a wire."""
+    """Delta travels by a wire.
 
-    def __init__(self, wire, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.wire, self.owed = wire(self.everyone), ()
+    wire: Bf16Sum or Int8Sum, a class. owed: what its rounding left over; `exchange` finds the next one, which
+    counts from the merge on, since a message that is under way at a checkpoint leaves once more.
+    """
 
-    def exchange(self):
-        delta = self.theta.sub_(self.phi)                               # theta becomes phi in any case
-        self.owed = self.wire.add_up(delta, self.owed)
-        self.bytes_sent += self.wire.bytes(len(delta))
-        return [delta.add_(self.phi, alpha=len(self.ranks))], [], len(self.ranks)
+    def __init__(self, params, ranks=None, *, wire, **settings):
+        super().__init__(params, ranks, **settings)
+        self.wire = wire(self.everyone)
+        self.owed = self.owed_next = ()
+
+    def cost(self, group):
+        return self.wire.bytes(len(self.theta))
+
+    def exchange(self, theta, group, lane=None):
+        delta = theta.sub_(self.phi)
+        self.owed_next = self.wire.add_up(delta, self.owed)
+        return Arrived([delta.add_(self.phi, alpha=len(group))], [], len(group))
+
+    def before_merge(self, arrived):
+        self.owed = self.owed_next
 
     def state_dict(self):
         return dict(super().state_dict(), owed=self.owed)
@@ -128,11 +140,4 @@ class ShortDiLoCo(DiLoCo):
         super().load_state_dict(state)
 
 
-def wired(kind):
-    return {"bf16": partial(kind, Bf16), "int8": partial(kind, Int8)}
-
-
-# What train.py trains with, by method and --wire.
-AVERAGES = {"fp32": partial(Average, Fp32), **wired(Average)}
-KINDS = {"noloco": {"fp32": NoLoCo, "int8": OneByteNoLoCo},
-         "diloco": {"fp32": DiLoCo, **wired(ShortDiLoCo)}}
+SUMS = {"fp32": Fp32Sum, "bf16": Bf16Sum, "int8": Int8Sum}     # by --wire

@@ -1,0 +1,298 @@
+"""gossip/: one byte a weight, outer steps that nobody waits for, sums in fewer bytes, against float64."""
+
+import os
+import re
+import signal
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from gossip import outer_optimizer
+from gossip.delay import Delayed
+from gossip.onebyte import BLOCK, MARGIN, OneByte
+from gossip.sums import BLOCK as SUM_BLOCK
+from gossip.sums import Bf16Sum, Int8Sum, rounded, values
+from noloco import Arrived, NoLoCo
+from test_minimal import _noloco, assert_replicas, simulated
+from tests.harness import (
+    SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host,
+)
+
+
+def one_byte(*args, **settings):
+    return NoLoCo(*args, codec=OneByte(), **settings)
+
+
+# ---------------- one byte a weight: M1 to M4 against float64
+
+
+def moved(seed, size=1000):
+    """A NoLoCo in one byte a weight whose theta has left phi, in two tensors of different size and step."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(size, generator=draw), 100 * torch.randn(16, generator=draw)]
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)         # does not travel
+    outer = NoLoCo([frozen, *(torch.nn.Parameter(t) for t in tensors)], ranks=[0], codec=OneByte())
+    outer.theta.sub_(1e-3 * torch.randn(outer.theta.shape, generator=draw))
+    return outer
+
+
+def written(outer):
+    """The message of the present theta."""
+    return outer.codec.encode(outer.theta, outer.phi).clone()
+
+
+def whole(outer, message, own):
+    """What is read of a message beside this vector."""
+    return torch.cat([outer.codec.decode(message, i, own[piece]) for i, piece in enumerate(outer.pieces)])
+
+
+@pytest.mark.parametrize("share, size", [(0.0, 1000), (0.3, 1000), (0.999, 1000), (0.999, BLOCK + 8)])
+def test_the_error_is_at_most_half_a_step_up_to_the_bound(share, size):
+    """(M4), on both sides of the bound, for weights that differ by a share of what it allows."""
+    outer = moved(0, size)
+    message = written(outer)
+    assert message.dtype == torch.uint8 and len(message) == len(outer.theta) + 4 * (2 + (size > BLOCK))
+    scales = outer.codec.scales(message)
+    lengths = [piece.stop - piece.start for piece in outer.pieces]
+    s = torch.cat([v.expand(n) for v, n in zip(scales, lengths)]).double()
+    sign = torch.randn(len(s), generator=torch.Generator().manual_seed(1)).sign()
+    own = (outer.theta.double() + sign * share * 127 * s).float()
+    theirs = whole(outer, message, own).double()
+    rounding = outer.theta.double().abs() * 2**-22
+    assert ((theirs - outer.theta).abs() <= s / 2 + rounding).all()
+    # beyond it the value is off by B, and yet no farther from one's own than B / 2
+    own = (outer.theta.double() + sign * 130 * s).float()
+    theirs = whole(outer, message, own).double()
+    assert ((theirs - outer.theta - sign * 256 * s).abs() <= s / 2 + 2 * rounding).all()
+    assert ((theirs - own).abs() <= 129 * s).all()
+
+
+def test_what_has_not_moved_and_what_is_not_finite():
+    outer = moved(1)
+    outer.phi.copy_(outer.theta)                        # s is as small as fp32 can count
+    same = whole(outer, written(outer), outer.theta)
+    assert torch.allclose(same, outer.theta, rtol=0, atol=float(outer.theta.abs().max()) * 2**-22)
+    for poison in (float("nan"), float("inf")):
+        outer.theta[3] = poison
+        message = written(outer)
+        assert not torch.isfinite(whole(outer, message, outer.phi).sum())
+
+
+def modulo(theta, phi, own):
+    """What a partner reads: (M1) to (M3) for one tensor, in float64."""
+    s = MARGIN * (theta - phi).abs().max() / 256
+    q = torch.round(own / s)
+    d = torch.remainder(torch.round(theta / s) - q + 128, 256) - 128
+    return s * (q + d)
+
+
+@pytest.mark.parametrize("world, n", [(4, 2), (5, 3), (4, 4)])
+def test_processes_equal_a_float64_simulation_with_the_same_rounding(world, n):
+    steps, m, want = 12, 3, simulated(world, 12, 3, n, seen=modulo)
+    found = processes(world, _noloco, one_byte, dict(inner_steps=m, group_size=n), steps)
+    assert_replicas(found, want)
+    if world == 4:
+        padded = sum(-(-p.numel() // 16) * 16 for p in want[0])
+        assert [sent for _, sent in found] == [(n - 1) * (padded + 4 * len(want[0])) * steps // m] * world
+
+
+# ---------------- any method, wire and delay against one simulation of all replicas
+
+M, STEPS = 3, 14
+PLAIN = dict(alpha=0.0, beta=1.0)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 3])
+@pytest.mark.parametrize("method, wire, settings", [
+    ("noloco", "fp32", {}), ("noloco", "fp32", PLAIN), ("noloco", "fp32", dict(gamma=1.0)),
+    ("noloco", "int8", {}), ("noloco", "int8", PLAIN),
+    ("diloco", "fp32", dict(alpha=0.5)), ("diloco", "fp32", PLAIN),
+    ("diloco", "bf16", dict(alpha=0.5)), ("diloco", "int8", dict(alpha=0.5)),
+], ids=str)
+def test_any_combination_equals_a_float64_simulation_and_a_delay_sends_the_same_bytes(
+        method, wire, settings, delay):
+    """Sums in fewer bytes are not simulated: they end within their rounding. Other tests know it exactly."""
+    kind = partial(outer_optimizer, method, wire)
+    found = processes(4, _noloco, partial(kind, delay), dict(settings, inner_steps=M), STEPS)
+    n = 4 if method == "diloco" else 2
+    seen = {}
+    if (method, wire) == ("noloco", "int8"):
+        seen = dict(seen=modulo)
+    gamma = settings.get("gamma", settings.get("beta", 0.7))
+    want = simulated(4, STEPS, M, n, delay=delay, **dict(settings, gamma=gamma), **seen)
+    rounds = method == "diloco" and wire != "fp32"
+    assert_replicas(found, want, atol=5e-4 if rounds else 2e-6)
+    if delay == 1:
+        waiting = processes(4, _noloco, partial(kind, 0), dict(settings, inner_steps=M), STEPS)
+        assert [sent for _, sent in found] == [sent for _, sent in waiting]
+
+
+@pytest.mark.parametrize("method, wire", [("noloco", "fp32"), ("noloco", "int8"), ("diloco", "fp32")])
+def test_without_gradients_after_departures_the_undelayed_result_comes_later_to_the_bit(method, wire):
+    still = [step for step in range(3 * M + 2) if step % M < 2]
+    kind = partial(outer_optimizer, method, wire)
+    delayed = processes(4, _noloco, partial(kind, 2), dict(inner_steps=M), 3 * M + 2, still)
+    waiting = processes(4, _noloco, partial(kind, 0), dict(inner_steps=M), 3 * M + 2, still)
+    for (got, _), (want, _) in zip(delayed, waiting):
+        assert all((a == b).all() for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("method, wire", [("noloco", "bf16"), ("ddp", "fp32"), ("diloco", "int4")])
+def test_a_method_or_wire_without_a_class_is_an_error(method, wire):
+    with pytest.raises(ValueError, match=f"no outer optimizer for --method {method} with --wire {wire}"):
+        outer_optimizer(method, wire, 0, [torch.nn.Parameter(torch.ones(3))])
+
+
+def test_what_cannot_be_combined_is_said():
+    weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="gamma must be beta, not 1.0 and 0.7"):
+        one_byte([weight], gamma=1.0)
+    for delay in (0, 11):
+        with pytest.raises(ValueError, match=rf"delay must be from 1 to inner_steps \(10\), not {delay}"):
+            Delayed(NoLoCo([weight], inner_steps=10), delay)
+
+
+def _dies(rank, world, argv):
+    """Rank 1, while a message of its is under way."""
+    usual = train.inner_step
+
+    def die(run, *rest):
+        if rank == 1 and run.outer.flying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return usual(run, *rest)
+
+    train.inner_step = die
+    return captured(rank, world, train.main, argv)
+
+
+@pytest.mark.parametrize("stages", ["4", "2,2"])
+@pytest.mark.parametrize("more", ["", "--wire int8", "--method diloco", "--method diloco --wire int8"])
+def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(more, stages, corpus, tmp_path):
+    argv = ["--stages", stages, "--inner-steps", 4, "--delay", 2, "--data", corpus, "--name", "x", *SMALL]
+    with store_host() as (port, _):
+        results = processes(4, _dies, [*argv, *more.split()], cwd=tmp_path, port=port, fallen=[1])
+    codes, texts = zip(*filter(None, results))
+    said = re.findall("stopped.*|Traceback", "".join(texts))
+    line = r"stopped: rank \d at step \d+: another process is gone; remove runs/x, which holds no checkpoint"
+    assert codes == (2, 2, 2) and len(said) == 1 and re.match(line, said[0]), results
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(trained, tmp_path, wire):
+    trained(4, "--wire", wire, "--inner-steps", 4, "--delay", "half", "--steps", 10, "--save-every", 1)
+    assert checkpoint(tmp_path / "runs/x", 9, 0)["outer"]["sent"] is not None
+    goes_on_to_the_bit(tmp_path / "runs/x", 10, options=["--delay", "half"])
+
+
+class Mirrored(NoLoCo):
+    """One of two replicas, whose partner's weights are always the negative of its own."""
+
+    def exchange(self, theta, group, lane=None):
+        return Arrived([theta, -theta], [], 2)
+
+
+@pytest.mark.parametrize("m, delay, most", [(2, 1, 0.25), (6, 3, 0.25), (5, 4, 0.5350), (4, 4, 1.0)])
+def test_a_difference_shrinks_from_departure_to_departure_as_docs_stability_says(m, delay, most):
+    """Plain averaging of a pair; an inner step on a quadratic loss is a factor q, here 201 of them."""
+    q, weights = torch.linspace(0, 1, 201), torch.nn.Parameter(torch.ones(201))
+    factor = (1 - q**delay) * q**(m - delay)
+    outer = Mirrored([weights], inner_steps=m, alpha=0, beta=1)
+    delayed = Delayed(outer, delay)
+    for step in range(5 * m):
+        weights.data.mul_(q)
+        delayed.step()
+        if (step + 1) % m == 0:
+            assert torch.allclose(delayed.sent[:201], q**m * (-factor) ** (step // m), rtol=0, atol=1e-6)
+    assert factor.max().item() == pytest.approx(most, abs=2e-4)
+    learnt, outer.inner_steps = outer.theta - delayed.sent, outer.steps + 1
+    delayed.step()                          # with another m the next departure comes before the landing
+    assert torch.equal(delayed.sent, learnt)
+
+
+# ---------------- sums in bf16 and in one byte: Q1 to Q3
+
+WORLD, ROUNDS = 3, 4
+SIZE, WHOLE = 2 * WORLD * SUM_BLOCK - 300, 2 * WORLD * SUM_BLOCK        # parts of two blocks, the last one not full
+
+
+def vectors(rank):
+    """One for each sum, whose blocks differ in size."""
+    draw = torch.Generator().manual_seed(rank)
+    return torch.randn(ROUNDS, SIZE, generator=draw) * torch.logspace(-3, 2, SIZE)
+
+
+@gloo
+def _sums(rank, world, wire):
+    """(the sums, what rounding left over, bytes counted, bytes that went to other processes)."""
+    wire, owed, found, sent = wire(dist.group.WORLD), (), vectors(rank), []
+    swap = dist.all_to_all_single
+
+    def counting(found, messages, **kwargs):
+        sent.append(messages.nbytes - messages[rank].nbytes)
+        return swap(found, messages, **kwargs)
+
+    with mock.patch.object(dist, "all_to_all_single", counting):
+        for vector in found:
+            owed = wire.add_up(vector, owed)
+    return found.tolist(), [v.flatten().tolist() for v in owed], ROUNDS * wire.bytes(SIZE), sum(sent)
+
+
+def rounding(x):
+    """(s k, x - s k) in float64."""
+    blocks = x.view(-1, SUM_BLOCK)
+    s = (blocks.abs().amax(1, keepdim=True).float() / 127).double().clamp(min=1e-30)
+    return (s * torch.round(blocks / s)).view(-1), (blocks - s * torch.round(blocks / s)).view(-1)
+
+
+def test_one_byte_equals_a_float64_simulation_and_error_feedback_loses_nothing():
+    found = processes(WORLD, _sums, Int8Sum)
+    wide = lambda v: torch.nn.functional.pad(torch.as_tensor(v).double(), (0, WHOLE - SIZE))
+    given, e, f = [wide(vectors(rank)) for rank in range(WORLD)], [0] * WORLD, 0
+    for step in range(ROUNDS):
+        codes, e = zip(*[rounding(given[rank][step] + e[rank]) for rank in range(WORLD)])
+        want, f = rounding(sum(codes) + f)
+        assert torch.allclose(wide(found[0][0][step]), want, rtol=2e-6, atol=1e-6)
+    assert all(sums == found[0][0] for sums, *_ in found)               # the same bits
+    owed = sum(torch.tensor(mine).double() for _, (mine, _), *_ in found)
+    owed += torch.cat([torch.tensor(part).double() for _, (_, part), *_ in found])
+    applied, true = wide(found[0][0]).sum(0), sum(given).sum(0)
+    assert torch.allclose(applied + owed, true, rtol=0, atol=1e-6 * float(true.abs().max()))        # (Q3)
+    assert all(counted == sent == ROUNDS * 2 * (WORLD - 1) * 2 * (SUM_BLOCK + 4) for *_, counted, sent in found)
+
+
+def test_bf16_sums_have_the_same_bits_everywhere_and_bf16s_error():
+    found = processes(WORLD, _sums, Bf16Sum)
+    given = [vectors(rank).double() for rank in range(WORLD)]
+    for sums, owed, counted, _ in found:
+        assert sums == found[0][0] and not owed and counted == ROUNDS * 2 * (WORLD - 1) * 2 * SIZE // WORLD
+        error = (torch.tensor(sums).double() - sum(given)).abs()
+        assert 0 < error.max() and (error <= WORLD * 2**-8 * sum(map(torch.abs, given))).all()
+
+
+def test_an_inf_spoils_one_sum():
+    x = torch.ones(2, SUM_BLOCK)
+    x[0, 3] = torch.inf
+    codes, owed = rounded(x)
+    assert not values(codes)[0].isfinite().all() and values(codes)[1].isfinite().all()
+    assert owed.isfinite().all()
+
+
+@pytest.mark.parametrize("how", [
+    "ddp --wire bf16", "ddp --wire int8", "diloco --wire int8 --inner-steps 4",
+    "diloco --wire int8 --inner-steps 4 --delay half", "diloco --wire bf16 --inner-steps 4 --delay 3"])
+def test_a_run_goes_on_to_the_bit_and_its_replicas_are_equal(how, trained, tmp_path):
+    trained(4, "--method", *how.split(), "--stages", "3,1", "--steps", 10, "--save-every", 1)
+    whole = [checkpoint(tmp_path / "runs/x", 10, rank) for rank in range(4)]
+    nine = checkpoint(tmp_path / "runs/x", 9, 0)
+    owed = nine["owed"] if "ddp" in how else nine["outer"]["owed"]
+    assert all(v.any() for v in owed) and len(owed) == (2 if "int8" in how else 0)
+    states = [part["theta"] if "ddp" in how else part["outer"]["phi"] for part in whole[:3]]
+    assert all(torch.equal(states[0], state) for state in states)
+    size, sums = len(whole[0]["theta"]), 10 if "ddp" in how else 2
+    each = 8 * size // 3 if "bf16" in how else 4 * -(-size // (3 * SUM_BLOCK)) * (SUM_BLOCK + 4)
+    assert metrics(tmp_path / "runs/x")[-1]["sync_bytes"] == 3 * sums * each
+    goes_on_to_the_bit(tmp_path / "runs/x", 10)
