@@ -305,8 +305,9 @@ class NoLoCo:
         """
         if self.rank != self.ranks[0]:
             return
+        lengths = self.lengths()
         start = 0
-        for number, length in enumerate(self.lengths()):
+        for number, length in enumerate(lengths):
             tensor = slice(start, start + length)
             start += length
             if moved(self.theta[tensor], self.phi[tensor]):
@@ -314,9 +315,9 @@ class NoLoCo:
             else:
                 self.stuck[number] = self.stuck.get(number, 0) + 1
         if 2 in self.stuck.values():
-            warnings.warn(f"{len(self.stuck)} parameters do not move, the first of {number + 1} being "
-                          f"number {min(self.stuck)}: does the model still use them? (Not after "
-                          "load_state_dict(assign=True), with a replaced layer, or in a deepcopy.)")
+            warnings.warn(f"{len(self.stuck)} of {len(lengths)} parameters do not move, first number "
+                          f"{min(self.stuck)}: does the model still use them? (Not after load_state_dict("
+                          "assign=True), where a layer was replaced, or in a deepcopy.)")
 
     def before_merge(self, arrived):
         """Called once with what arrived, before it is merged. The first rank warns if partners twice running

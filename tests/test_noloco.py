@@ -25,6 +25,53 @@ def test_noloco_notices_moved_parameters():
         outer.step()
 
 
+@pytest.mark.parametrize("wrong, line", [
+    (dict(inner_steps=2.5), "inner_steps counts, so it is an int, not 2.5"),
+    (dict(inner_steps=0), "inner_steps must be at least 1, not 0"),
+    (dict(group_size=1), "group_size must be at least 2, not 1"),
+    (dict(offset=50), "offset must be from 0 to inner_steps - 1, not 50"),
+    (dict(alpha=1.0), "alpha, the momentum, must be at least 0 and below 1, not 1.0"),
+    (dict(alpha=float("nan")), "alpha, the momentum, must be at least 0 and below 1, not nan"),
+    (dict(beta=0.0), "beta, the outer learning rate, must be above 0, not 0.0"),
+    (dict(beta=float("inf")), "beta, the outer learning rate, must be above 0, not inf"),
+    (dict(gamma=-0.1), "gamma must be from 0 to 2 .1 . alpha., not -0.1"),
+    (dict(gamma=3.1), "gamma must be from 0 to 2 .1 . alpha., not 3.1"),
+    (dict(gamma=float("nan")), "gamma must be from 0 to 2 .1 . alpha., not nan"),
+])
+def test_each_setting_out_of_range_has_a_line_of_its_own(wrong, line):
+    with pytest.raises(ValueError, match=line):
+        NoLoCo(torch.nn.Linear(4, 4).parameters(), **wrong)
+
+
+def test_a_model_and_a_foreign_state_are_refused_in_a_line():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"give the model's parameters: NoLoCo\(model.parameters\(\)\)"):
+        NoLoCo(model)
+    with pytest.raises(RuntimeError, match="no state of NoLoCo: it lacks delta, phi"):
+        NoLoCo(model.parameters()).load_state_dict({"steps": 3})
+
+
+@pytest.mark.parametrize("change, told", [
+    (lambda model: None, 0),
+    (lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True), 2),
+    (lambda model: setattr(model, "1", torch.nn.Linear(4, 4)), 2)], ids=["none", "assign", "replaced"])
+def test_parameters_that_the_model_does_not_use_any_more_are_said_once(change, told):
+    """(They do not move, since the optimizer moves the model's.)"""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    outer = NoLoCo(model.parameters(), inner_steps=2)
+    change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(10):
+            inner(model, optimizer, torch.randn(2, 4), 1)
+            outer.step()
+    lines = [str(warning.message) for warning in warned]
+    assert len(lines) == min(told, 1)
+    assert all("do not move" in line and "load_state_dict(assign=True)" in line for line in lines)
+
+
 def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model[0].requires_grad_(False)
@@ -137,6 +184,8 @@ def _whole(rank, world):
     """The same replicas, each on one rank."""
     with pytest.raises(ValueError, match="rank . is not among the ranks"):
         NoLoCo(small().parameters(), ranks=[1 - rank])
+    with pytest.raises(ValueError, match=r"ranks \[0, 1, 2\]: there are only ranks 0 to 1"):
+        NoLoCo(small().parameters(), ranks=[0, 1, 2])
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = NoLoCo(model.parameters(), inner_steps=3, alpha=0, beta=1)
