@@ -16,7 +16,7 @@ import train
 from experiments import failure, losses, network, replicas, runs, skip, stability, sync, together
 from noloco import outer_update
 from plumbing.options import layout
-from plumbing.window import gamma_bound
+from gossip.window import gamma_bound
 from tests.harness import HERE, SMALL, checkpoint, metrics, options, run
 
 

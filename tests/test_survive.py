@@ -74,9 +74,9 @@ def write_half(state, file):
 
 
 ACTS = {    # fault: (at a call of what, what this process does before it)
-    Fault.DIE_BEFORE_EXCHANGE: (SurvivingNoLoCo, "exchange", die),
+    Fault.DIE_BEFORE_EXCHANGE: (SurvivingNoLoCo, "meet", die),
     Fault.DIE_IN_EXCHANGE: (SurvivingNoLoCo, "post", die_in_exchange),
-    Fault.SEND_NAN: (SurvivingNoLoCo, "exchange", send_nan),
+    Fault.SEND_NAN: (SurvivingNoLoCo, "meet", send_nan),
     Fault.DIE_IN_FORWARD: (Llama, "blocks", die),
     Fault.SLOW: (Llama, "blocks", lambda *_: time.sleep(0.01)),
     Fault.LATE: (Llama, "blocks", lambda *_: time.sleep(1)),
