@@ -145,6 +145,7 @@ class NoLoCo:
         self.steps = 0
         self.bytes_sent = 0
         self.alike = 0              # outer steps in a row in which partners brought equal weights
+        self.warns = True           # of parameters that do not move
         self.stuck = {}             # {number of a parameter: outer steps in a row in which it did not move}
         self.buffers = {}
         nccl = world > 1 and "nccl" in str(dist.get_backend_config())
@@ -303,7 +304,7 @@ class NoLoCo:
 
         They are no longer the model's, most often.
         """
-        if self.rank != self.ranks[0]:
+        if self.rank != self.ranks[0] or not self.warns:
             return
         lengths = self.lengths()
         start = 0
@@ -374,10 +375,12 @@ class DiLoCo(NoLoCo):
 
     spoils = True
 
-    def __init__(self, params, ranks=None, *, inner_steps=100, alpha=0.3, beta=0.7, offset=0):
+    def __init__(self, params, ranks=None, *, inner_steps=100, alpha=0.3, beta=0.7, offset=0,
+                 everyone=None):
+        """everyone: a process group of all ranks; None: a new one."""
         super().__init__(params, ranks, inner_steps=inner_steps, alpha=alpha, beta=beta, offset=offset)
-        self.everyone = None
-        if len(self.ranks) > 1:
+        self.everyone = everyone
+        if len(self.ranks) > 1 and not everyone:
             self.everyone = dist.new_group(self.ranks, use_local_synchronization=True)
 
     def group(self, outer):

@@ -138,7 +138,8 @@ def _noloco(rank, world, kind, kwargs, steps, still=()):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = kind(model.parameters(), **kwargs)
     barrier = dist.barrier
-    if not isinstance(getattr(outer, "outer", outer), DiLoCo):
+    inmost = getattr(outer, "outers", [outer])[0]               # of fragments, of a delay
+    if not isinstance(getattr(inmost, "outer", inmost), DiLoCo):
         no_collectives()
     for step in range(steps):
         if step not in still:

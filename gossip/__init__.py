@@ -6,30 +6,54 @@
 
     outer = NoLoCo(params, inner_steps=10, codec=OneByte())             any codec
     outer = Delayed(DiLoCo(params, inner_steps=10), delay=3)            around any outer optimizer
+    outer = Fragments(lambda part, at: NoLoCo(part, inner_steps=10, offset=at), params, 5, 10, delay=1)
 
 `window.py` has the window of gamma in which replicas stay together.
 """
 from gossip.delay import Delayed, PhiAhead
+from gossip.fragments import Fragments
 from gossip.onebyte import OneByte
 from gossip.sums import SUMS, ShortDiLoCo
 from noloco import DiLoCo, NoLoCo
 
 
-def outer_optimizer(method, wire, delay, params, ranks=None, **settings):
-    """The outer optimizer of `--method`, `--wire` and `--delay`. settings: those of NoLoCo or DiLoCo.
+def outer_optimizer(method, wire, delay, params, ranks=None, *, fragments=1, **settings):
+    """The outer optimizer of `--method`, `--wire`, `--delay` and `--fragments`.
 
-    Raises ValueError where there is none: what should average must never train alone instead.
+    settings: those of NoLoCo or DiLoCo. Raises ValueError where there is none: what should average must never
+    train alone instead.
     """
+    if fragments == 1:
+        return travelling(undelayed(method, wire, params, ranks, **settings), delay)
+    everyone = None                         # fragments of DiLoCo share one process group
+
+    def make(part, offset):
+        nonlocal everyone
+        more = {}
+        if method == "diloco":
+            more["everyone"] = everyone
+        outer = undelayed(method, wire, part, ranks, offset=offset, **more, **settings)
+        everyone = getattr(outer, "everyone", None)
+        return outer
+
+    return Fragments(make, params, fragments, settings["inner_steps"], delay)
+
+
+def undelayed(method, wire, params, ranks, **settings):
+    """An outer optimizer whose messages are merged at once."""
     if method == "noloco" and wire == "fp32":
-        outer = NoLoCo(params, ranks, **settings)
-    elif method == "noloco" and wire == "int8":
-        outer = NoLoCo(params, ranks, codec=OneByte(), **settings)
-    elif method == "diloco" and wire == "fp32":
-        outer = DiLoCo(params, ranks, **settings)
-    elif method == "diloco" and wire in SUMS:
-        outer = ShortDiLoCo(params, ranks, wire=SUMS[wire], **settings)
-    else:
-        raise ValueError(f"no outer optimizer for --method {method} with --wire {wire}")
+        return NoLoCo(params, ranks, **settings)
+    if method == "noloco" and wire == "int8":
+        return NoLoCo(params, ranks, codec=OneByte(), **settings)
+    if method == "diloco" and wire == "fp32":
+        return DiLoCo(params, ranks, **settings)
+    if method == "diloco" and wire in SUMS:
+        return ShortDiLoCo(params, ranks, wire=SUMS[wire], **settings)
+    raise ValueError(f"no outer optimizer for --method {method} with --wire {wire}")
+
+
+def travelling(outer, delay):
+    """The outer optimizer, with messages that travel during inner steps where that is asked or possible."""
     if delay:
         return Delayed(outer, delay)
     if outer.gamma != outer.beta:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 import train
 from gossip import outer_optimizer
 from gossip.delay import Delayed
+from gossip.fragments import Fragments, cut
 from gossip.onebyte import BLOCK, MARGIN, OneByte
 from gossip.sums import BLOCK as SUM_BLOCK
 from gossip.sums import Bf16Sum, Int8Sum, rounded, values
-from noloco import Arrived, NoLoCo
-from test_minimal import _noloco, assert_replicas, simulated
+from noloco import Arrived, NoLoCo, flatten, random_groups
+from test_minimal import _noloco, assert_replicas, brute_force, inner, simulated, small_model
 from tests.harness import (
     SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host,
 )
@@ -296,3 +297,110 @@ def test_a_run_goes_on_to_the_bit_and_its_replicas_are_equal(how, trained, tmp_p
     each = 8 * size // 3 if "bf16" in how else 4 * -(-size // (3 * SUM_BLOCK)) * (SUM_BLOCK + 4)
     assert metrics(tmp_path / "runs/x")[-1]["sync_bytes"] == 3 * sums * each
     goes_on_to_the_bit(tmp_path / "runs/x", 10)
+
+
+# ---------------- fragments
+
+
+def simulated_fragments(world, steps, m, n, count, delay=0, gamma=0.7, alpha=0.5, beta=0.7):
+    """Every replica's flat vector of weights at the end, in float64. Fragments are slices of it."""
+    models = [small_model(r) for r in range(world)]
+    for model, *_ in models:
+        model.double()
+    places, size = [], 0
+    for p in models[0][0].parameters():
+        places.append((size, p.numel(), p.shape))
+        size += -(-p.numel() // 16) * 16
+    bounds = [size // 16 * k // count * 16 for k in range(count + 1)]
+    theta = torch.zeros(world, size, dtype=torch.float64)
+    for r, (model, *_) in enumerate(models):
+        for p, (start, length, shape) in zip(model.parameters(), places):
+            theta[r, start:start + length] = p.detach().flatten()
+            p.data = theta[r, start:start + length].view(shape)         # the model trains the vector
+    phi, delta, flying = theta.clone(), torch.zeros_like(theta), {}
+
+    def land(k, part, sent, number, seed):
+        before, was = phi[:, part].clone(), delta[:, part].clone()
+        for group in random_groups(range(world), n, number, seed):
+            mine = list(group)
+            new_phi, new_delta = brute_force(sent[mine], before[mine], was[mine], alpha, beta, gamma)
+            phi[mine, part], delta[mine, part] = torch.stack(new_phi), torch.stack(new_delta)
+        theta[:, part] += phi[:, part] - sent
+
+    for step in range(steps):
+        for r, (model, xs, ys) in enumerate(models):
+            inner(model, torch.optim.SGD(model.parameters(), lr=0.05), xs[step].double(), ys[step].double())
+        for k in range(count):
+            at, part = k * m // count, slice(bounds[k], bounds[k + 1])
+            if delay and (k, step) in flying:
+                land(k, part, *flying.pop((k, step)))
+            if (step + 1 - at) % m == 0:
+                sent = theta[:, part].clone(), (step - at) // m, f"0 {at}" if at else 0
+                if delay:
+                    flying[k, step + delay] = sent
+                else:
+                    land(k, part, *sent)
+    return theta
+
+
+def flat(tensors):
+    """Tensors that a process returns, as the flat vector of its weights."""
+    padded = [torch.nn.functional.pad(torch.from_numpy(t).flatten(), (0, -t.size % 16)) for t in tensors]
+    return torch.cat(padded).double()
+
+
+@pytest.mark.parametrize("count, delay", [(1, 0), (2, 0), (3, 1), (4, 0), (4, 2), (4, 4)])
+@pytest.mark.parametrize("method, settings", [
+    ("noloco", {}), ("noloco", dict(gamma=1.0)), ("diloco", dict(alpha=0.5))], ids=str)
+def test_fragments_equal_a_float64_simulation_and_send_the_bytes_of_one(method, settings, count, delay):
+    m, steps = 4, 18
+    n = 4 if method == "diloco" else 2
+    kind = partial(outer_optimizer, method, "fp32", delay, fragments=count)
+    found = processes(4, _noloco, kind, dict(settings, inner_steps=m), steps)
+    want = simulated_fragments(4, steps, m, n, count, delay, **settings)
+    for (tensors, _), theta in zip(found, want, strict=True):
+        assert torch.allclose(flat(tensors), theta, rtol=0, atol=2e-6)
+    # the first m / K steps before fragment k's first turn apart, each fragment goes every m steps
+    vectors = 2 if settings.get("gamma") else 1
+    turns = [(steps - k * m // count) // m + (k * m // count > 0) for k in range(count)]
+    sizes = [len(want[0]) // 16 * (k + 1) // count * 16 - len(want[0]) // 16 * k // count * 16
+             for k in range(count)]
+    sent = [turn * vectors * 4 * size for turn, size in zip(turns, sizes)]
+    if method == "diloco":
+        sent = [turn * (2 * 3 * 4 * size // 4) for turn, size in zip(turns, sizes)]
+    assert [bytes_sent for _, bytes_sent in found] == [sum(sent)] * 4
+
+
+def one_fragment(method, wire, params, **settings):
+    make = lambda part, at: outer_optimizer(method, wire, 0, part, offset=at, **settings)
+    return Fragments(make, params, 1, settings["inner_steps"])
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_one_fragment_is_the_plain_outer_step_to_the_bit(method, wire):
+    one = partial(one_fragment, method, wire)
+    whole = processes(4, _noloco, partial(outer_optimizer, method, wire, 0), dict(inner_steps=3), 12)
+    for (tensors, sent), (wanted, bytes_sent) in zip(processes(4, _noloco, one, dict(inner_steps=3), 12), whole):
+        assert sent == bytes_sent and all((a == b).all() for a, b in zip(tensors, wanted))
+
+
+def test_fragments_are_equal_views_of_the_weights_and_what_cannot_be_is_said():
+    model, *_ = small_model(0)
+    theta, grad = flatten(model.parameters())
+    parts = cut(model.parameters(), 3)
+    assert [sum(p.numel() for p in part) for part in parts] == [16, 16, 32]
+    assert [p.data_ptr() for part in parts for p in part] == [theta.data_ptr() + 64 * i for i in range(4)]
+    assert [p.grad.data_ptr() for part in parts for p in part] == [grad.data_ptr() + 64 * i for i in range(4)]
+    make = lambda part, at: NoLoCo(part, inner_steps=3, offset=at)
+    for count in (0, 4):
+        with pytest.raises(ValueError, match=rf"fragments must be from 1 to inner_steps \(3\), not {count}"):
+            Fragments(make, model.parameters(), count, 3)
+    with pytest.raises(ValueError, match="5 fragments are too many for 64 weights"):
+        Fragments(make, model.parameters(), 5, 5)
+    outer = Fragments(make, model.parameters(), 3, 3)
+    with pytest.raises(RuntimeError, match="a state of 0 fragments, not of 3"):
+        outer.load_state_dict(NoLoCo(model.parameters()).state_dict())
+    model[0].weight.data = model[0].weight.data.clone()  # what .to() does
+    with pytest.raises(RuntimeError, match="moved"):
+        outer.step()
