@@ -1,8 +1,9 @@
 """NoLoCo: data parallelism without an all-reduce (arXiv 2506.10911).
 
 Replica i keeps slow weights phi_i and trains a copy theta_i for m inner steps, with any optimizer.
-Then a random group of n replicas (usually two) does the outer step. Means are over the group, and delta_i
-starts at 0. alpha is the momentum, beta the outer learning rate, gamma the pull towards mean(phi):
+Then a random group of n replicas (usually two) does the outer step. Means are over the group, and
+delta_i starts at 0. alpha is the momentum, beta the outer learning rate, gamma the pull towards
+mean(phi):
 
     Delta_i = theta_i - phi_i                                                              (N1)
     delta_i <- alpha delta_i + beta mean(Delta) - gamma (phi_i - mean(phi))                (N2)
@@ -11,15 +12,17 @@ starts at 0. alpha is the momentum, beta the outer learning rate, gamma the pull
 N1 to N3 are the paper's Eqs. 1 to 3. With a group of everyone and equal phi they are DiLoCo's step
 (arXiv 2311.08105) but for its true Nesterov momentum. What travels follows from N2 with N1 put in:
 
-    delta_i <- alpha delta_i + beta (mean(theta) - phi_i) + (gamma - beta) (mean(phi) - phi_i)   (N2')
+    delta_i <- alpha delta_i + beta (mean(theta) - phi_i) + (gamma - beta) (mean(phi) - phi_i) (N2')
 
-With gamma = beta the last term vanishes. So phi stays at home, and theta is the only message: half of the
-released code's bytes. The released code sets gamma = beta (the paper gives no value), which is the default.
+With gamma = beta the last term vanishes. So phi stays at home, and theta is the only message: half
+of the released code's bytes. The released code sets gamma = beta (the paper gives no value), which
+is the default.
 
-Deviations: the paper prints -beta in N2, which would climb; its appendix and the released code have +beta.
-What it calls Nesterov momentum is, as printed, heavy-ball momentum, here too. The paper sends phi during the
-inner steps; here phi, where it travels at all, goes beside theta (gossip/delay.py sends it ahead).
-Weights, phi and delta are fp32. docs/differences.md lists the rest.
+Deviations: the paper prints -beta in N2, which would climb; its appendix and the released code have
++beta. What it calls Nesterov momentum is, as printed, heavy-ball momentum, here too. The paper
+sends phi during the inner steps; here phi, where it travels at all, goes beside theta
+(gossip/delay.py sends it ahead). Weights, phi and delta are fp32. docs/differences.md lists the
+rest.
 """
 import math
 import random
@@ -32,13 +35,16 @@ import torch.distributed as dist
 
 
 def random_groups(ranks, size, step, seed):
-    """A random partition of the N `ranks` into max(1, N // size) groups whose sizes differ by at most one.
+    """A random partition of the N `ranks` into max(1, N // size) groups whose sizes differ by at
+    most one.
 
-    So a group has `size` to 2 size - 1 ranks, or all N if there are fewer. step: the outer step's number.
-    Calls with equal arguments, ranks in the same order, draw equal lists: replicas agree without a message.
+    So a group has `size` to 2 size - 1 ranks, or all N if there are fewer. step: the outer step's
+    number. Calls with equal arguments, ranks in the same order, draw equal lists: replicas agree
+    without a message.
     """
     order = list(ranks)
-    random.Random(f"groups {seed} {step} {order[0]}").shuffle(order)    # order[0]: pipeline stages draw apart
+    draw = random.Random(f"groups {seed} {step} {order[0]}")    # order[0]: stages draw apart
+    draw.shuffle(order)
     count = max(1, len(order) // size)
     return [tuple(sorted(order[g::count])) for g in range(count)]
 
@@ -56,7 +62,8 @@ def outer_update(phi, delta, mean_theta, mean_phi, alpha, beta, gamma):
 
 
 class Fp32:
-    """How a vector is written as a message, and read: here it is the message. A NoLoCo has one of its own.
+    """How a vector is written as a message, and read: here it is the message. A NoLoCo has one of
+    its own.
 
     gossip/onebyte.py has another such codec, which writes a byte a weight.
     exact: whether a partner reads the very numbers that were sent.
@@ -64,8 +71,8 @@ class Fp32:
     exact = True
 
     def fit(self, theta, lengths):
-        """Prepare for vectors like theta, whose tensors have these lengths. Returns the pieces, slices in
-        which the outer step goes through the vectors: on CPUs a piece stays in cache.
+        """Prepare for vectors like theta, whose tensors have these lengths. Returns the pieces,
+        slices in which the outer step goes through the vectors: on CPUs a piece stays in cache.
         """
         size = 1 << 24 if theta.is_cuda else 1 << 17
         self.pieces = [slice(start, start + size) for start in range(0, len(theta), size)]
@@ -80,36 +87,43 @@ class Fp32:
         return vector
 
     def decode(self, message, number, own):
-        """The weights of piece `number`, fp32. own: this replica's weights there, which it sent itself."""
+        """The weights of piece `number`, in fp32. own: those that this replica sent itself."""
         return message[self.pieces[number]].to(own.device)
 
 
 class Arrived(NamedTuple):
     """What the group of an outer step sent each other."""
-    thetas: list        # messages by rank, this replica's own vector among them; DiLoCo: one vector, the sum
-    phis: list          # likewise; empty where gamma = beta
-    n: int              # how many replicas the thetas add up to
+    thetas: list    # messages by rank, with this replica's own vector; DiLoCo: one vector, the sum
+    phis: list      # likewise; empty where gamma = beta
+    n: int          # how many replicas the thetas add up to
 
 
 class NoLoCo:
     """N1 to N3 for any model and optimizer: call `step()` after every step of the inner optimizer.
 
-    First call init_process_group, then load, tie and move the model, then make this: phi starts as the
-    weights are now. Numbers that are not finite are not checked here.
-    params: model.parameters(), equal on all replicas. They become views of one vector (see `flatten`, also
-    for the errors). Frozen parameters and buffers stay as they are and do not travel. A layer that is
-    replaced later, a deepcopy of the model, and load_state_dict(assign=True) have other parameters: outer
-    steps do not reach them. `step` warns where a parameter does not move.
-    ranks: the global ranks of this model's replicas (of this pipeline stage, of this shard); None: all.
-    inner_steps: m. group_size: n. gamma: None means beta. The optimizer may set gradients to None.
-    offset: the outer steps come so many inner steps later, with groups of their own (for fragments).
-    codec: how vectors are written as messages (None: fp32).
-    Memory beside the model: phi, delta and one receive buffer per partner, each as large as theta. CUDA over
-    Gloo also has a buffer to send from. There are twice as many buffers where gamma differs from beta.
-    NCCL: call torch.distributed.barrier() once before, since its first message must have every rank in it.
-    Replicas stay together, in mean square, for gamma = beta, 0 < gamma < 2 (1 - alpha^2) / (1 - alpha +
-    2 alpha / n): ours, for many replicas, plain SGD and a quadratic loss (docs/stability.md).
-    Raises ValueError for settings that cannot be meant; docs/trainers.md has their ranges.
+    First call init_process_group, then load, tie and move the model, then make this: phi starts as
+    the weights are now. Numbers that are not finite are not checked here.
+
+    params: model.parameters(), equal on all replicas. They become views of one vector (see
+        `flatten`, also for the errors). Frozen parameters and buffers stay as they are and do not
+        travel. A layer that is replaced later, a deepcopy of the model and
+        load_state_dict(assign=True) bring other parameters: outer steps do not reach those. `step`
+        warns where a parameter does not move.
+    ranks: the global ranks of this model's replicas (of this pipeline stage, of this shard); None:
+        all.
+    inner_steps: m. group_size: n. gamma: None means beta. docs/trainers.md has all ranges.
+    offset: outer steps come so many inner steps later, with groups of their own (for fragments).
+    codec: how vectors are written as messages (None: in fp32).
+
+    The optimizer may set gradients to None. Raises ValueError for settings that cannot be meant.
+    Memory beside the model: phi, delta and one receive buffer per partner, each as large as theta;
+    CUDA over Gloo also has a buffer to send from. There are twice as many buffers where gamma
+    differs from beta.
+    NCCL: call torch.distributed.barrier() once before, since its first message must have every
+    rank in it.
+    Replicas stay together, in mean square, for gamma = beta, 0 < gamma < 2 (1 - alpha^2) /
+    (1 - alpha + 2 alpha / n): ours, for many replicas, plain SGD and a quadratic loss
+    (docs/stability.md).
     """
     spoils = False      # whether `exchange` overwrites the vector that it is given
 
@@ -122,7 +136,8 @@ class NoLoCo:
             raise ValueError("call init_process_group first: each process would train alone")
         self.ranks = list(range(world) if ranks is None else ranks)
         if world > 1 and self.rank not in self.ranks:
-            raise ValueError(f"rank {self.rank} is not among the ranks {self.ranks} of its replicas")
+            raise ValueError(f"rank {self.rank} is not among the ranks {self.ranks} that it "
+                             "averages with")
         if world > 1 and not set(self.ranks) <= set(range(world)):
             raise ValueError(f"ranks {self.ranks}: there are only ranks 0 to {world - 1}")
         self.inner_steps, self.offset = inner_steps, offset
@@ -139,17 +154,18 @@ class NoLoCo:
         self.places = self.whereabouts()
         self.codec = codec or Fp32()
         if self.gamma != self.beta and not self.codec.exact:
-            raise ValueError(f"this codec sends theta alone, so gamma must be beta, not {self.gamma} and "
-                             f"{self.beta}")
+            raise ValueError("this codec sends theta alone, so gamma must be beta, not "
+                             f"{self.gamma} and {self.beta}")
         self.pieces = self.codec.fit(self.theta, self.lengths())
         self.steps = 0
         self.bytes_sent = 0
         self.alike = 0              # outer steps in a row in which partners brought equal weights
         self.warns = True           # of parameters that do not move
-        self.stuck = {}             # {number of a parameter: outer steps in a row in which it did not move}
+        self.stuck = {}             # {a parameter's number: outer steps running without its moving}
         self.buffers = {}
         nccl = world > 1 and "nccl" in str(dist.get_backend_config())
-        self.message_device = self.theta.device if nccl else torch.device("cpu")    # Gloo sends host memory
+        # Gloo sends host memory.
+        self.message_device = self.theta.device if nccl else torch.device("cpu")
 
     def refuse_settings(self):
         """Raises ValueError for the first setting that is out of its range."""
@@ -163,16 +179,18 @@ class NoLoCo:
         if not 0 <= self.offset < self.inner_steps:
             raise ValueError(f"offset must be from 0 to inner_steps - 1, not {self.offset}")
         if not 0 <= self.alpha < 1:
-            raise ValueError(f"alpha, the momentum, must be at least 0 and below 1, not {self.alpha}")
+            raise ValueError("alpha, the momentum, must be at least 0 and below 1, not "
+                             f"{self.alpha}")
         if not 0 < self.beta < math.inf:
             raise ValueError(f"beta, the outer learning rate, must be above 0, not {self.beta}")
         if not 0 <= self.gamma <= 2 * (1 + self.alpha):
-            raise ValueError(f"gamma must be from 0 to 2 (1 + alpha), not {self.gamma}: beyond it replicas "
-                             "drift apart in groups of any size (docs/stability.md)")
+            raise ValueError(f"gamma must be from 0 to 2 (1 + alpha), not {self.gamma}: beyond it "
+                             "replicas drift apart in groups of any size (docs/stability.md)")
 
     @torch.no_grad()
     def step(self):
-        """Count an inner step; every m-th ends with the outer step. Returns whether this one did."""
+        """Count an inner step; every m-th ends with the outer step. Returns whether this one
+        did."""
         self.check()
         due = self.due()
         if due:
@@ -203,7 +221,8 @@ class NoLoCo:
             theta[piece].copy_(self.phi[piece])                                 # N3
 
     def update(self, number, theta, arrived):
-        """N2' and N3's phi, for piece `number` of all vectors. Override it for an outer rule of your own."""
+        """N2' and N3's phi, for piece `number` of all vectors. Override it for an outer rule of
+        your own."""
         piece = self.pieces[number]
         own = theta[piece]
         mean_theta = self.mean(arrived.thetas, number, own, arrived.n)
@@ -214,7 +233,8 @@ class NoLoCo:
                      self.alpha, self.beta, self.gamma)
 
     def mean(self, messages, number, own, n):
-        """Of piece `number` of these messages, added up by rank: so all of the group get the same bits."""
+        """Of piece `number` of these messages, added up by rank: so all of the group get the same
+        bits."""
         total = self.codec.decode(messages[0], number, own)
         for message in messages[1:]:
             total = total + self.codec.decode(message, number, own)
@@ -236,8 +256,8 @@ class NoLoCo:
     def exchange(self, theta, group, lane=None):
         """Swap theta and, where gamma is not beta, phi with the group. Returns what Arrived.
 
-        lane: the process group in which messages travel (None: the default one). The messages lie in buffers
-        that the next exchange uses again.
+        lane: the process group in which messages travel (None: the default one). The messages lie
+        in buffers that the next exchange uses again.
         """
         vectors = {"theta": theta}
         if self.gamma != self.beta:
@@ -248,7 +268,8 @@ class NoLoCo:
     def swap(self, vectors, group, lane=None):
         """Swap {name: vector} with the partners. Returns {name: the group's messages, by rank}.
 
-        Both directions are posted at once. Messages have no tags: a pair's match by the order of `vectors`.
+        Both directions are posted at once. Messages have no tags: a pair's match by the order of
+        `vectors`.
         """
         partners = [r for r in group if r != self.rank]
         swapped = {}
@@ -261,7 +282,7 @@ class NoLoCo:
             swapped[name] = [theirs.get(r, vector) for r in group]
         works = dist.batch_isend_irecv(operations) if operations else []
         for work in works:
-            work.wait()                         # also for what this replica sent, which is about to change
+            work.wait()             # also for what this replica sent, which is about to change
         return swapped
 
     def staged(self, name, message):
@@ -275,22 +296,26 @@ class NoLoCo:
         key = key, like.dtype
         if key not in self.buffers:
             pinned = self.theta.is_cuda and self.message_device.type == "cpu"
-            self.buffers[key] = torch.empty_like(like, device=self.message_device, pin_memory=pinned)
+            self.buffers[key] = torch.empty_like(like, device=self.message_device,
+                                                 pin_memory=pinned)
         return self.buffers[key]
 
     # ---- what goes wrong in other people's trainers
 
     def check(self):
-        """Compare initial weights, once; before each outer step see whether theta still has the weights."""
+        """Compare initial weights, once; before each outer step see whether theta still has the
+        weights."""
         if self.steps == 0 and len(self.ranks) > 1:
             self.compare()
         if self.due():
             if self.whereabouts() != self.places:
-                raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then NoLoCo")
+                raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, "
+                                   "then NoLoCo")
             self.warn_of_stuck()
 
     def whereabouts(self):
-        """Each trainable parameter's address. Once one changes, theta no longer holds the weights."""
+        """Each trainable parameter's address. Once one changes, theta no longer holds the
+        weights."""
         return [p.requires_grad and p.data_ptr() for p in self.params]
 
     def lengths(self):
@@ -316,13 +341,15 @@ class NoLoCo:
             else:
                 self.stuck[number] = self.stuck.get(number, 0) + 1
         if 2 in self.stuck.values():
-            warnings.warn(f"{len(self.stuck)} of {len(lengths)} parameters do not move, first number "
-                          f"{min(self.stuck)}: does the model still use them? (Not after load_state_dict("
-                          "assign=True), where a layer was replaced, or in a deepcopy.)")
+            warnings.warn(f"{len(self.stuck)} of {len(lengths)} parameters do not move, first "
+                          f"number {min(self.stuck)}: does the model still use them? (Not after "
+                          "load_state_dict(assign=True), where a layer was replaced, or in a "
+                          "deepcopy.)")
 
     def before_merge(self, arrived):
-        """Called once with what arrived, before it is merged. The first rank warns if partners twice running
-        bring equal thetas that have moved: averaged gradients would make outer steps useless.
+        """Called once with what arrived, before it is merged. The first rank warns if partners
+        twice running bring equal thetas that have moved: averaged gradients would make outer steps
+        useless.
         """
         if not self.codec.exact:
             return
@@ -332,14 +359,17 @@ class NoLoCo:
             same = same and not moved(first, theta)
         self.alike = self.alike + 1 if same else 0
         if self.alike == 2 and self.rank == self.ranks[0]:
-            warnings.warn("partners hold equal weights already: is something else averaging gradients? DDP?")
+            warnings.warn("partners hold equal weights already: is something else averaging "
+                          "gradients? DDP?")
 
     def compare(self):
         """At the first step the first replica warns of initial weights that differ.
 
-        Each replica sends the sum of phi's bits, 8 bytes. phi still has the initial weights; theta has moved.
+        Each replica sends the sum of phi's bits, 8 bytes. phi still has the initial weights; theta
+        has moved.
         """
-        mine = sum(v.view(torch.int32).sum() for v in self.phi.split(1 << 20)).to(self.message_device)
+        bits = self.phi.view(torch.int32)
+        mine = sum(piece.sum() for piece in bits.split(1 << 20)).to(self.message_device)
         if self.rank != self.ranks[0]:
             dist.send(mine, self.ranks[0])
             return
@@ -347,7 +377,8 @@ class NoLoCo:
             theirs = torch.empty_like(mine)
             dist.recv(theirs, r)
             if theirs != mine:
-                warnings.warn(f"rank {r} began with other weights than rank {self.rank}: seed all alike")
+                warnings.warn(f"rank {r} began with other weights than rank {self.rank}: seed all "
+                              "alike")
 
     # ---- checkpoints, and the end
 
@@ -359,8 +390,8 @@ class NoLoCo:
         return {"phi": self.phi, "delta": self.delta, "steps": self.steps}
 
     def load_state_dict(self, state):
-        """All replicas load together. Raises RuntimeError when the state lacks something, or is that of
-        another number of weights.
+        """All replicas load together. Raises RuntimeError when the state lacks something, or is
+        that of another number of weights.
         """
         lacking = {"phi", "delta", "steps"} - set(state)
         if lacking:
@@ -378,7 +409,8 @@ class DiLoCo(NoLoCo):
     def __init__(self, params, ranks=None, *, inner_steps=100, alpha=0.3, beta=0.7, offset=0,
                  everyone=None):
         """everyone: a process group of all ranks; None: a new one."""
-        super().__init__(params, ranks, inner_steps=inner_steps, alpha=alpha, beta=beta, offset=offset)
+        super().__init__(params, ranks, inner_steps=inner_steps, alpha=alpha, beta=beta,
+                         offset=offset)
         self.everyone = everyone
         if len(self.ranks) > 1 and not everyone:
             self.everyone = dist.new_group(self.ranks, use_local_synchronization=True)
@@ -391,7 +423,8 @@ class DiLoCo(NoLoCo):
         return 2 * (len(group) - 1) * self.theta.nbytes // len(group)
 
     def exchange(self, theta, group, lane=None):
-        """The sum takes theta's place, which becomes phi in any case. It has a process group of its own."""
+        """The sum takes theta's place, which becomes phi in any case. It has a process group of its
+        own."""
         if self.everyone:
             dist.all_reduce(theta, group=self.everyone)
         return Arrived([theta], [], len(group))
@@ -408,18 +441,21 @@ def moved(a, b):
 def flatten(params):
     """Make parameters and gradients views of two fp32 vectors: one message, one Adam, one norm.
 
-    Returns (theta, grad), in which zeros fill the gaps between tensors. Repeated calls return the same two
-    vectors. Frozen parameters are left alone. Move the model first. grad follows the gradients only while
-    they are zeroed in place. Raises ValueError on sharded parameters, on mixed devices, on anything but fp32,
-    and where nothing is trainable.
+    Returns (theta, grad), in which zeros fill the gaps between tensors. Repeated calls return the
+    same two vectors. Frozen parameters are left alone. Move the model first. grad follows the
+    gradients only while they are zeroed in place. Raises ValueError on sharded parameters, on mixed
+    devices, on anything but fp32, and where nothing is trainable.
     """
-    params = [p for p in dict.fromkeys(params) if p.requires_grad]         # a tied weight counts once
-    if any(hasattr(p, "placements") or hasattr(p, "_fsdp_flattened") for p in params):      # DTensor, FSDP
-        raise ValueError("sharded parameters: give plain copies of this rank's shards (docs/hosts.md)")
+    params = [p for p in dict.fromkeys(params) if p.requires_grad]      # a tied weight counts once
+    if any(hasattr(p, "placements") or hasattr(p, "_fsdp_flattened") for p in params):
+        # a DTensor, or of FullyShardedDataParallel
+        raise ValueError("sharded parameters: give plain copies of this rank's shards "
+                         "(docs/hosts.md)")
     if len({p.device for p in params}) != 1 or {p.dtype for p in params} != {torch.float32}:
-        raise ValueError("give trainable float32 parameters (bf16 rounds small updates away), on one device")
-    rooms = [-(-p.numel() // 16) * 16 for p in params]          # floats: tensors begin at 64-byte boundaries
-    starts = [0, *accumulate(rooms)]
+        raise ValueError("give trainable float32 parameters (bf16 rounds small updates away), on "
+                         "one device")
+    rooms = [-(-p.numel() // 16) * 16 for p in params]      # so tensors begin at 64-byte boundaries
+    starts = [0, *accumulate(rooms)]                        # and the length of the vector
     theta = one_vector([p.data for p in params], starts, params[0].device)
     grad = one_vector([p.grad for p in params], starts, params[0].device)
     for p, start in zip(params, starts):
@@ -445,8 +481,8 @@ def one_vector(tensors, starts, device):
 
 
 def lie_so(tensors, starts):
-    """Whether the tensors lie at these starts in one storage already, with zeros in the gaps: all tensors of
-    an earlier call of `flatten`, or neighbours among them.
+    """Whether the tensors lie at these starts in one storage already, with zeros in the gaps: all
+    tensors of an earlier call of `flatten`, or neighbours among them.
     """
     if any(tensor is None for tensor in tensors):
         return False
@@ -455,9 +491,13 @@ def lie_so(tensors, starts):
     if 4 * (first.storage_offset() + starts[-1]) > storage.nbytes():
         return False
     for tensor, start in zip(tensors, starts):
-        alike = tensor.untyped_storage().data_ptr() == storage.data_ptr()
-        if not (alike and tensor.is_contiguous() and tensor.data_ptr() == first.data_ptr() + 4 * start):
+        within = tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        there = tensor.data_ptr() == first.data_ptr() + 4 * start
+        if not (within and there and tensor.is_contiguous()):
             return False
     flat = first.as_strided((starts[-1],), (1,))
-    gaps = [flat[start + tensor.numel():after] for tensor, (start, after) in zip(tensors, pairwise(starts))]
-    return not any(gap.any() for gap in gaps)
+    for tensor, (start, after) in zip(tensors, pairwise(starts)):
+        gap = flat[start + tensor.numel():after]
+        if gap.any():
+            return False
+    return True

@@ -1,12 +1,12 @@
 """Ours, on top of the NoLoCo paper's exchange. Three choices, which are independent of each other:
 
-    how a vector is written     onebyte.py: a byte a weight; for the baselines' sums sums.py: bf16, one byte
+    how a vector is written     onebyte.py: a byte a weight; sums.py: bf16, a byte for the baselines
     when it is merged           delay.py: D inner steps later, or only phi ahead of theta
     which weights meet          fragments.py: all, or K parts by turns
 
     outer = NoLoCo(params, inner_steps=10, codec=OneByte())             any codec
     outer = Delayed(DiLoCo(params, inner_steps=10), delay=3)            around any outer optimizer
-    outer = Fragments(lambda part, at: NoLoCo(part, inner_steps=10, offset=at), params, 5, 10, delay=1)
+    outer = Fragments(lambda part, at: NoLoCo(part, inner_steps=10, offset=at), params, 5, 10)
 
 `window.py` has the window of gamma in which replicas stay together.
 """
@@ -20,8 +20,8 @@ from noloco import DiLoCo, NoLoCo
 def outer_optimizer(method, wire, delay, params, ranks=None, *, fragments=1, **settings):
     """The outer optimizer of `--method`, `--wire`, `--delay` and `--fragments`.
 
-    settings: those of NoLoCo or DiLoCo. Raises ValueError where there is none: what should average must never
-    train alone instead.
+    settings: those of NoLoCo or DiLoCo. Raises ValueError where there is none: what should average
+    must never train alone instead.
     """
     if fragments == 1:
         return travelling(undelayed(method, wire, params, ranks, **settings), delay)
@@ -53,7 +53,8 @@ def undelayed(method, wire, params, ranks, **settings):
 
 
 def travelling(outer, delay):
-    """The outer optimizer, with messages that travel during inner steps where that is asked or possible."""
+    """The outer optimizer, with messages that travel during inner steps where that is asked or
+    possible."""
     if delay:
         return Delayed(outer, delay)
     if outer.gamma != outer.beta:

@@ -1,16 +1,19 @@
 """Messages that travel during inner steps, so that the outer step waits less or not at all.
 
-`PhiAhead` is the paper's: phi leaves with the first of the inner steps. `Delayed` (ours, `--delay`) sends
-theta at the m-th step too, goes on training, and merges D steps later what came, keeping what was learnt:
+`PhiAhead` is the paper's: phi leaves with the first of the inner steps. `Delayed` (ours, `--delay`)
+sends theta at the m-th step too, goes on training, and merges D steps later what came, keeping what
+was learnt:
 
     at step s       sent <- theta, to the group drawn for the outer step
-    at step s + D   phi, delta by N2 and N3 of what was sent and received;   theta <- phi + (theta - sent)
+    at step s + D   phi, delta by N2 and N3 of what was sent and received
+                    theta <- phi + (theta - sent)
 
-D = 0 is the paper's outer step. docs/stability.md says why D should be at most m / 2, from m = 2 on.
+D = 0 is the paper's outer step. docs/stability.md says why D should be at most m / 2, from m = 2
+on.
 
-Both are objects around an outer optimizer, and call its parts: due, group, exchange, update. A thread waits
-for the messages; Gloo and torch release Python's lock meanwhile. A lost partner's error appears where the
-messages are used.
+Both are objects around an outer optimizer, and call its parts: due, group, exchange, update. A
+thread waits for the messages; Gloo and torch release Python's lock meanwhile. A lost partner's
+error appears where the messages are used.
 """
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,11 +24,12 @@ from noloco import Arrived, NoLoCo
 
 
 class Messenger:
-    """A thread that exchanges messages beside the training, one exchange after the other, in the order in
-    which they leave.
+    """A thread that exchanges messages beside the training, one exchange after the other, in the
+    order in which they leave.
 
-    This order is the same on all ranks, since it is that of their inner steps. So the oldest exchange that
-    is not done can always end: both partners have come to it, or will without waiting for a later one.
+    This order is the same on all ranks, since it is that of their inner steps. So the oldest
+    exchange that is not done can always end: both partners have come to it, or will without waiting
+    for a later one.
     lane: a process group of its own, and so connections, since other messages must overtake these.
     """
 
@@ -39,7 +43,7 @@ class Messenger:
         if len(outer.ranks) > 1:
             self.lane = dist.new_group(outer.ranks, use_local_synchronization=True)
             if on_gpu:
-                dist.barrier(self.lane)     # NCCL: a group's first use must have all its ranks in it
+                dist.barrier(self.lane)     # NCCL: all ranks must be in a group's first use
 
     def send(self, exchange, *args):
         """exchange(*args, lane) in the thread. Returns the Future of its result."""
@@ -49,7 +53,8 @@ class Messenger:
         return self.thread.submit(self.on_stream, written, exchange, *args)
 
     def on_stream(self, written, exchange, *args):
-        """On a GPU: when what is sent has been written, exchange on a stream of the thread's own."""
+        """On a GPU: when what is sent has been written, exchange on a stream of the thread's
+        own."""
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(written)
             arrived = exchange(*args, self.lane)
@@ -58,7 +63,8 @@ class Messenger:
 
 
 class Travelling:
-    """Around an outer optimizer, some of whose messages travel during inner steps. Subclasses have `step`.
+    """Around an outer optimizer, some of whose messages travel during inner steps. Subclasses have
+    `step`.
 
     flying: the Future of what is under way, or None. messenger: several may share one (fragments).
     """
@@ -96,8 +102,8 @@ class Travelling:
 
 
 class PhiAhead(Travelling):
-    """Around a NoLoCo where gamma differs from beta: phi travels during the inner steps, so theta alone
-    blocks.
+    """Around a NoLoCo where gamma differs from beta: phi travels during the inner steps, so theta
+    alone blocks.
     """
 
     @torch.no_grad()
@@ -121,13 +127,15 @@ class PhiAhead(Travelling):
 class Delayed(Travelling):
     """Around any outer optimizer: its messages travel during D inner steps.
 
-    delay: D, from 1 to inner_steps. Memory beside that of the outer optimizer: sent, as large as theta; for
-    DiLoCo what it sums, too. A run that stops after m k + D steps has just merged. Raises ValueError.
+    delay: D, from 1 to inner_steps. Memory beside that of the outer optimizer: sent, as large as
+    theta; for DiLoCo what it sums, too. A run that stops after m k + D steps has just merged.
+    Raises ValueError.
     """
 
     def __init__(self, outer, delay, messenger=None):
         if not 1 <= delay <= outer.inner_steps:
-            raise ValueError(f"delay must be from 1 to inner_steps ({outer.inner_steps}), not {delay}")
+            raise ValueError(f"delay must be from 1 to inner_steps ({outer.inner_steps}), not "
+                             f"{delay}")
         super().__init__(outer, messenger)
         self.delay = delay
         self.sent = torch.empty_like(outer.theta)
@@ -139,12 +147,11 @@ class Delayed(Travelling):
         outer = self.outer
         outer.check()
         departs = outer.due()
-        lands = (outer.steps + 1 - outer.offset - self.delay) % outer.inner_steps == 0
-        if self.flying and (lands or departs):          # both at once where D = m, or where m has changed
+        arrives = (outer.steps + 1 - outer.offset - self.delay) % outer.inner_steps == 0
+        # A message lands before the next one departs: where D = m, or where m has changed.
+        lands = self.flying is not None and (arrives or departs)
+        if lands:
             self.land()
-            lands = True
-        else:
-            lands = False
         if departs:
             self.sent.copy_(outer.theta)
             self.depart(outer.current)
@@ -161,20 +168,21 @@ class Delayed(Travelling):
         self.flying = self.messenger.send(outer.exchange, self.message, group)
 
     def land(self):
-        """Merge what arrived as the outer step does, but in one pass with what was learnt meanwhile."""
+        """Merge what arrived as the outer step does, but in one pass with what was learnt
+        meanwhile."""
         outer = self.outer
         arrived = self.flying.result()
         self.flying = None
         outer.before_merge(arrived)
         averages = averages_plainly(outer)
         for number, piece in enumerate(outer.pieces):
-            theta, sent, phi = outer.theta[piece], self.sent[piece], outer.phi[piece]
-            theta.sub_(sent)                                            # what was learnt meanwhile
+            sent = self.sent[piece]
+            theta = outer.theta[piece].sub_(sent)                       # what was learnt meanwhile
             if averages:
-                phi.copy_(outer.mean(arrived.thetas, number, sent, arrived.n))
+                outer.phi[piece].copy_(outer.mean(arrived.thetas, number, sent, arrived.n))
             else:
                 outer.update(number, self.sent, arrived)                # N1 to N3's phi
-            theta.add_(phi)
+            theta.add_(outer.phi[piece])
 
     def state_dict(self):
         return dict(super().state_dict(), sent=self.sent if self.flying else None)

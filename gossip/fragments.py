@@ -1,17 +1,20 @@
-"""Fragments: K parts of the weights take turns, so that no message holds the whole model (`--fragments K`).
+"""Fragments: K parts of the weights take turns, so that no message holds the whole model
+(`--fragments K`).
 
-Fragment k is about 1/K of the flat vector of weights. It has an outer optimizer of its own, with phi, delta
-and partners of its own, and does its outer step every m inner steps, k m / K steps after fragment 0:
+Fragment k is about 1/K of the flat vector of weights. It has an outer optimizer of its own, with
+phi, delta and partners of its own, and does its outer step every m inner steps, k m / K steps after
+fragment 0:
 
     at step s = k m / K + j m       fragment k does N1 to N3 with the group drawn for (j, k)
 
-A replica sends the same bytes as with whole messages, in messages a K-th as long. With a delay of D steps
-a message is hidden that takes D steps, K times less than a whole one. For DiLoCo fragments are known as
-Streaming DiLoCo (arXiv 2501.18512). For pairs they are ours.
+A replica sends the same bytes as with whole messages, in messages a K-th as long. With a delay of D
+steps a message is hidden that takes D steps, K times less than a whole one. For DiLoCo fragments
+are known as Streaming DiLoCo (arXiv 2501.18512). For pairs they are ours.
 
-Delayed fragments share one thread and one process group, so exchanges leave in the order of inner steps,
-which all ranks share; fragments that are due at one step leave in the order of k. No exchange waits for a
-later one, so the oldest can always end, and two fragments never wait for each other.
+Delayed fragments share one thread and one process group, so exchanges leave in the order of inner
+steps, which all ranks share; fragments that are due at one step leave in the order of k. No
+exchange waits for a later one, so the oldest can always end, and two fragments never wait for each
+other.
 """
 import torch
 
@@ -20,7 +23,8 @@ from noloco import flatten
 
 
 class Fragments:
-    """The outer optimizers of the fragments, stepped together. It takes the place of one outer optimizer.
+    """The outer optimizers of the fragments, stepped together. It takes the place of one outer
+    optimizer.
 
     make(params, offset) -> a NoLoCo or DiLoCo. params: of the whole model. fragments: K, from 1 to
     inner_steps. delay: D, from 0 to inner_steps. Raises ValueError.
@@ -28,26 +32,30 @@ class Fragments:
 
     def __init__(self, make, params, fragments, inner_steps, delay=0):
         if not 1 <= fragments <= inner_steps:
-            raise ValueError(f"fragments must be from 1 to inner_steps ({inner_steps}), not {fragments}")
+            raise ValueError(f"fragments must be from 1 to inner_steps ({inner_steps}), not "
+                             f"{fragments}")
         self.params = list(params)
         parts = cut(self.params, fragments)
         self.outers = [make(part, k * inner_steps // fragments) for k, part in enumerate(parts)]
         self.places = self.whereabouts()
         for outer in self.outers:
-            outer.warns = False         # of a tensor's piece that does not move: rare tokens' rows may not
+            outer.warns = False     # of pieces that do not move: rows of rare tokens may not
         if delay:
             messenger = Messenger(self.outers[0])
             self.outers = [Delayed(outer, delay, messenger) for outer in self.outers]
 
     def step(self):
-        """Count an inner step. Returns whether a fragment did its outer step, or a message landed."""
+        """Count an inner step. Returns whether a fragment did its outer step, or a message
+        landed."""
         if self.whereabouts() != self.places:
-            raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then Fragments")
+            raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then "
+                               "Fragments")
         did = [outer.step() for outer in self.outers]
         return any(did)
 
     def whereabouts(self):
-        """As NoLoCo.whereabouts, of the model's own parameters: a fragment sees pieces of their vector."""
+        """As NoLoCo.whereabouts, of the model's own parameters: a fragment sees pieces of their
+        vector."""
         return [p.requires_grad and p.data_ptr() for p in self.params]
 
     @property
@@ -74,7 +82,8 @@ class Fragments:
         """Raises RuntimeError when the state is that of another number of fragments."""
         states = state.get("fragments", [])
         if len(states) != len(self.outers):
-            raise RuntimeError(f"this is a state of {len(states)} fragments, not of {len(self.outers)}")
+            raise RuntimeError(f"this is a state of {len(states)} fragments, not of "
+                               f"{len(self.outers)}")
         for outer, its in zip(self.outers, states):
             outer.load_state_dict(its)
 
@@ -82,8 +91,8 @@ class Fragments:
 def cut(params, count):
     """The flat vector of the parameters in `count` parts of equal size, up to 16 weights.
 
-    Each part is a list of parameters, which are pieces of the model's tensors: views of the same weights and
-    gradients. Raises ValueError where there are fewer than 16 weights for a part.
+    Each part is a list of parameters, which are pieces of the model's tensors: views of the same
+    weights and gradients. Raises ValueError where there are fewer than 16 weights for a part.
     """
     params = [p for p in dict.fromkeys(params) if p.requires_grad]
     theta, grad = flatten(params)
@@ -93,7 +102,7 @@ def cut(params, count):
     parts = [[] for _ in ends]
     k = start = 0
     for p in params:
-        after = start + -(-p.numel() // 16) * 16        # where the next tensor begins, as in `flatten`
+        after = start + -(-p.numel() // 16) * 16    # where the next tensor begins, as in `flatten`
         while start < after:
             end = min(after, ends[k])
             piece = torch.nn.Parameter(theta[start:end])

@@ -1,8 +1,9 @@
-"""Fewer bytes for the baselines: DDP's gradients and DiLoCo's Delta in bf16 or in one byte (`--wire`).
+"""Fewer bytes for the baselines: DDP's gradients and DiLoCo's Delta in bf16 or in one byte
+(`--wire`).
 
-Both are sums of a vector v_i over n replicas, in place. `Bf16Sum` is an all-reduce of bf16. Gloo cannot sum
-codes, so `Int8Sum` swaps codes twice. A block of BLOCK values has a scale s of its own. Error feedback, e and f,
-adds what one rounding left over to the next:
+Both are sums of a vector v_i over n replicas, in place. `Bf16Sum` is an all-reduce of bf16. Gloo
+cannot sum codes, so `Int8Sum` swaps codes twice. A block of BLOCK values has a scale s of its own.
+Error feedback, e and f, adds what one rounding left over to the next:
 
     x = v_i + e_i ,   s = max |x| / 127 ,   k = round(x / s) ,   e_i <- x - s k         (Q1)
     replica i sends the j-th of n parts of its k and s to replica j, which adds up, in fp32:
@@ -13,8 +14,9 @@ Over any number of sums e and f hold all that has not been applied yet:
 
     total applied = sum_i (total v_i - e_i) - f     with f = (f_1, ..., f_n)            (Q3)
 
-Each part travels directly, so a sum takes two latencies of the network, a ring 2 (n - 1). NoLoCo has no bf16:
-it sends theta, from which bf16 would round updates away. Its one byte is that of onebyte.py.
+Each part travels directly, so a sum takes two latencies of the network, a ring 2 (n - 1). NoLoCo
+has no bf16: it sends theta, from which bf16 would round updates away. Its one byte is that of
+onebyte.py.
 """
 import torch
 import torch.distributed as dist
@@ -36,7 +38,8 @@ class Fp32Sum:
         return 2 * (self.n - 1) * self.dtype.itemsize * size // self.n
 
     def add_up(self, vector, owed):
-        """Sum in place, with the same bits on all processes. Returns what to give as `owed` the next time."""
+        """Sum in place, with the same bits on all processes. Returns what to give as `owed` the
+        next time."""
         sent = vector.to(self.dtype)                    # in fp32 the vector itself
         dist.all_reduce(sent, group=self.group)
         vector.copy_(sent)
@@ -80,11 +83,13 @@ class Int8Sum(Fp32Sum):
 
 
 def rounded(x):
-    """x (..., blocks, BLOCK) -> (codes, uint8: k and behind it s of each block; what is left of x)."""
+    """x (..., blocks, BLOCK) -> (codes, uint8: k and behind it s of each block; what is left of
+    x)."""
     s = x.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
     k = (x / s).round_()
     codes = torch.cat([k.to(torch.int8).view(torch.uint8), s.view(torch.uint8)], -1)
-    return codes, x.addcmul_(s, k, value=-1).nan_to_num_(0, 0, 0)       # an Inf spoils only its own step
+    left = x.addcmul_(s, k, value=-1)
+    return codes, left.nan_to_num_(0, 0, 0)             # an Inf spoils only its own step
 
 
 def values(codes):
@@ -112,8 +117,9 @@ class Average:
 class ShortDiLoCo(DiLoCo):
     """Delta travels by a wire.
 
-    wire: Bf16Sum or Int8Sum, a class. owed: what its rounding left over; `exchange` finds the next one, which
-    counts from the merge on, since a message that is under way at a checkpoint leaves once more.
+    wire: Bf16Sum or Int8Sum, a class. owed: what its rounding left over; `exchange` finds the next
+    one, which counts from the merge on, since a message that is under way at a checkpoint leaves
+    once more.
     """
 
     def __init__(self, params, ranks=None, *, wire, **settings):

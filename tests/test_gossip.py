@@ -217,7 +217,8 @@ def test_a_difference_shrinks_from_departure_to_departure_as_docs_stability_says
 # ---------------- sums in bf16 and in one byte: Q1 to Q3
 
 WORLD, ROUNDS = 3, 4
-SIZE, WHOLE = 2 * WORLD * SUM_BLOCK - 300, 2 * WORLD * SUM_BLOCK        # parts of two blocks, the last one not full
+WHOLE = 2 * WORLD * SUM_BLOCK
+SIZE = WHOLE - 300                          # parts of two blocks, the last one not full
 
 
 def vectors(rank):
@@ -262,7 +263,8 @@ def test_one_byte_equals_a_float64_simulation_and_error_feedback_loses_nothing()
     owed += torch.cat([torch.tensor(part).double() for _, (_, part), *_ in found])
     applied, true = wide(found[0][0]).sum(0), sum(given).sum(0)
     assert torch.allclose(applied + owed, true, rtol=0, atol=1e-6 * float(true.abs().max()))        # (Q3)
-    assert all(counted == sent == ROUNDS * 2 * (WORLD - 1) * 2 * (SUM_BLOCK + 4) for *_, counted, sent in found)
+    each = ROUNDS * 2 * (WORLD - 1) * 2 * (SUM_BLOCK + 4)
+    assert all(counted == sent == each for *_, counted, sent in found)
 
 
 def test_bf16_sums_have_the_same_bits_everywhere_and_bf16s_error():
@@ -302,21 +304,23 @@ def test_a_run_goes_on_to_the_bit_and_its_replicas_are_equal(how, trained, tmp_p
 # ---------------- fragments
 
 
-def simulated_fragments(world, steps, m, n, count, delay=0, gamma=0.7, alpha=0.5, beta=0.7):
-    """Every replica's flat vector of weights at the end, in float64. Fragments are slices of it."""
+def flat_replicas(world):
+    """(models with their data, theta): in float64, each model's weights in a row of theta."""
     models = [small_model(r) for r in range(world)]
-    for model, *_ in models:
-        model.double()
-    places, size = [], 0
-    for p in models[0][0].parameters():
-        places.append((size, p.numel(), p.shape))
-        size += -(-p.numel() // 16) * 16
+    rooms = [-(-p.numel() // 16) * 16 for p in models[0][0].parameters()]
+    theta = torch.zeros(world, sum(rooms), dtype=torch.float64)
+    for (model, *_), row in zip(models, theta):
+        for p, room in zip(model.parameters(), row.split(rooms)):
+            place = room[:p.numel()].view(p.shape)
+            p.data = place.copy_(p.detach())
+    return models, theta
+
+
+def simulated_fragments(world, steps, m, n, count, delay=0, gamma=0.7, alpha=0.5, beta=0.7):
+    """Every replica's flat vector of weights at the end. Fragments are slices of it."""
+    models, theta = flat_replicas(world)
+    size = theta.shape[1]
     bounds = [size // 16 * k // count * 16 for k in range(count + 1)]
-    theta = torch.zeros(world, size, dtype=torch.float64)
-    for r, (model, *_) in enumerate(models):
-        for p, (start, length, shape) in zip(model.parameters(), places):
-            theta[r, start:start + length] = p.detach().flatten()
-            p.data = theta[r, start:start + length].view(shape)         # the model trains the vector
     phi, delta, flying = theta.clone(), torch.zeros_like(theta), {}
 
     def land(k, part, sent, number, seed):
@@ -381,7 +385,8 @@ def one_fragment(method, wire, params, **settings):
 def test_one_fragment_is_the_plain_outer_step_to_the_bit(method, wire):
     one = partial(one_fragment, method, wire)
     whole = processes(4, _noloco, partial(outer_optimizer, method, wire, 0), dict(inner_steps=3), 12)
-    for (tensors, sent), (wanted, bytes_sent) in zip(processes(4, _noloco, one, dict(inner_steps=3), 12), whole):
+    parts = processes(4, _noloco, one, dict(inner_steps=3), 12)
+    for (tensors, sent), (wanted, bytes_sent) in zip(parts, whole):
         assert sent == bytes_sent and all((a == b).all() for a, b in zip(tensors, wanted))
 
 

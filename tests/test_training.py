@@ -72,10 +72,8 @@ def test_surviving_parts_give_the_plain_runs_losses_to_the_bit(kind, trained, tm
     plain, surviving = (metrics(tmp_path / "runs" / name) for name in ("plain", "surviving"))
     same = lambda line: {k: v for k, v in line.items() if "second" not in k and k not in ("held", "held_max")}
     assert [line["step"] for line in plain] == [5, 10, 13]
-    # the plain run has a phi under way, which in the surviving one leaves with theta
-    under_way = 4 * 4 * checkpoint(tmp_path / "runs/plain", 13, 0)["theta"].numel() * ("--gamma" in kind)
     for a, b in zip(map(same, plain), map(same, surviving), strict=True):
-        assert {**a, "sync_bytes": a["sync_bytes"] - under_way} == b
+        assert a == b
         assert b["weight_spread"] > 0 == b["steps_alone"] == b["lost_microbatches"]
     assert_same(tmp_path / "runs/plain", tmp_path / "runs/surviving", 13)
 
