@@ -75,8 +75,39 @@ class Gone(RuntimeError):
     """Training cannot go on. Each survivor writes a checkpoint and prints the message, one line."""
 
 
+class Silent(RuntimeError):
+    """A peer gives no sign of life, or the other ranks do not wait for this rank any more."""
+
+
 class Left(Exception):
-    """This rank builds its parts anew. args: a line to print, the job, whether this rank asks to join."""
+    """This rank builds its parts anew and goes on with them.
+
+    line: what it prints before. job: the SurvivingJob with which it goes on. asks: whether it asks to join.
+    """
+
+    def __init__(self, line, job, asks):
+        super().__init__(line)
+        self.line, self.job, self.asks = line, job, asks
+
+
+def is_loss(error):
+    """Whether this RuntimeError says that a peer or the store is lost, by its end, its link or its silence.
+
+    The store's errors have a class of their own. Those of Gloo are plain RuntimeErrors, and each names the
+    file of Gloo's source where it was raised. Every other error is a fault of this process: nobody should
+    train on beside it.
+    """
+    return isinstance(error, (dist.DistError, Silent)) or "/gloo/" in str(error)
+
+
+@contextlib.contextmanager
+def outliving():
+    """Suppress the error of a lost peer or store, and no other one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_loss(error):
+            raise
 
 
 def connect(store, key, rank, members, timeout):
@@ -97,25 +128,26 @@ def members_of(store, key, rank, ranks, timeout):
     def missing():
         return [r for r in ranks if r != rank and not store.check([f"{key}/{r}"])]
 
-    def agreed(absentees):
+    def settle(absentees):
         here = " ".join(str(r) for r in ranks if r not in absentees)
-        return tuple(map(int, store.compare_set(f"{key}/members", "", here).split()))
+        members = store.compare_set(f"{key}/members", "", here)     # the first list counts for all
+        return tuple(int(r) for r in members.split())
 
     store.set(f"{key}/{rank}", "here")
     absentees = missing()
     if all(store.check([f"absent/{r}"]) for r in absentees):
-        return agreed(absentees)
+        return settle(absentees)
     half = timedelta(seconds=timeout / 2)
     with contextlib.suppress(dist.DistStoreError):          # no rank has written the list in time
         store.wait([f"{key}/members"], half)
-        return agreed(absentees)                            # the one that is there
+        return settle(absentees)                            # the one that is there
     if any(position(store, r)[1] != "out" for r in missing()):
         with contextlib.suppress(dist.DistStoreError):
             store.wait([f"{key}/members"], half)
     absentees = missing()
     for r in absentees:
         mark_absent(store, r, key)
-    return agreed(absentees)
+    return settle(absentees)
 
 
 def mark_absent(store, rank, key):
@@ -141,8 +173,13 @@ def announce(store, rank, outer, where):
 
 
 def position(store, rank):
-    """(the last outer step to which `rank` came, "in", "late" or "out")."""      # they compare in this order
-    outer, where = store.get(f"at/{rank}").split() if store.check([f"at/{rank}"]) else (-1, b"out")
+    """(the last outer step to which `rank` came, or -1; "in", "late" or "out").
+
+    Positions compare as the words do by chance: "in" < "late" < "out" of one outer step.
+    """
+    if not store.check([f"at/{rank}"]):
+        return -1, "out"
+    outer, where = store.get(f"at/{rank}").split()
     return int(outer), where.decode()
 
 
@@ -152,14 +189,17 @@ def notice_silence(store, timeout):
     A cut link breaks no connection, so a request would otherwise wait for a quarter of an hour. The factor
     is 5 because a cut that the replicas survive must not end the job.
     """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    seconds, kind = max(2, round(5 * timeout)), (socket.AF_INET, socket.SOCK_STREAM)
-    settings = {"TCP_KEEPIDLE": seconds // 2, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": 1000 * seconds}
-    for fd in os.listdir("/proc/self/fd") if hasattr(socket, "TCP_USER_TIMEOUT") else []:
-        # an OSError or IndexError: this is no TCP socket
-        with contextlib.suppress(OSError, IndexError), socket.fromfd(int(fd), *kind) as link:
-            if link.getpeername()[1] == store.port:
-                link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, value in settings.items():
-                    link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    seconds = max(2, round(5 * timeout))
+    for descriptor in os.listdir("/proc/self/fd"):
+        # torch tells nobody which socket is the store's. An OSError or IndexError: this is no TCP socket.
+        with contextlib.suppress(OSError, IndexError):
+            with socket.fromfd(int(descriptor), socket.AF_INET, socket.SOCK_STREAM) as link:
+                if link.getpeername()[1] == store.port:
+                    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds // 2)
+                    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+                    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)

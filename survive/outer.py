@@ -20,7 +20,8 @@ import torch
 
 from noloco import NoLoCo, random_groups
 from plumbing.processes import gloo_interface
-from survive.meeting import absent, announce, come_back, connect, mark_absent, members_of, position
+from survive.meeting import (absent, announce, come_back, connect, is_loss, mark_absent, members_of,
+                             outliving, position)
 
 NO_WEIGHT = -torch.inf       # all that a replica sends which joins and has no weights yet
 
@@ -37,7 +38,8 @@ class SurvivingNoLoCo(NoLoCo):
     the inner optimizer.
     excluded: a set that the caller keeps: the replicas that are dead now (empty without a pipeline).
     alone: the number of outer steps done without any partner.
-    `step` raises RuntimeError when the store is lost.
+    `step` raises DistError when the store is lost. It outlives the loss of a partner; every other error, such
+    as one of a codec, is raised.
     """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=print,
@@ -50,12 +52,14 @@ class SurvivingNoLoCo(NoLoCo):
         self.store, self.timeout, self.catch_up, self.excluded = store, timeout, catch_up, excluded
         self.name = f"outer/{self.ranks[0]}"
         self.tell, self.reset = tell, reset
-        self.late, self.last_stale_list = False, -1     # the last outer step whose list may name an absentee
+        self.late = False
+        self.last_stale_list = -1           # the last outer step whose list may name an absentee
         self.alone = self.alone_in_a_row = 0
         self.unreached = set()              # since the last exchange: partners that came, but sent nothing
+        self.error = ""                     # what torch said when a partner was lost in this outer step
 
     def step(self):
-        with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
+        with outliving():                                   # a lost store is noticed after the step
             if self.late or self.current <= self.last_stale_list:
                 self.leap()
             if self.late:
@@ -73,18 +77,21 @@ class SurvivingNoLoCo(NoLoCo):
     # ---- who meets whom
 
     def begun(self, outer):
+        """Whether a replica has settled who takes part in outer step `outer`."""
         return self.store.check([f"{self.name}/{outer}/ranks"])
 
-    def taking_part(self, outer):
-        """The one list of who is in outer step `outer`. The first replica to come leaves out the absent."""
+    def settle_ranks(self, outer):
+        """Settle which replicas take part in outer step `outer`, and return their list.
+
+        The first replica to ask writes the list, without those that are absent by then. It counts for all.
+        """
         away = (self.excluded | absent(self.store, self.ranks)) - {self.rank}
         here = " ".join(str(r) for r in self.ranks if r not in away)
         return [int(r) for r in self.store.compare_set(f"{self.name}/{outer}/ranks", "", here).split()]
 
-    def group(self, outer=None):
-        """As NoLoCo.group, in this outer step (default: the present); alone if this replica takes no part."""
-        outer = self.current if outer is None else outer
-        groups = random_groups(self.taking_part(outer), self.group_size, outer, self.seed)
+    def settle_group(self, outer):
+        """This replica's group in outer step `outer`, whose list it settles. Alone if it takes no part."""
+        groups = random_groups(self.settle_ranks(outer), self.group_size, outer, self.seed)
         return next((g for g in groups if self.rank in g), (self.rank,))
 
     def key(self, outer, group):
@@ -92,12 +99,14 @@ class SurvivingNoLoCo(NoLoCo):
 
     def leap(self):
         """Leave out the begun outer steps in which no partner can come any more, with their inner steps."""
-        now = first = self.current
-        while self.catch_up and self.begun(now) and not self.expected(now):
+        if not self.catch_up:
+            return
+        first = now = self.current
+        while self.begun(now) and not self.expected(now):
             now += 1
         if now > first:
             self.report("leapt", outer_steps=now - first)
-        self.steps += (now - first) * self.inner_steps
+            self.steps += (now - first) * self.inner_steps
 
     def hurry(self):
         """A late replica that is up to date comes back. It cuts its inner steps short if a partner waits.
@@ -105,15 +114,16 @@ class SurvivingNoLoCo(NoLoCo):
         `leap` comes first, since no replica should wait for one that is far behind.
         """
         come_back(self.store, self.rank)
-        if self.catch_up and self.begun(self.current):
-            group = self.group()
-            key = self.key(self.current, group)
-            if any(self.store.check([f"{key}/{r}"]) for r in group if r != self.rank):
-                self.steps += -(self.steps + 1) % self.inner_steps
+        if not self.catch_up or not self.begun(self.current):
+            return
+        group = self.settle_group(self.current)
+        key = self.key(self.current, group)
+        if any(self.store.check([f"{key}/{r}"]) for r in group if r != self.rank):
+            self.steps = (self.current + 1) * self.inner_steps - 1      # the next step ends in the outer step
 
     def expected(self, outer):
-        """Whether a partner can still come to meet this replica in outer step `outer`."""
-        group = self.group(outer)
+        """Whether a partner can still come to meet this replica in outer step `outer`, which has begun."""
+        group = self.settle_group(outer)
         partners = set(group) - {self.rank}
         if self.store.check([f"{self.key(outer, group)}/members"]):
             return False
@@ -128,42 +138,73 @@ class SurvivingNoLoCo(NoLoCo):
     def exchange(self):
         """As NoLoCo.exchange, with the partners that came and whose numbers are finite."""
         outer = self.current
-        vectors = {"theta": self.theta} | ({} if self.gamma == self.beta else {"phi": self.phi})
-        members, arriving, works = (self.rank,), [[v] for v in vectors.values()], {}
-        missing, came, error = set(), set(), ""         # of the partners in this outer step
+        vectors = {"theta": self.theta}
+        if self.gamma != self.beta:
+            vectors["phi"] = self.phi
+        self.error = ""
+        group, members, link = self.meet(outer)
+        arrived = self.swap(members, vectors, link)
+        with outliving():
+            announce(self.store, self.rank, outer, "out")
+        missing = set(group) - set(arrived)
+        if missing:
+            self.note_missing(outer, missing)
+        self.count(len(arrived), set(members) - set(arrived))
+        return self.accept(arrived)
+
+    @contextlib.contextmanager
+    def outlive(self):
+        """Suppress the error of a lost partner or store; `self.error` keeps what it says."""
         try:
+            yield
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            self.error = str(error)[:100]
+
+    def meet(self, outer):
+        """Come to outer step `outer`: (this replica's group, the members that came, their process group).
+
+        The process group is None where no partner came, or where one was lost while they connected.
+        """
+        group = members = (self.rank,)
+        link = None
+        with self.outlive():
             announce(self.store, self.rank, outer, "late" if self.late else "in")
-            group = self.group()
-            missing = set(group) - {self.rank}          # until its numbers are here
+            group = self.settle_group(outer)
             key = self.key(outer, group)
             present = members_of(self.store, key, self.rank, group, self.timeout)
-            came = missing & set(present) if self.rank in present else set()
+            if self.rank in present:            # else the others have given this replica up
+                members = present
             self.late = len(group) == 1 or bool(absent(self.store, [self.rank]))
             link = connect(self.store, key, self.rank, present, self.timeout)
-            if link:
-                arriving, works = self.post(present, vectors, link)
-                members = present
-                self.link = link        # lives until the next one: messages to partners may be on their way
-        except RuntimeError as lost:    # the store, or a member while connecting
-            error = str(lost)[:100]
-        for partner, mine in works.items():
-            try:
-                for work in mine:
-                    work.wait(timedelta(seconds=self.timeout))
-                missing.discard(partner)
-            except RuntimeError as lost:
-                error = str(lost)[:100]
-        with contextlib.suppress(RuntimeError):
-            announce(self.store, self.rank, outer, "out")
-        if missing:
-            self.late, self.last_stale_list = True, outer
-            with contextlib.suppress(RuntimeError):
-                while self.begun(self.last_stale_list + 1):
-                    self.last_stale_list += 1
-            self.report("outer step without partners", missing=sorted(missing), error=error)
-        arrived = {r: its for r, *its in zip(members, *arriving) if r not in missing}
-        self.count(len(arrived), came & missing)
-        return self.accept(arrived)
+        return group, members, link
+
+    def swap(self, members, vectors, link):
+        """{rank: its vectors}, by rank, of this replica and of the members whose numbers arrived."""
+        if link:
+            with self.outlive():                # a member that is lost by now makes posting fail
+                arriving, works = self.post(members, vectors, link)
+                self.link = link                # lives until the next one: messages may be on their way
+                lost = {r for r in works if not self.arrives(works[r])}
+                return {r: its for r, *its in zip(members, *arriving) if r not in lost}
+        return {self.rank: list(vectors.values())}
+
+    def arrives(self, works):
+        """Wait for what a partner sends and is sent. Returns whether all of it arrived."""
+        with self.outlive():
+            for work in works:
+                work.wait(timedelta(seconds=self.timeout))
+            return True
+        return False
+
+    def note_missing(self, outer, missing):
+        """This replica is late now. The lists of outer steps that have begun may name the missing ones."""
+        self.late, self.last_stale_list = True, outer
+        with outliving():
+            while self.begun(self.last_stale_list + 1):
+                self.last_stale_list += 1
+        self.report("outer step without partners", missing=sorted(missing), error=self.error)
 
     def post(self, group, vectors, lane=None):
         """As NoLoCo.post, with works as {partner: [...]}. lane: a process group in which ranks are places."""
@@ -181,7 +222,7 @@ class SurvivingNoLoCo(NoLoCo):
         return arriving, works
 
     def report(self, event, **more):
-        with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
+        with outliving():                                   # a lost store is noticed after the step
             outer = self.current + 1
             self.tell(dict(event=event, step=outer * self.inner_steps, outer=outer, rank=self.rank, **more))
 
@@ -190,7 +231,8 @@ class SurvivingNoLoCo(NoLoCo):
         if n > 1:
             self.alone_in_a_row, self.unreached = 0, set()
             return
-        self.alone += len(set(self.ranks) - self.excluded) > 1
+        if len(set(self.ranks) - self.excluded) > 1:
+            self.alone += 1
         self.alone_in_a_row += 1
         self.unreached |= unreached
         if self.alone_in_a_row % 3 == 0 and self.unreached:
@@ -206,7 +248,7 @@ class SurvivingNoLoCo(NoLoCo):
         Without a finite partner it takes its own phi. It does the outer step alone: Delta and delta are 0,
         so N1 to N3 change nothing. `adopted` is this partner, or None.
         """
-        finite = [r for r, vectors in arrived.items() if all(map(self.finite, vectors))]
+        finite = [r for r, vectors in arrived.items() if all(self.finite(v) for v in vectors)]
         adopts = self.rank not in finite
         refused = [r for r in arrived if r not in finite and not joins(arrived[r][0])]
         self.adopted = finite[0] if adopts and finite else None
@@ -219,8 +261,9 @@ class SurvivingNoLoCo(NoLoCo):
             self.delta.zero_()
             self.reset()
             finite = [self.rank]
-        thetas, *phis = zip(*(arrived[r] for r in finite))
-        return thetas, phis[0] if phis else [], len(thetas)
+        thetas = [arrived[r][0] for r in finite]
+        phis = [arrived[r][1] for r in finite] if self.gamma != self.beta else []
+        return thetas, phis, len(thetas)
 
     def finite(self, vector):
         return bool(torch.isfinite(vector.sum()))
@@ -235,11 +278,12 @@ class SurvivingNoLoCo(NoLoCo):
 
         Raises RuntimeError when no replica begins an outer step within 60 timeouts.
         """
-        self.adopted, outer = None, max(0, *(position(self.store, r)[0] for r in self.ranks))
+        self.adopted = None
+        outer = max(0, *(position(self.store, r)[0] for r in self.ranks))
         while self.adopted is None:
             come_back(self.store, self.rank)
             self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
-            if self.rank in self.taking_part(outer):        # a partner expects it, maybe already in the first
+            if self.rank in self.settle_ranks(outer):       # a partner expects it, maybe already in the first
                 self.theta.fill_(NO_WEIGHT)
                 self.late, self.steps = True, (outer + 1) * self.inner_steps - 1
                 super().step()

@@ -4,20 +4,20 @@ Where a dead peer is handled:
 
     one stage: a partner is missed, and marked absent       meeting.py   members_of -> mark_absent
         the outer step of the rank that missed it           outer.py     exchange, accept
-        outer steps begun later leave it out, for all       outer.py     taking_part
+        outer steps begun later leave it out, for all       outer.py     settle_ranks
         outer steps that list it already                    outer.py     expected, leap (one stage only)
         it comes back after a hang                          outer.py     step -> leap, hurry
         it comes back as a new process (--join)             outer.py     join, then accept -> adopt
     pipeline: a peer is silent or its connection broke      pipeline.py  watch -> probe; wait, attempt
         it is declared dead                                 pipeline.py  declare_dead
-        the iteration from which all do without             pipeline.py  publish, agree, begin
+        the iteration from which all do without             pipeline.py  publish, agree, adopt
         microbatches on it are lost and counted             pipeline.py  take, task
         paths and the plan, without it and with it again    routes.py    go_round
-        outer steps of its stage                            outer.py     taking_part (excluded)
+        outer steps of its stage                            outer.py     settle_ranks (excluded)
         it wakes up: it joins as a new process does         pipeline.py  leave -> parts.py run
         it comes back as a new process (--join)             parts.py     join; pipeline.py ask
-        it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, giver, hand_over
-        the other ranks connect to it                       pipeline.py  begin -> admit
+        it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, hand_over
+        the other ranks connect to it                       pipeline.py  adopt -> admit
     both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
         the store is lost, with node 0                      parts.py     rescue -> standby.py move
 
@@ -168,12 +168,12 @@ def run(job, o, argv):
         try:
             return train.train(build(job, o, argv))
         except Left as left:
-            line, job, asks = left.args
+            job = left.job
+            argv = ["--join"] if left.asks else []
+            print(left.line, file=sys.stderr, flush=True)
         except dist.DistError as error:             # in `build`, or before `rescue`
             sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
                      f"({one_line(error)[:100]}); start again, with --join or --resume")
-        print(line, file=sys.stderr, flush=True)
-        argv = ["--join"] * asks
 
 
 def build(job, o, argv):
