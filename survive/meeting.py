@@ -11,9 +11,9 @@ group. So each meeting makes a Gloo group of its own (about 10 ms). The store ho
     gone        its process has ended
 
     from            to          cause                                           function
-    alive           late        R did an outer step without a partner           SurvivingNoLoCo.exchange
+    alive           late        R did an outer step without a partner           SurvivingNoLoCo.note_missing
                                 R goes on at another store                      parts.join
-    late            alive       every partner arrived, and R is not absent      SurvivingNoLoCo.exchange
+    late            alive       every partner arrived, and R is not absent      SurvivingNoLoCo.meet
     alive, late     absent      a rank waited in vain for R:
                                 in an outer step, or to compare weights         members_of -> mark_absent
                                 in a pipeline                                   Pipeline.declare_dead

@@ -26,7 +26,9 @@ dead. survive/meeting.py lists the states. docs/failures.md lists the faults and
 """
 import contextlib
 import json
+import os
 import sys
+import traceback
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -35,7 +37,8 @@ import train
 from plumbing.checkpoints import load, restore
 from plumbing.processes import BadInput, Job, forbid, one_line
 from survive.far import SurvivingOneByte
-from survive.meeting import Gone, Left, absent, come_back, connect, members_of, notice_silence
+from survive.meeting import (Gone, Left, absent, come_back, connect, members_of, notice_silence,
+                             outliving)
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
@@ -58,14 +61,21 @@ class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
     needs_all = False
 
-    standby = address = None        # this rank's standby store; after a takeover, where the job's store is
-    latest = -1         # the step at which a job at another store goes on
-
     def __init__(self, job, timeout, asks):
-        vars(self).update(vars(job))        # the same process, so the same rank, store and device
+        """job: this process's Job, or the SurvivingJob that it had before it built its parts anew.
+
+        asks: whether this rank asks a living replica for its weights.
+        """
+        self.rank, self.world = job.rank, job.world
+        self.store, self.members = job.store, job.members
+        self.device, self.nccl = job.device, job.nccl
+        self.events = job.events
         self.timeout = timeout
         self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
-        self.asks = asks                    # to join
+        self.asks = asks
+        # After a takeover: the step at which the job goes on, and the address of the store where it does.
+        self.latest = getattr(job, "latest", -1)
+        self.address = getattr(job, "address", None)
         self.joining = asks or self.latest >= 0
         self.excluded = set()               # the dead of the present iteration; empty on one stage
         self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
@@ -76,7 +86,7 @@ class SurvivingJob(Job):
         self.leads = self.rank == self.members[0]
         if self.world > 1:
             notice_silence(self.store, timeout)
-        self.standby = self.standby or host_standby()
+        self.standby = getattr(job, "standby", None) or host_standby()
         if self.leads and not self.joining:
             self.store.set("known", json.dumps([0, list(self.members), list(self.members)]))
 
@@ -105,18 +115,24 @@ class SurvivingJob(Job):
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if not self.leads:
             return None
-        (number, *lists), here = self.known, []
-        awaited = set(range(self.world)) - self.gone() - self.unanswered
-        for who in awaited, *15 * [lists[0]]:                   # 15 times patience: 5 timeouts
-            if not enough(here, *lists, tie=True):
-                with contextlib.suppress(dist.DistStoreError):
-                    self.store.wait([f"{name}/{r}" for r in who], timedelta(seconds=self.patience))
-                here = [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
-        if not enough(here, *lists, tie=True):
+        number, last, last_but_one = self.known
+        expected = set(range(self.world)) - self.gone() - self.unanswered
+        here = self.answers(name, expected)
+        for _ in range(15):                 # 15 times patience: 5 timeouts
+            if enough(here, last, last_but_one, tie=True):
+                break
+            here = self.answers(name, last)
+        if not enough(here, last, last_but_one, tie=True):
             raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is cut off")
-        self.store.set("known", json.dumps([number + 1, here, lists[0]]))
-        self.unanswered = set(range(self.world)) - {*here}
+        self.store.set("known", json.dumps([number + 1, here, last]))
+        self.unanswered = set(range(self.world)) - set(here)
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
+
+    def answers(self, name, awaited):
+        """The ranks that have answered, once all the awaited ones have, or after `patience` seconds."""
+        with contextlib.suppress(dist.DistStoreError):          # not all in time
+            self.store.wait([f"{name}/{r}" for r in awaited], timedelta(seconds=self.patience))
+        return [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
 
     def tell(self, event):
         """Send an event to the first rank's log, with its line for the screen."""
@@ -124,11 +140,15 @@ class SurvivingJob(Job):
         self.store.append("events", json.dumps(event) + "\n")
 
     def news(self):
-        lines = self.store.get("events").splitlines() if self.store.check(["events"]) else []
-        first, self.events_read = self.events_read, len(lines)
-        return [json.loads(line) for line in lines[first:]]
+        if not self.store.check(["events"]):
+            return []
+        lines = self.store.get("events").splitlines()
+        new = lines[self.events_read:]
+        self.events_read = len(lines)
+        return [json.loads(line) for line in new]
 
     def meet(self, key, ranks):
+        """As Job.meet, with the ranks that come in time."""
         come_back(self.store, self.rank)
         members = members_of(self.store, key, self.rank, ranks, 2 * self.patience)
         return members, connect(self.store, key, self.rank, members, 2 * self.patience)
@@ -138,14 +158,15 @@ class SurvivingJob(Job):
         super().close()
         late = [r for r in self.unanswered - self.excluded if accepts(self, r)]
         self.say([f"waiting up to {5 * self.timeout:g} s for rank {r}, which is late" for r in late])
-        with contextlib.suppress(RuntimeError):
+        with outliving():
             self.store.wait([f"done/{r}" for r in late], timedelta(seconds=5 * self.timeout))
 
     @contextlib.contextmanager
     def rescue(self, run, save):
         """Around training. On Gone and on a lost store this rank writes a checkpoint.
 
-        Raises Left if it goes on at another store. Otherwise it prints one line and ends.
+        save: a function that writes it. Raises Left if this rank goes on at another store. Otherwise it
+        prints one line and ends.
         """
         with contextlib.closing(run.pipeline), super().rescue(run, save):
             try:
@@ -154,23 +175,58 @@ class SurvivingJob(Job):
                 then = f"go on with --resume {run.folder}"
                 if not run.checkpoints.parts(self.rank):        # nor do the ranks that died before have one
                     then = "the ranks have no checkpoint in common: start again with another --name"
-                with contextlib.suppress(RuntimeError):         # `save` ends with a message to the lost store
+                with outliving():               # `save` ends with a message to the lost store
                     save()
-                why = "the store is lost, and a standby store too"
-                with contextlib.suppress(dist.DistError):
-                    why = error if isinstance(error, Gone) else move(self, run)
+                why = error
+                if not isinstance(error, Gone):
+                    why = "the store is lost, and a standby store too"
+                    with contextlib.suppress(dist.DistError):
+                        why = move(self, run)
                 sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; {then}")
 
 
 def run(job, o, argv):
+    """Train. If argv is the command line, so this is the whole program, the process then ends at once.
+
+    Threads may be left that wait in Gloo for a lost peer, maybe for ever (pipeline.py). If such a wait ends
+    while Python takes the interpreter down, Python ends the thread in the midst of torch's code, and that
+    aborts the process: "terminate called without an active exception", status 134, after all was saved and
+    said. `os._exit` takes nothing down.
+    """
+    if argv not in (sys.argv, sys.argv[1:]):
+        return go_through(job, o, argv)
+    status = 1
+    try:
+        go_through(job, o, argv)
+        status = 0
+    except SystemExit as stop:
+        status = status_of(stop)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def status_of(stop):
+    """The exit status of a SystemExit. A text is printed, as Python does it, and means 1."""
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def go_through(job, o, argv):
     """As train.train of `build`. A rank that others declared dead while it was silent joins again."""
     while True:
         try:
             return train.train(build(job, o, argv))
         except Left as left:
+            print(left.line, file=sys.stderr, flush=True)
             job = left.job
             argv = ["--join"] if left.asks else []
-            print(left.line, file=sys.stderr, flush=True)
         except dist.DistError as error:             # in `build`, or before `rescue`
             sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
                      f"({one_line(error)[:100]}); start again, with --join or --resume")
@@ -189,13 +245,16 @@ def build(job, o, argv):
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
     job.read()          # it waits for the other ranks: no outer step misses one that is slower to build
-    job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
+    job.vectors = [run.theta]           # what a replica of the stage gives to one that joins
+    if run.outer:
+        job.vectors += [run.outer.phi, run.outer.delta]
     if job.joining:
         join(run)
     return run
 
 
 def make_outer(job, o, params, replicas, inner, **_):         # phi never goes ahead
+    """As train.make_outer, of a class that outlives its partners."""
     if o.method != "noloco" or job.world == 1:
         return train.make_outer(job, o, params, replicas, inner)
     # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps there.
@@ -206,27 +265,18 @@ def make_outer(job, o, params, replicas, inner, **_):         # phi never goes a
 
 def join(run):
     """Weights and a step for a rank that joins, or goes on at another store. Raises Left if a giver died."""
-    job, rank, pipeline, outer = run.job, run.job.rank, run.pipeline, run.outer
+    job, outer = run.job, run.outer
     if not job.asks:
         own_checkpoint(run)
-        step = job.latest if pipeline.peers else run.step
+        step = job.latest if run.pipeline.peers else run.step
         if job.leads:
-            job.tell(dict(event="takeover", step=step, rank=rank, missing=sorted(job.gone())))
-    elif pipeline.peers:
-        step = pipeline.ask()
-        if step >= run.o.steps:
-            job.refuse("--join: training is over")
-        giver = pipeline.take_weights()
-        if giver == rank:
-            own_checkpoint(run)
-        job.excluded.add(rank)          # until it begins, so that it makes new paths as all ranks do
-        come_back(job.store, rank)
-        job.tell(dict(event="joined", step=step, outer=step // (run.o.inner_steps or 1), rank=rank,
-                      given_by=giver))
+            job.tell(dict(event="takeover", step=step, rank=job.rank, missing=sorted(job.gone())))
+    elif run.pipeline.peers:
+        step = join_pipeline(run)
     else:
         outer.join()
         step = outer.steps
-    print(f"rank {rank} takes part from step {step}", flush=True)
+    print(f"rank {job.rank} takes part from step {step}", flush=True)
     if outer:
         outer.steps, outer.late = step, True
     if run.reader and (job.asks or step != run.step):
@@ -234,7 +284,24 @@ def join(run):
     run.step = step
 
 
+def join_pipeline(run):
+    """Ask for a place, and take a replica's weights or this rank's own. Returns the step of the place."""
+    job, rank = run.job, run.job.rank
+    step = run.pipeline.ask()
+    if step >= run.o.steps:
+        job.refuse("--join: training is over")
+    giver = run.pipeline.take_weights()
+    if giver == rank:
+        own_checkpoint(run)
+    job.excluded.add(rank)          # until it begins, so that it makes new paths as all ranks do
+    come_back(job.store, rank)
+    outer = step // (run.o.inner_steps or 1)
+    job.tell(dict(event="joined", step=step, outer=outer, rank=rank, given_by=giver))
+    return step
+
+
 def own_checkpoint(run):
+    """Take this rank's own newest part of a checkpoint. Without one the process ends with one line."""
     own = run.checkpoints.parts(run.job.rank)
     try:
         forbid((not own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint"))

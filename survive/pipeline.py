@@ -294,7 +294,8 @@ class SurvivingPipeline(Pipeline):
         store = self.job.store
         replicas = set(range(self.job.world)) - {*self.peers, rank}
         # A replica of life 0 has trained from the start; a later one is ready when it has its weights.
-        able = [r for r in self.living(replicas) if self.record[r] == 0 or store.check([self.key("ready", r)])]
+        able = [r for r in self.living(replicas)
+                if self.record[r] == 0 or store.check([self.key("ready", r)])]
         return int(store.compare_set(self.key("giver", rank), "", str(min(able, default=rank))))
 
     def hand_over(self, peer, gives):

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from planning.instance import city_links
-from tests.harness import HERE
-from tests.test_hosts import wait_until
+from tests.harness import HERE, wait_until
 from tools import hosts as tool
 from tools.hosts import Hosts, enter, read
 
