@@ -63,12 +63,12 @@ def rank_process(pipe, rank, world, port, agent, cwd, function, args):
         pipe.send((False, traceback.format_exc()))
 
 
-IDLE = 0.25     # seconds that `slowness` takes for its work where two cores have nothing else to do
+IDLE = 0.5      # seconds for the work of `slowness` on two cores that do nothing else than two or three tests
 
 
 @functools.cache
 def slowness():
-    """How many times slower work is here now than on two idle cores, at least 1. Measured once a session.
+    """How many times slower tests are here now than on two idle cores, at least 1. Measured once a session.
 
     The work is that of a test with processes: four are forked, and meet at a store, as in an exchange, after
     each of ten steps of a small model.
