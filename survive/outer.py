@@ -1,15 +1,15 @@
 """NoLoCo whose replicas may die, hang, be late, send nonsense or come back (Gloo only).
 
-survive/meeting.py has the states of a replica. Each outer step uses a process group of its own. N2 is done
-with the partners that came and whose numbers are finite.
+survive/meeting.py has the states of a replica. Each outer step uses a process group of its own. N2
+is done with the partners that came and whose numbers are finite.
 
-The first replica to come to an outer step writes down which replicas take part: all that are not absent by
-then. So an absent replica costs one exchange to each partner already scheduled with it, in about log2 N outer
-steps. On one stage a replica that lost such an exchange leaps: it leaves out the outer steps in which it
-would meet the absent replica again, and their inner steps.
+The first replica to come to an outer step writes down which replicas take part: all that are not
+absent by then. So an absent replica costs one exchange to each partner already scheduled with it,
+in about log2 N outer steps. On one stage a replica that lost such an exchange leaps: it leaves out
+the outer steps in which it would meet the absent replica again, and their inner steps.
 
-Lateness does not spread: a replica that waits for its partner says so ("in" its outer step). The replica
-that waits for it in turn then waits twice as long.
+Lateness does not spread: a replica that waits for its partner says so ("in" its outer step). The
+replica that waits for it in turn then waits twice as long.
 """
 import contextlib
 import os
@@ -27,19 +27,21 @@ NO_WEIGHT = -torch.inf       # all that a replica sends which joins and has no w
 
 
 class SurvivingNoLoCo(NoLoCo):
-    """NoLoCo that needs no process group: RANK and WORLD_SIZE give the ranks, `store` connects them.
+    """NoLoCo without a default process group: RANK and WORLD_SIZE give the ranks.
 
     store: a torch.distributed store that all replicas reach.
-    timeout: seconds that an outer step waits for a partner (half of it without a sign of life), and again for
-    the partner's numbers.
+    timeout: seconds that an outer step waits for a partner (half of it without a sign of life), and
+    again for the partner's numbers.
     catch_up: a late replica may leave out inner steps.
     tell: called with a dict for each outer step that did not go as drawn.
-    reset: called when this replica was not finite and has taken a partner's weights. The caller then resets
-    the inner optimizer.
-    excluded: a set that the caller keeps: the replicas that are dead now (empty without a pipeline).
+    reset: called when this replica was not finite and has taken a partner's weights. The caller
+    then resets the inner optimizer.
+    excluded: a set that the caller keeps: the replicas that are dead now (empty without a
+    pipeline).
     alone: the number of outer steps done without any partner.
-    `step` raises DistError when the store is lost. It outlives the loss of a partner; every other error, such
-    as one of a codec, is raised.
+
+    `step` outlives the loss of a partner. It raises DistError when the store is lost, and every
+    other error as it is, such as one of a codec.
     """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=print,
@@ -49,14 +51,15 @@ class SurvivingNoLoCo(NoLoCo):
         self.rank = int(os.environ["RANK"])
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
-        self.store, self.timeout, self.catch_up, self.excluded = store, timeout, catch_up, excluded
+        self.store, self.timeout = store, timeout
+        self.catch_up, self.excluded = catch_up, excluded
         self.name = f"outer/{self.ranks[0]}"
         self.tell, self.reset = tell, reset
         self.late = False
         self.last_stale_list = -1           # the last outer step whose list may name an absentee
         self.alone = self.alone_in_a_row = 0
-        self.unreached = set()              # since the last exchange: partners that came, but sent nothing
-        self.error = ""                     # what torch said when a partner was lost in this outer step
+        self.unreached = set()      # since the last exchange: partners that came, but sent nothing
+        self.error = ""             # what torch said when a partner was lost in this outer step
 
     def step(self):
         with outliving():                                   # a lost store is noticed after the step
@@ -83,14 +86,16 @@ class SurvivingNoLoCo(NoLoCo):
     def settle_ranks(self, outer):
         """Settle which replicas take part in outer step `outer`, and return their list.
 
-        The first replica to ask writes the list, without those that are absent by then. It counts for all.
+        The first replica to ask writes the list, without those that are absent by then. It counts
+        for all.
         """
         away = (self.excluded | absent(self.store, self.ranks)) - {self.rank}
         here = " ".join(str(r) for r in self.ranks if r not in away)
-        return [int(r) for r in self.store.compare_set(f"{self.name}/{outer}/ranks", "", here).split()]
+        settled = self.store.compare_set(f"{self.name}/{outer}/ranks", "", here)
+        return [int(r) for r in settled.split()]
 
     def settle_group(self, outer):
-        """This replica's group in outer step `outer`, whose list it settles. Alone if it takes no part."""
+        """Settle outer step `outer`. Returns this replica's group: alone if it takes no part."""
         groups = random_groups(self.settle_ranks(outer), self.group_size, outer, self.seed)
         return next((g for g in groups if self.rank in g), (self.rank,))
 
@@ -98,7 +103,7 @@ class SurvivingNoLoCo(NoLoCo):
         return f"{self.name}/{outer}/{group[0]}"
 
     def leap(self):
-        """Leave out the begun outer steps in which no partner can come any more, with their inner steps."""
+        """Leave out begun outer steps where no partner can come any more, with their inner steps."""
         if not self.catch_up:
             return
         first = now = self.current
@@ -109,7 +114,7 @@ class SurvivingNoLoCo(NoLoCo):
             self.steps += (now - first) * self.inner_steps
 
     def hurry(self):
-        """A late replica that is up to date comes back. It cuts its inner steps short if a partner waits.
+        """A late replica comes back. It cuts its inner steps short if a partner waits for it.
 
         `leap` comes first, since no replica should wait for one that is far behind.
         """
@@ -119,10 +124,11 @@ class SurvivingNoLoCo(NoLoCo):
         group = self.settle_group(self.current)
         key = self.key(self.current, group)
         if any(self.store.check([f"{key}/{r}"]) for r in group if r != self.rank):
-            self.steps = (self.current + 1) * self.inner_steps - 1      # the next step ends in the outer step
+            # The next inner step is the last one before the outer step.
+            self.steps = (self.current + 1) * self.inner_steps - 1
 
     def expected(self, outer):
-        """Whether a partner can still come to meet this replica in outer step `outer`, which has begun."""
+        """Whether a partner can still come to meet this replica in this begun outer step."""
         group = self.settle_group(outer)
         partners = set(group) - {self.rank}
         if self.store.check([f"{self.key(outer, group)}/members"]):
@@ -142,8 +148,8 @@ class SurvivingNoLoCo(NoLoCo):
         if self.gamma != self.beta:
             vectors["phi"] = self.phi
         self.error = ""
-        group, members, link = self.meet(outer)
-        arrived = self.swap(members, vectors, link)
+        group, members, link = self.gather(outer)
+        arrived = self.trade(members, vectors, link)
         with outliving():
             announce(self.store, self.rank, outer, "out")
         missing = set(group) - set(arrived)
@@ -162,8 +168,8 @@ class SurvivingNoLoCo(NoLoCo):
                 raise
             self.error = str(error)[:100]
 
-    def meet(self, outer):
-        """Come to outer step `outer`: (this replica's group, the members that came, their process group).
+    def gather(self, outer):
+        """Come to outer step `outer`. Returns (its group, the members that came, a process group).
 
         The process group is None where no partner came, or where one was lost while they connected.
         """
@@ -180,12 +186,12 @@ class SurvivingNoLoCo(NoLoCo):
             link = connect(self.store, key, self.rank, present, self.timeout)
         return group, members, link
 
-    def swap(self, members, vectors, link):
-        """{rank: its vectors}, by rank, of this replica and of the members whose numbers arrived."""
+    def trade(self, members, vectors, link):
+        """{rank: its vectors}, by rank, of this replica and the members whose numbers arrived."""
         if link:
             with self.outlive():                # a member that is lost by now makes posting fail
                 arriving, works = self.post(members, vectors, link)
-                self.link = link                # lives until the next one: messages may be on their way
+                self.link = link        # lives until the next one: messages may be on their way
                 lost = {r for r in works if not self.arrives(works[r])}
                 return {r: its for r, *its in zip(members, *arriving) if r not in lost}
         return {self.rank: list(vectors.values())}
@@ -199,7 +205,7 @@ class SurvivingNoLoCo(NoLoCo):
         return False
 
     def note_missing(self, outer, missing):
-        """This replica is late now. The lists of outer steps that have begun may name the missing ones."""
+        """This replica is late now. The lists of begun outer steps may name the missing ones."""
         self.late, self.last_stale_list = True, outer
         with outliving():
             while self.begun(self.last_stale_list + 1):
@@ -207,7 +213,8 @@ class SurvivingNoLoCo(NoLoCo):
         self.report("outer step without partners", missing=sorted(missing), error=self.error)
 
     def post(self, group, vectors, lane=None):
-        """As NoLoCo.post, with works as {partner: [...]}. lane: a process group in which ranks are places."""
+        """As NoLoCo.post, with works as {partner: [...]}. lane: a process group in which ranks are
+        places."""
         partners = [r for r in group if r != self.rank]
         arriving, works = [], {r: [] for r in partners}
         for tag, (name, vector) in enumerate(vectors.items()):
@@ -224,10 +231,11 @@ class SurvivingNoLoCo(NoLoCo):
     def report(self, event, **more):
         with outliving():                                   # a lost store is noticed after the step
             outer = self.current + 1
-            self.tell(dict(event=event, step=outer * self.inner_steps, outer=outer, rank=self.rank, **more))
+            step = outer * self.inner_steps
+            self.tell(dict(event=event, step=step, outer=outer, rank=self.rank, **more))
 
     def count(self, n, unreached):
-        """Count outer steps done alone, and warn if partners that came, so they live, are never reached."""
+        """Count outer steps done alone. Warn if partners that came, so live, are never reached."""
         if n > 1:
             self.alone_in_a_row, self.unreached = 0, set()
             return
@@ -236,17 +244,20 @@ class SurvivingNoLoCo(NoLoCo):
         self.alone_in_a_row += 1
         self.unreached |= unreached
         if self.alone_in_a_row % 3 == 0 and self.unreached:
-            print(f"rank {self.rank}: three outer steps in a row without partners although they are alive "
-                  f"(ranks {sorted(self.unreached)}): it trains alone. Can these hosts connect to them? "
-                  f"Gloo uses {gloo_interface() or 'the default interface'} here (GLOO_SOCKET_IFNAME)",
+            interface = gloo_interface() or "the default interface"
+            print(f"rank {self.rank}: three outer steps in a row without partners although they "
+                  f"are alive (ranks {sorted(self.unreached)}): it trains alone. Can these hosts "
+                  f"connect to them? Gloo uses {interface} here (GLOO_SOCKET_IFNAME)",
                   file=sys.stderr, flush=True)
 
     def accept(self, arrived):
-        """(thetas, phis, n) of the finite replicas. arrived: {rank: [theta, phi if it travels]}, by rank.
+        """(thetas, phis, n) of the finite replicas.
 
-        A replica that is not finite itself takes a partner's theta as its theta and phi, and delta = 0.
-        Without a finite partner it takes its own phi. It does the outer step alone: Delta and delta are 0,
-        so N1 to N3 change nothing. `adopted` is this partner, or None.
+        arrived: {rank: [theta, phi if it travels]}, by rank.
+
+        A replica that is not finite itself takes a partner's theta as its theta and phi, and delta
+        = 0. Without a finite partner it takes its own phi. It does the outer step alone: Delta and
+        delta are 0, so N1 to N3 change nothing. `adopted` is this partner, or None.
         """
         finite = [r for r, vectors in arrived.items() if all(self.finite(v) for v in vectors)]
         adopts = self.rank not in finite
@@ -274,7 +285,7 @@ class SurvivingNoLoCo(NoLoCo):
     # ---- coming back
 
     def join(self):
-        """Come to the next outer steps without weights, until a partner is there whose theta it adopts.
+        """Come to the next outer steps without weights, until a partner has given its theta.
 
         Raises RuntimeError when no replica begins an outer step within 60 timeouts.
         """
@@ -282,17 +293,24 @@ class SurvivingNoLoCo(NoLoCo):
         outer = max(0, *(position(self.store, r)[0] for r in self.ranks))
         while self.adopted is None:
             come_back(self.store, self.rank)
-            self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
-            if self.rank in self.settle_ranks(outer):       # a partner expects it, maybe already in the first
+            self.wait_for_begin(outer)
+            if self.rank in self.settle_ranks(outer):
+                # A partner expects it, maybe already in the first one.
                 self.theta.fill_(NO_WEIGHT)
-                self.late, self.steps = True, (outer + 1) * self.inner_steps - 1
+                self.late = True
+                self.steps = (outer + 1) * self.inner_steps - 1
                 super().step()
                 # No partner waits until it trains, once the other replicas have left an evaluation.
                 mark_absent(self.store, self.rank, "join")
-                self.store.wait([f"{self.name}/{outer + 1}/ranks"], timedelta(seconds=60 * self.timeout))
+                self.wait_for_begin(outer + 1)
             outer += 1
         self.late = True
-        self.tell(dict(event="joined", step=self.steps, outer=outer, rank=self.rank, given_by=self.adopted))
+        self.tell(dict(event="joined", step=self.steps, outer=outer, rank=self.rank,
+                       given_by=self.adopted))
+
+    def wait_for_begin(self, outer):
+        """Wait until a replica has begun outer step `outer`, at most 60 timeouts."""
+        self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
 
 
 def joins(theta):

@@ -2,27 +2,29 @@
 
 Where a dead peer is handled:
 
-    one stage: a partner is missed, and marked absent       meeting.py   members_of -> mark_absent
-        the outer step of the rank that missed it           outer.py     exchange, accept
-        outer steps begun later leave it out, for all       outer.py     settle_ranks
-        outer steps that list it already                    outer.py     expected, leap (one stage only)
-        it comes back after a hang                          outer.py     step -> leap, hurry
-        it comes back as a new process (--join)             outer.py     join, then accept -> adopt
-    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> probe; wait, attempt
-        it is declared dead                                 pipeline.py  declare_dead
-        the iteration from which all do without             pipeline.py  publish, agree, adopt
-        microbatches on it are lost and counted             pipeline.py  take, task
-        paths and the plan, without it and with it again    routes.py    go_round
-        outer steps of its stage                            outer.py     settle_ranks (excluded)
-        it wakes up: it joins as a new process does         pipeline.py  leave -> parts.py run
-        it comes back as a new process (--join)             parts.py     join; pipeline.py ask
-        it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, hand_over
-        the other ranks connect to it                       pipeline.py  adopt -> admit
-    both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
-        the store is lost, with node 0                      parts.py     rescue -> standby.py move
+    one stage: a partner is missed, and marked absent     meeting.py   members_of -> mark_absent
+        the outer step of the rank that missed it         outer.py     exchange, accept
+        outer steps begun later leave it out, for all     outer.py     settle_ranks
+        outer steps that list it already                  outer.py     expected, leap (one stage)
+        it comes back after a hang                        outer.py     step -> leap, hurry
+        it comes back as a new process (--join)           outer.py     join, then accept -> adopt
+    pipeline: a peer is silent or its connection broke    pipeline.py  watch -> probe; wait, attempt
+        it is declared dead                               pipeline.py  declare_dead
+        the iteration from which all do without           pipeline.py  publish, agree, go_over
+        microbatches on it are lost and counted           pipeline.py  take, task
+        paths and the plan, without it and with it again  routes.py    go_round
+        outer steps of its stage                          outer.py     settle_ranks (excluded)
+        it wakes up: it joins as a new process does       pipeline.py  leave; parts.py go_through
+        it comes back as a new process (--join)           parts.py     join; pipeline.py ask
+        it takes a replica's weights, or its checkpoint   pipeline.py  take_weights, hand_over
+        the other ranks connect to it                     pipeline.py  go_over -> admit
+    both: an evaluation misses a rank                     parts.py     SurvivingJob.collect, meet
+        the store is lost, with node 0                    parts.py     rescue -> standby.py move
+        the process ends                                  parts.py     run
 
-In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage declares it
-dead. survive/meeting.py lists the states. docs/failures.md lists the faults and the waiting times.
+In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage
+declares it dead. survive/meeting.py lists the states. docs/failures.md lists the faults and the
+waiting times.
 """
 import contextlib
 import json
@@ -46,19 +48,32 @@ from survive.standby import accepts, enough, host_standby, move
 
 KINDS = {"noloco": {"fp32": SurvivingNoLoCo, "int8": SurvivingOneByte}}
 EVENTS = {      # the first rank's line for each event, at its next evaluation
-    "leapt": "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is left",
-    "outer step without partners": "rank {rank} did outer step {outer} without ranks {missing} {error}",
-    "not finite": "rank {rank} refused the numbers of ranks {refused} in outer step {outer}: not finite",
-    "fp32 instead of int8": "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
-    "joined": "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
-    "lost": "rank {rank} lost rank {peer} at step {step}: {error}",
-    "dead": "from step {step} paths avoid ranks {ranks}, dead or joining, and stages {stages_left_out}{how}",
-    "takeover": "rank {rank} leads from step {step} on, with another store and without ranks {missing}",
+    "leapt":
+        "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is "
+        "left",
+    "outer step without partners":
+        "rank {rank} did outer step {outer} without ranks {missing} {error}",
+    "not finite":
+        "rank {rank} refused the numbers of ranks {refused} in outer step {outer}: not finite",
+    "fp32 instead of int8":
+        "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
+    "joined":
+        "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
+    "lost":
+        "rank {rank} lost rank {peer} at step {step}: {error}",
+    "dead":
+        "from step {step} paths avoid ranks {ranks}, dead or joining, and stages "
+        "{stages_left_out}{how}",
+    "takeover":
+        "rank {rank} leads from step {step} on, with another store and without ranks {missing}",
 }
 
 
 class SurvivingJob(Job):
-    """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
+    """A Job without a default process group, in which every wait ends.
+
+    timeout: the seconds of --survive.
+    """
     needs_all = False
 
     def __init__(self, job, timeout, asks):
@@ -73,12 +88,13 @@ class SurvivingJob(Job):
         self.timeout = timeout
         self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
         self.asks = asks
-        # After a takeover: the step at which the job goes on, and the address of the store where it does.
+        # After a takeover: the step at which the job goes on, and the address of the store where it
+        # does.
         self.latest = getattr(job, "latest", -1)
         self.address = getattr(job, "address", None)
         self.joining = asks or self.latest >= 0
         self.excluded = set()               # the dead of the present iteration; empty on one stage
-        self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
+        self.unanswered = set()         # ranks that the last `collect` missed: it waits for none
         self.events_read = 0
         if self.store.check(["takeover/members"]):
             self.members = [int(r) for r in self.store.get("takeover/members").split()]
@@ -108,10 +124,10 @@ class SurvivingJob(Job):
     def collect(self, name, values):
         """As Job.collect, from the ranks that answer within `patience`.
 
-        If the first rank waited longer, its partner would do the next outer step without it. It does so if
-        too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
+        If the first rank waited longer, its partner would do the next outer step without it. It
+        does so if too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
         """
-        self.read()                         # first: the answer says that this rank knows the newest list
+        self.read()             # first: the answer says that this rank knows the newest list
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if not self.leads:
             return None
@@ -123,13 +139,14 @@ class SurvivingJob(Job):
                 break
             here = self.answers(name, last)
         if not enough(here, last, last_but_one, tie=True):
-            raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is cut off")
+            raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is "
+                       "cut off")
         self.store.set("known", json.dumps([number + 1, here, last]))
         self.unanswered = set(range(self.world)) - set(here)
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 
     def answers(self, name, awaited):
-        """The ranks that have answered, once all the awaited ones have, or after `patience` seconds."""
+        """The ranks that have answered, when all awaited ones have or after `patience` seconds."""
         with contextlib.suppress(dist.DistStoreError):          # not all in time
             self.store.wait([f"{name}/{r}" for r in awaited], timedelta(seconds=self.patience))
         return [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
@@ -154,26 +171,29 @@ class SurvivingJob(Job):
         return members, connect(self.store, key, self.rank, members, 2 * self.patience)
 
     def close(self):
-        """As Job.close. The first rank may host the store, so it waits for late ranks, at most 5 timeouts."""
+        """As Job.close. The first rank, which may host the store, waits for late ranks (5 timeouts).
+        """
         super().close()
         late = [r for r in self.unanswered - self.excluded if accepts(self, r)]
-        self.say([f"waiting up to {5 * self.timeout:g} s for rank {r}, which is late" for r in late])
+        seconds = 5 * self.timeout
+        self.say([f"waiting up to {seconds:g} s for rank {r}, which is late" for r in late])
         with outliving():
-            self.store.wait([f"done/{r}" for r in late], timedelta(seconds=5 * self.timeout))
+            self.store.wait([f"done/{r}" for r in late], timedelta(seconds=seconds))
 
     @contextlib.contextmanager
     def rescue(self, run, save):
         """Around training. On Gone and on a lost store this rank writes a checkpoint.
 
-        save: a function that writes it. Raises Left if this rank goes on at another store. Otherwise it
-        prints one line and ends.
+        save: a function that writes it. Raises Left if this rank goes on at another store.
+        Otherwise it prints one line and ends.
         """
         with contextlib.closing(run.pipeline), super().rescue(run, save):
             try:
                 yield
             except (Gone, dist.DistError) as error:
                 then = f"go on with --resume {run.folder}"
-                if not run.checkpoints.parts(self.rank):        # nor do the ranks that died before have one
+                if not run.checkpoints.parts(self.rank):
+                    # Nor do the ranks that died before have one.
                     then = "the ranks have no checkpoint in common: start again with another --name"
                 with outliving():               # `save` ends with a message to the lost store
                     save()
@@ -182,16 +202,18 @@ class SurvivingJob(Job):
                     why = "the store is lost, and a standby store too"
                     with contextlib.suppress(dist.DistError):
                         why = move(self, run)
-                sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; {then}")
+                sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; "
+                         f"{then}")
 
 
 def run(job, o, argv):
-    """Train. If argv is the command line, so this is the whole program, the process then ends at once.
+    """Train. If argv is the command line, this is the whole program: the process ends here, at once.
 
-    Threads may be left that wait in Gloo for a lost peer, maybe for ever (pipeline.py). If such a wait ends
-    while Python takes the interpreter down, Python ends the thread in the midst of torch's code, and that
-    aborts the process: "terminate called without an active exception", status 134, after all was saved and
-    said. `os._exit` takes nothing down.
+    Threads may be left that wait in Gloo for a lost peer, maybe for ever (pipeline.py). If such a
+    wait ends while Python takes the interpreter down, Python ends the thread in the midst of
+    torch's code, and that
+    aborts the process: "terminate called without an active exception", status 134, after all was
+    saved and said. `os._exit` takes nothing down.
     """
     if argv not in (sys.argv, sys.argv[1:]):
         return go_through(job, o, argv)
@@ -219,7 +241,7 @@ def status_of(stop):
 
 
 def go_through(job, o, argv):
-    """As train.train of `build`. A rank that others declared dead while it was silent joins again."""
+    """As train.train of `build`. A rank that was silent, so that others left it, joins again."""
     while True:
         try:
             return train.train(build(job, o, argv))
@@ -233,18 +255,20 @@ def go_through(job, o, argv):
 
 
 def build(job, o, argv):
-    """As train.build, with surviving parts. With --join this rank then takes a living replica's weights."""
+    """As train.build, with surviving parts. With --join this rank takes a replica's weights."""
     o.join = "--join" in argv
     job = SurvivingJob(job, o.survive, o.join)
     if not o.survive:
-        job.refuse("--join is for a run with --survive SECONDS: a run without it needs every process")
+        job.refuse("--join is for a run with --survive SECONDS: a run without it needs every "
+                   "process")
     if o.join and o.method != "noloco" and len(o.stages) == 1:
-        job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
+        job.refuse("--join has no weights to take: without pipelines, replicas of --method local "
+                   "never meet")
     job.connect(o, group=False)
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
-    job.read()          # it waits for the other ranks: no outer step misses one that is slower to build
+    job.read()          # it waits for the other ranks: no outer step misses one that builds slower
     job.vectors = [run.theta]           # what a replica of the stage gives to one that joins
     if run.outer:
         job.vectors += [run.outer.phi, run.outer.delta]
@@ -257,14 +281,19 @@ def make_outer(job, o, params, replicas, inner, **_):         # phi never goes a
     """As train.make_outer, of a class that outlives its partners."""
     if o.method != "noloco" or job.world == 1:
         return train.make_outer(job, o, params, replicas, inner)
-    # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps there.
-    return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store, timeout=job.timeout,
+    # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps
+    # there.
+    return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store,
+                            timeout=job.timeout,
                             catch_up=len(o.stages) == 1, tell=job.tell, reset=inner.reset,
                             excluded=job.excluded)
 
 
 def join(run):
-    """Weights and a step for a rank that joins, or goes on at another store. Raises Left if a giver died."""
+    """Weights and a step for a rank that joins, or goes on at another store.
+
+    Raises Left if the replica died that was to give its weights.
+    """
     job, outer = run.job, run.outer
     if not job.asks:
         own_checkpoint(run)
@@ -285,7 +314,7 @@ def join(run):
 
 
 def join_pipeline(run):
-    """Ask for a place, and take a replica's weights or this rank's own. Returns the step of the place."""
+    """Take a replica's weights, or this rank's own. Returns the step from which it takes part."""
     job, rank = run.job, run.job.rank
     step = run.pipeline.ask()
     if step >= run.o.steps:
@@ -301,10 +330,11 @@ def join_pipeline(run):
 
 
 def own_checkpoint(run):
-    """Take this rank's own newest part of a checkpoint. Without one the process ends with one line."""
+    """Take this rank's newest part of a checkpoint. Without one the process ends with one line."""
     own = run.checkpoints.parts(run.job.rank)
     try:
-        forbid((not own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint"))
+        forbid((not own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a "
+                         "checkpoint"))
         restore(run, load(own[max(own)]))
     except BadInput as error:
         run.job.refuse(str(error))

@@ -1,24 +1,28 @@
 """Another store, for when node 0 is lost and its store with it.
 
 Every rank hosts a standby store, whose address all ranks know. A rank that loses the store writes a
-checkpoint (parts.py, rescue). Then it goes to the standby store of the lowest rank that answers, and meets
-the other ranks there. They go on from their checkpoints; in a pipeline at the latest iteration of any. A rank
-that comes later joins.
+checkpoint (parts.py, rescue). Then it goes to the standby store of the lowest rank that answers,
+and meets the other ranks there. They go on from their checkpoints; in a pipeline at the latest
+iteration of any. A rank that comes later joins.
 
 Two parts of a run never train on:
 
-1. The first rank writes list k, the ranks that answered evaluation k, to the store. A rank reads the newest
+1. The first rank writes list k, the ranks that answered evaluation k, to the store. A rank reads
+the newest
    list before it answers.
-2. With the store, the first rank stops unless half of list k - 1 and half of list k - 2 answer.
-3. Without the store, ranks go on if they are more than half of the newest list that any of them has read, and
+2. With the store, the first rank stops unless half of list k - 1 and half of list k - 2 answer. 3.
+Without the store, ranks go on if they are more than half of the newest list that any of them has
+read, and
    more than half of the list before.
-4. Ranks that last read list k are in no list after k + 1. If they are more than half of list k, rule 2 stops
+4. Ranks that last read list k are in no list after k + 1. If they are more than half of list k,
+rule 2 stops
    the first rank at list k + 2. So the newest lists of two parts differ by one at most.
-5. Then both parts need more than half of one common list, which only one can have. (The part with the store
+5. Then both parts need more than half of one common list, which only one can have. (The part with
+the store
    needs half, the other one more.)
 
-A rank that is ahead of the first rank by a whole evaluation may have read one list less; rule 4 leaves that
-case out.
+A rank that is ahead of the first rank by a whole evaluation may have read one list less; rule 4
+leaves that case out.
 """
 import json
 import os
@@ -56,14 +60,15 @@ def enough(here, *lists, tie=False):
 def move(job, run):
     """Meet the other survivors at a standby store. Raises Left, with this rank's job there.
 
-    Returns why this rank does not go on, where it does not. job: a SurvivingJob whose store is lost. run: a
-    train.Run that has just written its checkpoint. Raises DistError if the standby store is lost too.
+    Returns why this rank does not go on, where it does not. job: a SurvivingJob whose store is
+    lost. run: a train.Run that has just written its checkpoint. Raises DistError if the standby
+    store is lost too.
     """
     candidates = hosts_in_order(job)
     host, store = first_that_answers(job, candidates)
     if store is None:
         return "the store is lost, and no standby store answers"
-    began = store.check(["takeover/members"])       # the others have met, and this rank comes too late
+    began = store.check(["takeover/members"])       # the others have met: this rank comes too late
     store.set(f"takes part/{job.rank}", json.dumps([*job.known, run.step]))
     answering = candidates[candidates.index(host):]
     members = members_of(store, "takeover", job.rank, answering, 10 * job.timeout)
@@ -72,10 +77,11 @@ def move(job, run):
     if not enough(members, last, last_but_one) or members[0] not in run.stages[0]:
         # The first rank must be one of stage 0, since its log needs the data.
         forget_meeting(store, job)
-        return f"the store is lost; ranks {members} of {last} are too few to go on, or none of stage 0"
+        return (f"the store is lost; ranks {members} of {last} are too few to go on, or none of "
+                "stage 0")
     other = copy(job)
     other.store = store
-    other.latest = max(step for *_, step in told)
+    other.latest = max(step for _, _, _, step in told)
     run.o.resume = str(run.folder)
     if not began:
         settle_job(store, job, run, host, number + 1, members)
@@ -85,9 +91,10 @@ def move(job, run):
 
 
 def hosts_in_order(job):
-    """The ranks of the newest list and this one, in the order in which their standby stores are tried.
+    """The ranks whose standby stores are tried, in this order: those of the newest list, and this one.
 
-    The members come first. The rank that hosts the lost store leads no more, though its store may answer.
+    The members come first. The rank that hosts the lost store leads no more, though its store may
+    answer.
     """
     led = [r for r, address in job.addresses.items() if address == job.address]
     ranks = {*job.known[1], job.rank}.difference(led)
@@ -132,9 +139,10 @@ def accepts(job, rank):
 
 
 def standby_of(job, rank):
-    """The standby store of a rank; None if it takes no connection, or does not answer in three tries.
+    """The standby store of a rank; None if it takes no connection, or answers in none of three tries.
 
-    A rank on a busy machine may miss one. Longer tries would hold up every rank when this one has just died.
+    A rank on a busy machine may miss one. Longer tries would hold up every rank when this one has
+    just died.
     """
     for _ in range(3):
         if not accepts(job, rank):
@@ -155,8 +163,8 @@ def connect_to(address, patience):
 def within(seconds, function, *args):
     """function(*args), made by a thread. Raises futures.TimeoutError if it is late.
 
-    A stopped process takes a connection, as the kernel does it, and never answers. torch (2.13) then waits
-    without a timeout. The thread is left behind.
+    A stopped process takes a connection, as the kernel does it, and never answers. torch (2.13)
+    then waits without a timeout. The thread is left behind.
     """
     found = futures.Future()
 
