@@ -103,7 +103,7 @@ class SurvivingNoLoCo(NoLoCo):
         return f"{self.name}/{outer}/{group[0]}"
 
     def leap(self):
-        """Leave out begun outer steps where no partner can come any more, with their inner steps."""
+        """Leave out begun outer steps where no partner can come, with their inner steps."""
         if not self.catch_up:
             return
         first = now = self.current

@@ -171,8 +171,7 @@ class SurvivingJob(Job):
         return members, connect(self.store, key, self.rank, members, 2 * self.patience)
 
     def close(self):
-        """As Job.close. The first rank, which may host the store, waits for late ranks (5 timeouts).
-        """
+        """As Job.close. The first rank may host the store: it waits 5 timeouts for late ranks."""
         super().close()
         late = [r for r in self.unanswered - self.excluded if accepts(self, r)]
         seconds = 5 * self.timeout
@@ -207,7 +206,7 @@ class SurvivingJob(Job):
 
 
 def run(job, o, argv):
-    """Train. If argv is the command line, this is the whole program: the process ends here, at once.
+    """Train. If argv is the command line, this is the whole program: the process ends here.
 
     Threads may be left that wait in Gloo for a lost peer, maybe for ever (pipeline.py). If such a
     wait ends while Python takes the interpreter down, Python ends the thread in the midst of

@@ -106,7 +106,7 @@ class SurvivingPipeline(Pipeline):
     # ---- an iteration
 
     def begin(self, step, idle=False):
-        """Begin iteration `step`. Returns whether other ranks are dead in it than in the one before.
+        """Begin iteration `step`. Returns whether other ranks are dead in it than before.
 
         idle: this rank has no task. It lets another rank begin first. If it ran ahead, iterations
         would begin before a death in earlier ones is known. Raises DistError when the first rank is
@@ -135,8 +135,7 @@ class SurvivingPipeline(Pipeline):
             self.leave()
         self.record = record
         dead = {r for r, life in enumerate(record) if is_dead(life)}
-        # The outer step holds this very set, and threads read it: no dead rank leaves it for a
-        # moment.
+        # The outer step holds this very set, and threads read it: it never lacks a dead rank.
         self.job.excluded |= dead
         self.job.excluded &= dead
         changed = [r for r, life in enumerate(record) if life != old[r]]
@@ -193,8 +192,7 @@ class SurvivingPipeline(Pipeline):
             self.declare_dead(peer, error)
 
     def until(self, peer, arrival):
-        """The result of a Future that the peer's thread sets, or the error by which the watch ends it.
-        """
+        """The result of a Future that the peer's thread sets, or the error that the watch sets."""
         if not arrival.done():
             self.waiting = peer, arrival
         try:
@@ -249,7 +247,9 @@ class SurvivingPipeline(Pipeline):
         return step, record
 
     def agree(self, step):
-        """Settle the lives of iteration `step`, and return them: the first rank to ask writes its own.
+        """Settle the lives of iteration `step`, and return them.
+
+        The first rank to ask writes its own list, which counts for all.
         """
         mine = " ".join(str(life) for life in self.lives)
         record = [int(n) for n in self.job.store.compare_set(f"lives/{step}", "", mine).split()]
@@ -257,7 +257,7 @@ class SurvivingPipeline(Pipeline):
         return record
 
     def leave(self):
-        """This rank was declared dead. Raises Left, or ends the process if another has its place."""
+        """This rank was declared dead. Raises Left; ends the process if another has its place."""
         if self.job.leads:
             raise dist.DistError("this rank led, and was silent for so long that others left it")
         self.agree(int(self.job.store.get("step")))
@@ -274,8 +274,7 @@ class SurvivingPipeline(Pipeline):
         """Take part from the first iteration that no rank has begun. Returns this iteration."""
         self.step = int(self.job.store.get("step"))         # waits until a rank has begun
         self.agree(self.step)
-        # This process is a new life of its rank, whose death may not have been noticed: an even
-        # number.
+        # An even number: a new life of this rank, whose death may not have been noticed.
         life = self.lives[self.rank]
         self.lives[self.rank] = life + 1 if is_dead(life) else life + 2
         self.step, self.record = self.publish()
@@ -285,8 +284,8 @@ class SurvivingPipeline(Pipeline):
     def take_weights(self):
         """Receive job.vectors from a living replica, and connect to the other stages.
 
-        Returns this replica: this rank itself if no replica of its stage has weights. Raises Left if the replica
-        died.
+        Returns this replica: this rank itself if no replica of its stage has weights. Raises Left
+        if the replica died.
         """
         giver = self.choose_giver(self.rank)
         if giver != self.rank and not self.hand_over(giver, gives=False):
@@ -312,14 +311,13 @@ class SurvivingPipeline(Pipeline):
         """
         store = self.job.store
         replicas = set(range(self.job.world)) - {*self.peers, rank}
-        # A replica of life 0 has trained from the start; a later one is ready when it has its
-        # weights.
+        # A replica of life 0 has trained from the start. A later one must have its weights.
         able = [r for r in self.living(replicas)
                 if self.record[r] == 0 or store.check([self.key("ready", r)])]
         return int(store.compare_set(self.key("giver", rank), "", str(min(able, default=rank))))
 
     def hand_over(self, peer, gives):
-        """Send job.vectors to a replica that joins, or receive them. Returns whether all arrived."""
+        """Send job.vectors to a replica that joins, or receive them. Returns whether all came."""
         self.link(peer)
         place = int(peer > self.rank)
 

@@ -91,7 +91,7 @@ def move(job, run):
 
 
 def hosts_in_order(job):
-    """The ranks whose standby stores are tried, in this order: those of the newest list, and this one.
+    """The ranks whose standby stores are tried, in order: those of the newest list, and this one.
 
     The members come first. The rank that hosts the lost store leads no more, though its store may
     answer.
@@ -139,7 +139,7 @@ def accepts(job, rank):
 
 
 def standby_of(job, rank):
-    """The standby store of a rank; None if it takes no connection, or answers in none of three tries.
+    """The standby store of a rank; None if it refuses a connection, or three tries are in vain.
 
     A rank on a busy machine may miss one. Longer tries would hold up every rank when this one has
     just died.
