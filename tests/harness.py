@@ -108,7 +108,8 @@ def processes(world, function, *args, cwd=".", limit=None, port=None, fallen=())
     hosted elsewhere, as torchrun does. fallen: ranks that need not finish; their result is None.
     """
     limit = patience(120) if limit is None else limit
-    agent, port = port is not None, port or free_port()
+    agent = port is not None
+    port = port or free_port()
     pipes, children = [], []
     try:
         for rank in range(world):
@@ -118,7 +119,8 @@ def processes(world, function, *args, cwd=".", limit=None, port=None, fallen=())
             children[-1].start()
             theirs.close()
             pipes.append(ours)
-        results, waiting, end = {}, dict(zip(pipes, range(world))), time.monotonic() + limit
+        results, waiting = {}, dict(zip(pipes, range(world)))
+        end = time.monotonic() + limit
         while set(waiting.values()) - set(fallen):
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0, end - time.monotonic()))
             assert ready, f"ranks {sorted(waiting.values())} did not finish within {limit:.0f} s"

@@ -406,7 +406,7 @@ class WatchedInTurns(SurvivingPipeline):
     def probe(self, store, peer, arrival, seen, now):
         if peer == "silent":
             raise Silent(f"{peer} gives no sign of life")
-        self.stopped.set()          # the watch has judged the second wait, too
+        self.judged.set()
 
 
 def test_the_silence_of_one_peer_never_ends_the_wait_for_another(monkeypatch):
@@ -414,23 +414,29 @@ def test_the_silence_of_one_peer_never_ends_the_wait_for_another(monkeypatch):
     monkeypatch.setattr("survive.pipeline.notice_silence", lambda *_: None)
     pipeline = WatchedInTurns.__new__(WatchedInTurns)
     pipeline.job = types.SimpleNamespace(store=types.SimpleNamespace(clone=dist.HashStore), timeout=0.01)
-    pipeline.rank, pipeline.step, pipeline.record = 0, -1, [0]
-    pipeline.busy_until, pipeline.grace, pipeline.waiting = math.inf, math.inf, None
-    pipeline.look, pipeline.moved, pipeline.stopped = (threading.Event() for _ in range(3))
+    pipeline.rank, pipeline.step = 0, -1
+    pipeline.record = [0]
+    pipeline.busy_until = pipeline.grace = math.inf
+    pipeline.waiting = None
+    pipeline.stopped = threading.Event()
+    pipeline.look = threading.Event()       # the watch has read whom the main thread waits for
+    pipeline.moved = threading.Event()      # the main thread waits for another peer
+    pipeline.judged = threading.Event()     # the watch has judged that second wait
     pipeline.watcher = threading.Thread(target=pipeline.watch, daemon=True)
     silent, alive = Future(), Future()
     main = threading.Thread(target=pipeline.until, args=["silent", silent], daemon=True)
     main.start()
     wait_until(lambda: pipeline.waiting)
     pipeline.watcher.start()
-    assert pipeline.look.wait(60)
+    assert pipeline.look.wait(patience(60))
     silent.set_result("it came after all")
     main.join()
     after = threading.Thread(target=pipeline.until, args=["alive", alive], daemon=True)
     after.start()
     wait_until(lambda: pipeline.waiting)
     pipeline.moved.set()
-    pipeline.watcher.join()
+    wait_until(lambda: alive.done() or pipeline.judged.is_set())
+    pipeline.stopped.set()
     assert not alive.done()
     alive.set_result("it came")
     after.join()
