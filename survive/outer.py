@@ -1,15 +1,15 @@
 """NoLoCo whose replicas may die, hang, be late, send nonsense or come back (Gloo only).
 
-survive/meeting.py has the states of a replica. Each outer step uses a process group of its own. N2 is done
-with the partners that came and whose numbers are finite.
+survive/meeting.py has the states of a replica. Each outer step uses a process group of its own. N2
+is done with the partners that came and whose numbers are finite.
 
-The first replica to come to an outer step writes down which replicas take part: all that are not absent by
-then. So an absent replica costs one exchange to each partner already scheduled with it, in about log2 N outer
-steps. On one stage a replica that lost such an exchange leaps: it leaves out the outer steps in which it
-would meet the absent replica again, and their inner steps.
+The first replica to come to an outer step writes down which replicas take part: all that are not
+absent by then. So an absent replica costs one exchange to each partner already scheduled with it,
+in about log2 N outer steps. On one stage a replica that lost such an exchange leaps: it leaves out
+the outer steps in which it would meet the absent replica again, and their inner steps.
 
-Lateness does not spread: a replica that waits for its partner says so ("in" its outer step). The replica
-that waits for it in turn then waits twice as long.
+Lateness does not spread: a replica that waits for its partner says so ("in" its outer step). The
+replica that waits for it in turn then waits twice as long.
 """
 import contextlib
 import os
@@ -20,24 +20,28 @@ import torch
 
 from noloco import Arrived, Fp32, NoLoCo, random_groups
 from plumbing.processes import gloo_interface
-from survive.meeting import absent, announce, come_back, connect, mark_absent, members_of, position
+from survive.meeting import (absent, announce, come_back, connect, is_loss, mark_absent, members_of,
+                             outliving, position)
 
 NO_WEIGHT = -torch.inf       # all that a replica sends which joins and has no weights yet
 
 
 class SurvivingNoLoCo(NoLoCo):
-    """NoLoCo that needs no process group: RANK and WORLD_SIZE give the ranks, `store` connects them.
+    """NoLoCo without a default process group: RANK and WORLD_SIZE give the ranks.
 
     store: a torch.distributed store that all replicas reach.
-    timeout: seconds that an outer step waits for a partner (half of it without a sign of life), and again for
-    the partner's numbers.
+    timeout: seconds that an outer step waits for a partner (half of it without a sign of life), and
+    again for the partner's numbers.
     catch_up: a late replica may leave out inner steps.
     tell: called with a dict for each outer step that did not go as drawn.
-    reset: called when this replica was not finite and has taken a partner's weights. The caller then resets
-    the inner optimizer.
-    excluded: a set that the caller keeps: the replicas that are dead now (empty without a pipeline).
+    reset: called when this replica was not finite and has taken a partner's weights. The caller
+    then resets the inner optimizer.
+    excluded: a set that the caller keeps: the replicas that are dead now (empty without a
+    pipeline).
     alone: the number of outer steps done without any partner.
-    `step` raises RuntimeError when the store is lost.
+
+    `step` outlives the loss of a partner. It raises DistError when the store is lost, and every
+    other error as it is, such as one of a codec.
     """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=print,
@@ -47,15 +51,18 @@ class SurvivingNoLoCo(NoLoCo):
         self.rank = int(os.environ["RANK"])
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
-        self.store, self.timeout, self.catch_up, self.excluded = store, timeout, catch_up, excluded
+        self.store, self.timeout = store, timeout
+        self.catch_up, self.excluded = catch_up, excluded
         self.name = f"outer/{self.ranks[0]}"
         self.tell, self.reset = tell, reset
-        self.late, self.last_stale_list = False, -1     # the last outer step whose list may name an absentee
+        self.late = False
+        self.last_stale_list = -1           # the last outer step whose list may name an absentee
         self.alone = self.alone_in_a_row = 0
-        self.unreached = set()              # since the last exchange: partners that came, but sent nothing
+        self.unreached = set()      # since the last exchange: partners that came, but sent nothing
+        self.error = ""             # what torch said when a partner was lost in this outer step
 
     def step(self):
-        with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
+        with outliving():                                   # a lost store is noticed after the step
             if self.late or self.current <= self.last_stale_list:
                 self.leap()
             if self.late:
@@ -68,47 +75,56 @@ class SurvivingNoLoCo(NoLoCo):
     # ---- who meets whom
 
     def begun(self, outer):
+        """Whether a replica has settled who takes part in outer step `outer`."""
         return self.store.check([f"{self.name}/{outer}/ranks"])
 
-    def taking_part(self, outer):
-        """The one list of who is in outer step `outer`. The first replica to come leaves out the absent."""
+    def settle_ranks(self, outer):
+        """Settle which replicas take part in outer step `outer`, and return their list.
+
+        The first replica to ask writes the list, without those that are absent by then. It counts
+        for all.
+        """
         away = (self.excluded | absent(self.store, self.ranks)) - {self.rank}
         here = " ".join(str(r) for r in self.ranks if r not in away)
-        return [int(r) for r in self.store.compare_set(f"{self.name}/{outer}/ranks", "", here).split()]
+        settled = self.store.compare_set(f"{self.name}/{outer}/ranks", "", here)
+        return [int(r) for r in settled.split()]
 
-    def group(self, outer=None):
-        """As NoLoCo.group, in this outer step (default: the present); alone if this replica takes no part."""
-        outer = self.current if outer is None else outer
-        groups = random_groups(self.taking_part(outer), self.group_size, outer, self.seed)
+    def settle_group(self, outer):
+        """Settle outer step `outer`. Returns this replica's group: alone if it takes no part."""
+        groups = random_groups(self.settle_ranks(outer), self.group_size, outer, self.seed)
         return next((g for g in groups if self.rank in g), (self.rank,))
 
     def key(self, outer, group):
         return f"{self.name}/{outer}/{group[0]}"
 
     def leap(self):
-        """Leave out the begun outer steps in which no partner can come any more, with their inner steps."""
-        now = first = self.current
-        while self.catch_up and self.begun(now) and not self.expected(now):
+        """Leave out begun outer steps where no partner can come, with their inner steps."""
+        if not self.catch_up:
+            return
+        first = now = self.current
+        while self.begun(now) and not self.expected(now):
             now += 1
         if now > first:
             self.report("leapt", outer_steps=now - first)
-        self.steps += (now - first) * self.inner_steps
+            self.steps += (now - first) * self.inner_steps
 
     def hurry(self):
-        """A late replica that is up to date comes back. It cuts its inner steps short if a partner waits.
+        """A late replica comes back. It cuts its inner steps short if a partner waits for it.
 
         `leap` comes first, since no replica should wait for one that is far behind.
         """
         come_back(self.store, self.rank)
-        if self.catch_up and self.begun(self.current):
-            group = self.group()
-            key = self.key(self.current, group)
-            if any(self.store.check([f"{key}/{r}"]) for r in group if r != self.rank):
-                self.steps += -(self.steps + 1) % self.inner_steps
+        if not self.catch_up or not self.begun(self.current):
+            return
+        group = self.settle_group(self.current)
+        key = self.key(self.current, group)
+        if any(self.store.check([f"{key}/{r}"]) for r in group if r != self.rank):
+            # The next inner step is the last one before the outer step.
+            self.steps = (self.current + 1) * self.inner_steps - 1
 
     def expected(self, outer):
-        """Whether a partner can still come to meet this replica in outer step `outer`."""
-        group = self.group(outer)
+        """Whether a partner can still come to meet this replica in this begun outer step."""
+        group = self.settle_group(outer)
         partners = set(group) - {self.rank}
         if self.store.check([f"{self.key(outer, group)}/members"]):
             return False
@@ -123,50 +139,81 @@ class SurvivingNoLoCo(NoLoCo):
     def meet(self):
         """As NoLoCo.meet, with the partners that came and whose numbers are finite."""
         outer = self.current
-        vectors = {"theta": self.theta} | ({} if self.gamma == self.beta else {"phi": self.phi})
-        members, arriving, works = (self.rank,), [[v] for v in vectors.values()], {}    # without partners
-        missing, came, error = set(), set(), ""         # of the partners in this outer step
-        try:
-            announce(self.store, self.rank, outer, "late" if self.late else "in")
-            group = self.group()
-            missing = set(group) - {self.rank}          # until its numbers are here
-            key = self.key(outer, group)
-            present = members_of(self.store, key, self.rank, group, self.timeout)
-            came = missing & set(present) if self.rank in present else set()
-            self.late = len(group) == 1 or bool(absent(self.store, [self.rank]))
-            link = connect(self.store, key, self.rank, present, self.timeout)
-            if link:
-                arriving, works = self.post(present, vectors, link)
-                members = present
-                self.link = link        # lives until the next one: messages to partners may be on their way
-        except RuntimeError as lost:    # the store, or a member while connecting
-            error = str(lost)[:100]
-        for partner, mine in works.items():
-            try:
-                for work in mine:
-                    work.wait(timedelta(seconds=self.timeout))
-                missing.discard(partner)
-            except RuntimeError as lost:
-                error = str(lost)[:100]
-        with contextlib.suppress(RuntimeError):
+        vectors = {"theta": self.theta}
+        if self.gamma != self.beta:
+            vectors["phi"] = self.phi
+        self.error = ""
+        group, members, link = self.gather(outer)
+        arrived = self.trade(members, vectors, link)
+        with outliving():
             announce(self.store, self.rank, outer, "out")
+        missing = set(group) - set(arrived)
         if missing:
-            self.late, self.last_stale_list = True, outer
-            with contextlib.suppress(RuntimeError):
-                while self.begun(self.last_stale_list + 1):
-                    self.last_stale_list += 1
-            self.report("outer step without partners", missing=sorted(missing), error=error)
-        arrived = {r: its for r, *its in zip(members, *arriving) if r not in missing}
-        self.count(len(arrived), came & missing)
+            self.note_missing(outer, missing)
+        self.count(len(arrived), set(members) - set(arrived))
         self.outer_step(self.theta, self.accept(arrived))
 
-    def post(self, group, vectors, lane):
-        """As NoLoCo.swap, but it does not wait: returns the messages, and works as {partner: [...]}.
+    @contextlib.contextmanager
+    def outlive(self):
+        """Suppress the error of a lost partner or store; `self.error` keeps what it says."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            self.error = str(error)[:100]
 
-        lane: a process group in which ranks are places.
+    def gather(self, outer):
+        """Come to outer step `outer`. Returns (its group, the members that came, a process group).
+
+        The process group is None where no partner came, or where one was lost while they connected.
+        """
+        group = members = (self.rank,)
+        link = None
+        with self.outlive():
+            announce(self.store, self.rank, outer, "late" if self.late else "in")
+            group = self.settle_group(outer)
+            key = self.key(outer, group)
+            present = members_of(self.store, key, self.rank, group, self.timeout)
+            if self.rank in present:            # else the others have given this replica up
+                members = present
+            self.late = len(group) == 1 or bool(absent(self.store, [self.rank]))
+            link = connect(self.store, key, self.rank, present, self.timeout)
+        return group, members, link
+
+    def trade(self, members, vectors, link):
+        """{rank: its vectors}, by rank, of this replica and the members whose numbers arrived."""
+        if link:
+            with self.outlive():                # a member that is lost by now makes posting fail
+                arriving, works = self.post(members, vectors, link)
+                self.link = link        # lives until the next one: messages may be on their way
+                lost = {r for r in works if not self.arrives(works[r])}
+                return {r: its for r, *its in zip(members, *arriving) if r not in lost}
+        return {self.rank: list(vectors.values())}
+
+    def arrives(self, works):
+        """Wait for what a partner sends and is sent. Returns whether all of it arrived."""
+        with self.outlive():
+            for work in works:
+                work.wait(timedelta(seconds=self.timeout))
+            return True
+        return False
+
+    def note_missing(self, outer, missing):
+        """This replica is late now. The lists of begun outer steps may name the missing ones."""
+        self.late, self.last_stale_list = True, outer
+        with outliving():
+            while self.begun(self.last_stale_list + 1):
+                self.last_stale_list += 1
+        self.report("outer step without partners", missing=sorted(missing), error=self.error)
+
+    def post(self, group, vectors, lane):
+        """As NoLoCo.swap, but it does not wait. Returns each vector's messages, by rank, and the
+        works as {partner: [...]}. lane: a process group in which ranks are places.
         """
         partners = [r for r in group if r != self.rank]
-        arriving, works = [], {r: [] for r in partners}
+        arriving = []
+        works = {r: [] for r in partners}
         codec = self.codec_for(group)
         for tag, (name, vector) in enumerate(vectors.items()):
             mine = self.staged(name, codec.encode(vector, self.phi))
@@ -179,33 +226,53 @@ class SurvivingNoLoCo(NoLoCo):
             self.bytes_sent += len(partners) * mine.nbytes
         return arriving, works
 
+    def codec_for(self, group):
+        """The codec that all of this group use.
+
+        One byte can only carry a weight that is close to the reader's own. A late replica may be
+        far from its partners, so a group with one sends fp32. A replica says that it is late before
+        a meeting, and its partners read this before any message leaves: all of them choose alike.
+        """
+        if self.codec.exact:
+            return self.codec
+        far = [r for r in group if position(self.store, r)[1] == "late"]
+        if not far:
+            return self.codec
+        self.report("fp32 instead of int8", far=far)
+        return Fp32()
+
     def report(self, event, **more):
-        with contextlib.suppress(RuntimeError):             # a lost store is noticed after the step
+        with outliving():                                   # a lost store is noticed after the step
             outer = self.current + 1
-            self.tell(dict(event=event, step=outer * self.inner_steps, outer=outer, rank=self.rank, **more))
+            step = outer * self.inner_steps
+            self.tell(dict(event=event, step=step, outer=outer, rank=self.rank, **more))
 
     def count(self, n, unreached):
-        """Count outer steps done alone, and warn if partners that came, so they live, are never reached."""
+        """Count outer steps done alone. Warn if partners that came, so live, are never reached."""
         if n > 1:
             self.alone_in_a_row, self.unreached = 0, set()
             return
-        self.alone += len(set(self.ranks) - self.excluded) > 1
+        if len(set(self.ranks) - self.excluded) > 1:
+            self.alone += 1
         self.alone_in_a_row += 1
         self.unreached |= unreached
         if self.alone_in_a_row % 3 == 0 and self.unreached:
-            print(f"rank {self.rank}: three outer steps in a row without partners although they are alive "
-                  f"(ranks {sorted(self.unreached)}): it trains alone. Can these hosts connect to them? "
-                  f"Gloo uses {gloo_interface() or 'the default interface'} here (GLOO_SOCKET_IFNAME)",
+            interface = gloo_interface() or "the default interface"
+            print(f"rank {self.rank}: three outer steps in a row without partners although they "
+                  f"are alive (ranks {sorted(self.unreached)}): it trains alone. Can these hosts "
+                  f"connect to them? Gloo uses {interface} here (GLOO_SOCKET_IFNAME)",
                   file=sys.stderr, flush=True)
 
     def accept(self, arrived):
-        """What arrived of the finite replicas. arrived: {rank: [theta, phi if it travels]}, by rank.
+        """What Arrived of the finite replicas.
 
-        A replica that is not finite itself takes a partner's theta as its theta and phi, and delta = 0.
-        Without a finite partner it takes its own phi. It does the outer step alone: Delta and delta are 0,
-        so N1 to N3 change nothing. `adopted` is this partner, or None.
+        arrived: {rank: [theta, phi if it travels]}, by rank.
+
+        A replica that is not finite itself takes a partner's theta as its theta and phi, and delta
+        = 0. Without a finite partner it takes its own phi. It does the outer step alone: Delta and
+        delta are 0, so N1 to N3 change nothing. `adopted` is this partner, or None.
         """
-        finite = [r for r, vectors in arrived.items() if all(map(self.finite, vectors))]
+        finite = [r for r, vectors in arrived.items() if all(self.finite(v) for v in vectors)]
         adopts = self.rank not in finite
         refused = [r for r in arrived if r not in finite and not joins(arrived[r][0])]
         self.adopted = finite[0] if adopts and finite else None
@@ -218,61 +285,56 @@ class SurvivingNoLoCo(NoLoCo):
             self.delta.zero_()
             self.reset()
             finite = [self.rank]
-        thetas, *phis = zip(*(arrived[r] for r in finite))
-        return Arrived(list(thetas), list(phis[0]) if phis else [], len(thetas))
-
-    def codec_for(self, group):
-        """The codec that all of the group use: it sends fp32 where a replica is late, so that it may be far
-        from its partners. One byte can only carry a weight that is close to the reader's own.
-
-        A late replica says so before a meeting. Its partners read this before any message leaves.
-        """
-        if self.codec.exact:
-            return self.codec
-        far = [r for r in group if position(self.store, r)[1] == "late"]
-        if not far:
-            return self.codec
-        self.report("fp32 instead of int8", far=far)
-        return Fp32()
+        thetas = [arrived[r][0] for r in finite]
+        phis = [arrived[r][1] for r in finite] if self.gamma != self.beta else []
+        return Arrived(thetas, phis, len(thetas))
 
     def finite(self, message):
         """Whether the numbers in a message are finite.
 
-        One byte a weight is judged by its scales s, before it is read: its weights are at most B / 2 = 128 s
-        from the vector beside which it is read.
+        One byte a weight is judged by its scales s, before it is read: its weights are at most
+        B / 2 = 128 s from the vector beside which it is read.
         """
         if message.dtype == torch.uint8:
             message = 128 * self.codec.scales(message)
         return bool(torch.isfinite(message.sum()))
 
-    def adopt(self, theta):
-        """phi becomes a partner's theta. A message is read beside phi, of the last outer step, since this
-        replica's own theta is not finite.
+    def adopt(self, message):
+        """phi becomes a partner's theta. The message is read beside phi, of the last outer step,
+        since this replica's own theta is not finite.
         """
         for number, piece in enumerate(self.pieces):
-            self.phi[piece].copy_(self.codec.decode(theta, number, self.phi[piece]))
+            self.phi[piece].copy_(self.codec.decode(message, number, self.phi[piece]))
 
     # ---- coming back
 
     def join(self):
-        """Come to the next outer steps without weights, until a partner is there whose theta it adopts.
+        """Come to the next outer steps without weights, until a partner has given its theta.
 
         Raises RuntimeError when no replica begins an outer step within 60 timeouts.
         """
-        self.adopted, outer = None, max(0, *(position(self.store, r)[0] for r in self.ranks))
+        self.adopted = None
+        outer = max(0, *(position(self.store, r)[0] for r in self.ranks))
         while self.adopted is None:
             come_back(self.store, self.rank)
-            self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
-            if self.rank in self.taking_part(outer):        # a partner expects it, maybe already in the first
+            self.wait_for_begin(outer)
+            if self.rank in self.settle_ranks(outer):
+                # A partner expects it, maybe already in the first one.
                 self.theta.fill_(NO_WEIGHT)
-                self.late, self.steps = True, (outer + 1) * self.inner_steps - 1
+                self.late = True
+                self.steps = (outer + 1) * self.inner_steps - 1
                 super().step()
                 # No partner waits until it trains, once the other replicas have left an evaluation.
                 mark_absent(self.store, self.rank, "join")
-                self.store.wait([f"{self.name}/{outer + 1}/ranks"], timedelta(seconds=60 * self.timeout))
+                self.wait_for_begin(outer + 1)
             outer += 1
         self.late = True
-        self.tell(dict(event="joined", step=self.steps, outer=outer, rank=self.rank, given_by=self.adopted))
+        self.tell(dict(event="joined", step=self.steps, outer=outer, rank=self.rank,
+                       given_by=self.adopted))
+
+    def wait_for_begin(self, outer):
+        """Wait until a replica has begun outer step `outer`, at most 60 timeouts."""
+        self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
 
 
 def joins(message):

@@ -2,31 +2,35 @@
 
 Where a dead peer is handled:
 
-    one stage: a partner is missed, and marked absent       meeting.py   members_of -> mark_absent
-        the outer step of the rank that missed it           outer.py     exchange, accept
-        outer steps begun later leave it out, for all       outer.py     taking_part
-        outer steps that list it already                    outer.py     expected, leap (one stage only)
-        it comes back after a hang                          outer.py     step -> leap, hurry
-        it comes back as a new process (--join)             outer.py     join, then accept -> adopt
-    pipeline: a peer is silent or its connection broke      pipeline.py  watch -> probe; wait, attempt
-        it is declared dead                                 pipeline.py  declare_dead
-        the iteration from which all do without             pipeline.py  publish, agree, begin
-        microbatches on it are lost and counted             pipeline.py  take, task
-        paths and the plan, without it and with it again    routes.py    go_round
-        outer steps of its stage                            outer.py     taking_part (excluded)
-        it wakes up: it joins as a new process does         pipeline.py  leave -> parts.py run
-        it comes back as a new process (--join)             parts.py     join; pipeline.py ask
-        it takes a replica's weights, or its checkpoint     pipeline.py  take_weights, giver, hand_over
-        the other ranks connect to it                       pipeline.py  begin -> admit
-    both: an evaluation misses a rank                       parts.py     SurvivingJob.collect, meet
-        the store is lost, with node 0                      parts.py     rescue -> standby.py move
+    one stage: a partner is missed, and marked absent     meeting.py   members_of -> mark_absent
+        the outer step of the rank that missed it         outer.py     exchange, accept
+        outer steps begun later leave it out, for all     outer.py     settle_ranks
+        outer steps that list it already                  outer.py     expected, leap (one stage)
+        it comes back after a hang                        outer.py     step -> leap, hurry
+        it comes back as a new process (--join)           outer.py     join, then accept -> adopt
+    pipeline: a peer is silent or its connection broke    pipeline.py  watch -> probe; wait, attempt
+        it is declared dead                               pipeline.py  declare_dead
+        the iteration from which all do without           pipeline.py  publish, agree, go_over
+        microbatches on it are lost and counted           pipeline.py  take, task
+        paths and the plan, without it and with it again  routes.py    go_round
+        outer steps of its stage                          outer.py     settle_ranks (excluded)
+        it wakes up: it joins as a new process does       pipeline.py  leave; parts.py go_through
+        it comes back as a new process (--join)           parts.py     join; pipeline.py ask
+        it takes a replica's weights, or its checkpoint   pipeline.py  take_weights, hand_over
+        the other ranks connect to it                     pipeline.py  go_over -> admit
+    both: an evaluation misses a rank                     parts.py     SurvivingJob.collect, meet
+        the store is lost, with node 0                    parts.py     rescue -> standby.py move
+        the process ends                                  parts.py     run
 
-In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage declares it
-dead. survive/meeting.py lists the states. docs/failures.md lists the faults and the waiting times.
+In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage
+declares it dead. survive/meeting.py lists the states. docs/failures.md lists the faults and the
+waiting times.
 """
 import contextlib
 import json
+import os
 import sys
+import traceback
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -36,39 +40,61 @@ from gossip.onebyte import OneByte
 from noloco import Fp32
 from plumbing.checkpoints import load, restore
 from plumbing.processes import BadInput, Job, forbid, one_line
-from survive.meeting import Gone, Left, absent, come_back, connect, members_of, notice_silence
+from survive.meeting import (Gone, Left, absent, come_back, connect, members_of, notice_silence,
+                             outliving)
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 from survive.standby import accepts, enough, host_standby, move
 
 EVENTS = {      # the first rank's line for each event, at its next evaluation
-    "leapt": "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is left",
-    "outer step without partners": "rank {rank} did outer step {outer} without ranks {missing} {error}",
-    "not finite": "rank {rank} refused the numbers of ranks {refused} in outer step {outer}: not finite",
-    "fp32 instead of int8": "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
-    "joined": "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
-    "lost": "rank {rank} lost rank {peer} at step {step}: {error}",
-    "dead": "from step {step} paths avoid ranks {ranks}, dead or joining, and stages {stages_left_out}{how}",
-    "takeover": "rank {rank} leads from step {step} on, with another store and without ranks {missing}",
+    "leapt":
+        "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is "
+        "left",
+    "outer step without partners":
+        "rank {rank} did outer step {outer} without ranks {missing} {error}",
+    "not finite":
+        "rank {rank} refused the numbers of ranks {refused} in outer step {outer}: not finite",
+    "fp32 instead of int8":
+        "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
+    "joined":
+        "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
+    "lost":
+        "rank {rank} lost rank {peer} at step {step}: {error}",
+    "dead":
+        "from step {step} paths avoid ranks {ranks}, dead or joining, and stages "
+        "{stages_left_out}{how}",
+    "takeover":
+        "rank {rank} leads from step {step} on, with another store and without ranks {missing}",
 }
 
 
 class SurvivingJob(Job):
-    """A Job without a default process group, in which every wait ends. timeout: seconds, of --survive."""
+    """A Job without a default process group, in which every wait ends.
+
+    timeout: the seconds of --survive.
+    """
     needs_all = False
 
-    standby = address = None        # this rank's standby store; after a takeover, where the job's store is
-    latest = -1         # the step at which a job at another store goes on
-
     def __init__(self, job, timeout, asks):
-        vars(self).update(vars(job))        # the same process, so the same rank, store and device
+        """job: this process's Job, or the SurvivingJob that it had before it built its parts anew.
+
+        asks: whether this rank asks a living replica for its weights.
+        """
+        self.rank, self.world = job.rank, job.world
+        self.store, self.members = job.store, job.members
+        self.device, self.nccl = job.device, job.nccl
+        self.events = job.events
         self.timeout = timeout
         self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
-        self.asks = asks                    # to join
+        self.asks = asks
+        # After a takeover: the step at which the job goes on, and the address of the store where it
+        # does.
+        self.latest = getattr(job, "latest", -1)
+        self.address = getattr(job, "address", None)
         self.joining = asks or self.latest >= 0
         self.excluded = set()               # the dead of the present iteration; empty on one stage
-        self.unanswered = set()             # ranks that did not answer the last `collect`: it waits for none
+        self.unanswered = set()         # ranks that the last `collect` missed: it waits for none
         self.events_read = 0
         if self.store.check(["takeover/members"]):
             self.members = [int(r) for r in self.store.get("takeover/members").split()]
@@ -76,7 +102,7 @@ class SurvivingJob(Job):
         self.leads = self.rank == self.members[0]
         if self.world > 1:
             notice_silence(self.store, timeout)
-        self.standby = self.standby or host_standby()
+        self.standby = getattr(job, "standby", None) or host_standby()
         if self.leads and not self.joining:
             self.store.set("known", json.dumps([0, list(self.members), list(self.members)]))
 
@@ -98,25 +124,32 @@ class SurvivingJob(Job):
     def collect(self, name, values):
         """As Job.collect, from the ranks that answer within `patience`.
 
-        If the first rank waited longer, its partner would do the next outer step without it. It does so if
-        too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
+        If the first rank waited longer, its partner would do the next outer step without it. It
+        does so if too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
         """
-        self.read()                         # first: the answer says that this rank knows the newest list
+        self.read()             # first: the answer says that this rank knows the newest list
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if not self.leads:
             return None
-        (number, *lists), here = self.known, []
-        awaited = set(range(self.world)) - self.gone() - self.unanswered
-        for who in awaited, *15 * [lists[0]]:                   # 15 times patience: 5 timeouts
-            if not enough(here, *lists, tie=True):
-                with contextlib.suppress(dist.DistStoreError):
-                    self.store.wait([f"{name}/{r}" for r in who], timedelta(seconds=self.patience))
-                here = [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
-        if not enough(here, *lists, tie=True):
-            raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is cut off")
-        self.store.set("known", json.dumps([number + 1, here, lists[0]]))
-        self.unanswered = set(range(self.world)) - {*here}
+        number, last, last_but_one = self.known
+        expected = set(range(self.world)) - self.gone() - self.unanswered
+        here = self.answers(name, expected)
+        for _ in range(15):                 # 15 times patience: 5 timeouts
+            if enough(here, last, last_but_one, tie=True):
+                break
+            here = self.answers(name, last)
+        if not enough(here, last, last_but_one, tie=True):
+            raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is "
+                       "cut off")
+        self.store.set("known", json.dumps([number + 1, here, last]))
+        self.unanswered = set(range(self.world)) - set(here)
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
+
+    def answers(self, name, awaited):
+        """The ranks that have answered, when all awaited ones have or after `patience` seconds."""
+        with contextlib.suppress(dist.DistStoreError):          # not all in time
+            self.store.wait([f"{name}/{r}" for r in awaited], timedelta(seconds=self.patience))
+        return [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
 
     def tell(self, event):
         """Send an event to the first rank's log, with its line for the screen."""
@@ -124,112 +157,155 @@ class SurvivingJob(Job):
         self.store.append("events", json.dumps(event) + "\n")
 
     def news(self):
-        lines = self.store.get("events").splitlines() if self.store.check(["events"]) else []
-        first, self.events_read = self.events_read, len(lines)
-        return [json.loads(line) for line in lines[first:]]
+        if not self.store.check(["events"]):
+            return []
+        lines = self.store.get("events").splitlines()
+        new = lines[self.events_read:]
+        self.events_read = len(lines)
+        return [json.loads(line) for line in new]
 
     def meet(self, key, ranks):
+        """As Job.meet, with the ranks that come in time."""
         come_back(self.store, self.rank)
         members = members_of(self.store, key, self.rank, ranks, 2 * self.patience)
         return members, connect(self.store, key, self.rank, members, 2 * self.patience)
 
     def close(self):
-        """As Job.close. The first rank may host the store, so it waits for late ranks, at most 5 timeouts."""
+        """As Job.close. The first rank may host the store: it waits 5 timeouts for late ranks."""
         super().close()
         late = [r for r in self.unanswered - self.excluded if accepts(self, r)]
-        self.say([f"waiting up to {5 * self.timeout:g} s for rank {r}, which is late" for r in late])
-        with contextlib.suppress(RuntimeError):
-            self.store.wait([f"done/{r}" for r in late], timedelta(seconds=5 * self.timeout))
+        seconds = 5 * self.timeout
+        self.say([f"waiting up to {seconds:g} s for rank {r}, which is late" for r in late])
+        with outliving():
+            self.store.wait([f"done/{r}" for r in late], timedelta(seconds=seconds))
 
     @contextlib.contextmanager
     def rescue(self, run, save):
         """Around training. On Gone and on a lost store this rank writes a checkpoint.
 
-        Raises Left if it goes on at another store. Otherwise it prints one line and ends.
+        save: a function that writes it. Raises Left if this rank goes on at another store.
+        Otherwise it prints one line and ends.
         """
         with contextlib.closing(run.pipeline), super().rescue(run, save):
             try:
                 yield
             except (Gone, dist.DistError) as error:
                 then = f"go on with --resume {run.folder}"
-                if not run.checkpoints.parts(self.rank):        # nor do the ranks that died before have one
+                if not run.checkpoints.parts(self.rank):
+                    # Nor do the ranks that died before have one.
                     then = "the ranks have no checkpoint in common: start again with another --name"
-                with contextlib.suppress(RuntimeError):         # `save` ends with a message to the lost store
+                with outliving():               # `save` ends with a message to the lost store
                     save()
-                why = "the store is lost, and a standby store too"
-                with contextlib.suppress(dist.DistError):
-                    why = error if isinstance(error, Gone) else move(self, run)
-                sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; {then}")
+                why = error
+                if not isinstance(error, Gone):
+                    why = "the store is lost, and a standby store too"
+                    with contextlib.suppress(dist.DistError):
+                        why = move(self, run)
+                sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; "
+                         f"{then}")
 
 
 def run(job, o, argv):
-    """As train.train of `build`. A rank that others declared dead while it was silent joins again."""
+    """Train. If argv is the command line, this is the whole program: the process ends here.
+
+    Threads may be left that wait in Gloo for a lost peer, maybe for ever (pipeline.py). If such a
+    wait ends while Python takes the interpreter down, Python ends the thread in the midst of
+    torch's code, and that
+    aborts the process: "terminate called without an active exception", status 134, after all was
+    saved and said. `os._exit` takes nothing down.
+    """
+    if argv not in (sys.argv, sys.argv[1:]):
+        return go_through(job, o, argv)
+    status = 1
+    try:
+        go_through(job, o, argv)
+        status = 0
+    except SystemExit as stop:
+        status = status_of(stop)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def status_of(stop):
+    """The exit status of a SystemExit. A text is printed, as Python does it, and means 1."""
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def go_through(job, o, argv):
+    """As train.train of `build`. A rank that was silent, so that others left it, joins again."""
     while True:
         try:
             return train.train(build(job, o, argv))
         except Left as left:
-            line, job, asks = left.args
+            print(left.line, file=sys.stderr, flush=True)
+            job = left.job
+            argv = ["--join"] if left.asks else []
         except dist.DistError as error:             # in `build`, or before `rescue`
             sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
                      f"({one_line(error)[:100]}); start again, with --join or --resume")
-        print(line, file=sys.stderr, flush=True)
-        argv = ["--join"] * asks
 
 
 def build(job, o, argv):
-    """As train.build, with surviving parts. With --join this rank then takes a living replica's weights."""
+    """As train.build, with surviving parts. With --join this rank takes a replica's weights."""
     o.join = "--join" in argv
     job = SurvivingJob(job, o.survive, o.join)
     if not o.survive:
-        job.refuse("--join is for a run with --survive SECONDS: a run without it needs every process")
+        job.refuse("--join is for a run with --survive SECONDS: a run without it needs every "
+                   "process")
     if o.join and o.method != "noloco" and len(o.stages) == 1:
-        job.refuse("--join has no weights to take: without pipelines, replicas of --method local never meet")
+        job.refuse("--join has no weights to take: without pipelines, replicas of --method local "
+                   "never meet")
     job.connect(o, group=False)
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
     run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
-    job.read()          # it waits for the other ranks: no outer step misses one that is slower to build
-    job.vectors = [run.theta] + ([run.outer.phi, run.outer.delta] if run.outer else [])
+    job.read()          # it waits for the other ranks: no outer step misses one that builds slower
+    job.vectors = [run.theta]           # what a replica of the stage gives to one that joins
+    if run.outer:
+        job.vectors += [run.outer.phi, run.outer.delta]
     if job.joining:
         join(run)
     return run
 
 
 def make_outer(job, o, params, replicas, inner):
-    """As train.make_outer. Here phi never goes ahead."""
+    """As train.make_outer, of a class that outlives its partners. Here phi never goes ahead."""
     if o.method != "noloco" or job.world == 1:
         return train.make_outer(job, o, params, replicas, inner)
     codec = OneByte() if o.wire == "int8" and len(replicas) > 1 else Fp32()
     return SurvivingNoLoCo(
         params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
         group_size=o.group_size, seed=o.seed, codec=codec, store=job.store, timeout=job.timeout,
-        # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps there.
+        # In a pipeline all ranks do each iteration together, so no replica may leave out inner
+        # steps there.
         catch_up=len(o.stages) == 1, tell=job.tell, reset=inner.reset, excluded=job.excluded)
 
 
 def join(run):
-    """Weights and a step for a rank that joins, or goes on at another store. Raises Left if a giver died."""
-    job, rank, pipeline, outer = run.job, run.job.rank, run.pipeline, run.outer
+    """Weights and a step for a rank that joins, or goes on at another store.
+
+    Raises Left if the replica died that was to give its weights.
+    """
+    job, outer = run.job, run.outer
     if not job.asks:
         own_checkpoint(run)
-        step = job.latest if pipeline.peers else run.step
+        step = job.latest if run.pipeline.peers else run.step
         if job.leads:
-            job.tell(dict(event="takeover", step=step, rank=rank, missing=sorted(job.gone())))
-    elif pipeline.peers:
-        step = pipeline.ask()
-        if step >= run.o.steps:
-            job.refuse("--join: training is over")
-        giver = pipeline.take_weights()
-        if giver == rank:
-            own_checkpoint(run)
-        job.excluded.add(rank)          # until it begins, so that it makes new paths as all ranks do
-        come_back(job.store, rank)
-        job.tell(dict(event="joined", step=step, outer=step // (run.o.inner_steps or 1), rank=rank,
-                      given_by=giver))
+            job.tell(dict(event="takeover", step=step, rank=job.rank, missing=sorted(job.gone())))
+    elif run.pipeline.peers:
+        step = join_pipeline(run)
     else:
         outer.join()
         step = outer.steps
-    print(f"rank {rank} takes part from step {step}", flush=True)
+    print(f"rank {job.rank} takes part from step {step}", flush=True)
     if outer:
         outer.steps, outer.late = step, True
     if run.reader and (job.asks or step != run.step):
@@ -237,10 +313,28 @@ def join(run):
     run.step = step
 
 
+def join_pipeline(run):
+    """Take a replica's weights, or this rank's own. Returns the step from which it takes part."""
+    job, rank = run.job, run.job.rank
+    step = run.pipeline.ask()
+    if step >= run.o.steps:
+        job.refuse("--join: training is over")
+    giver = run.pipeline.take_weights()
+    if giver == rank:
+        own_checkpoint(run)
+    job.excluded.add(rank)          # until it begins, so that it makes new paths as all ranks do
+    come_back(job.store, rank)
+    outer = step // (run.o.inner_steps or 1)
+    job.tell(dict(event="joined", step=step, outer=outer, rank=rank, given_by=giver))
+    return step
+
+
 def own_checkpoint(run):
+    """Take this rank's newest part of a checkpoint. Without one the process ends with one line."""
     own = run.checkpoints.parts(run.job.rank)
     try:
-        forbid((not own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint"))
+        forbid((not own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a "
+                         "checkpoint"))
         restore(run, load(own[max(own)]))
     except BadInput as error:
         run.job.refuse(str(error))

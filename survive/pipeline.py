@@ -1,18 +1,21 @@
-"""A pipeline that outlives its ranks: a dead peer costs the microbatches on it, and later paths avoid it.
+"""A pipeline that outlives its ranks: a dead peer costs the microbatches on it, and later paths
+avoid it.
 
-What a dead or silent peer should have sent is lost, and so is everything computed from it alone. A rank with
-nothing to deliver sends a LOST marker. So every live rank still makes all its planned sends and receives.
+What a dead or silent peer should have sent is lost, and so is everything computed from it alone. A
+rank with nothing to deliver sends a LOST marker. So every live rank still makes all its planned
+sends and receives.
 
-Who takes part in an iteration: the first rank to begin iteration t writes every rank's life to lives/t in the
-store (compare_set). All other ranks adopt that list, so no rank waits for agreement. A life is a number that
-only grows. It starts at 0; an even life is alive, an odd one dead. A peer that declares a rank dead adds 1. A
-rank that joins adds 1 again, and writes this into the first iteration that no rank has begun. So a list with
-the larger number of each rank is always the newer one.
+Who takes part in an iteration: the first rank to begin iteration t writes every rank's life to
+lives/t in the store (compare_set). All other ranks adopt that list, so no rank waits for agreement.
+A life is a number that only grows. It starts at 0; an even life is alive, an odd one dead. A peer
+that declares a rank dead adds 1. A rank that joins adds 1 again, and writes this into the first
+iteration that no rank has begun. So a list with the larger number of each rank is always the newer
+one.
 
-Each pair of ranks has a Gloo group of its own, since a wait that is broken off closes all connections of its
-group. Each pair also has a thread that waits for its messages. When a connection breaks in the middle of a
-message, Gloo (2.13) never ends the wait for it. The main thread waits for that thread instead, and `probe`
-can end this wait.
+Each pair of ranks has a Gloo group of its own, since a wait that is broken off closes all
+connections of its group. Each pair also has a thread that waits for its messages. When a connection
+breaks in the middle of a message, Gloo (2.13) never ends the wait for it. The main thread waits for
+that thread instead, and `probe` can end this wait.
 """
 import contextlib
 import queue
@@ -28,15 +31,17 @@ import torch.distributed as dist
 
 from plumbing.processes import DAY, gloo_group, gloo_interface, one_line
 from skippipe import BACKWARD, kind
-from survive.meeting import Left, notice_silence
+from survive.meeting import Left, Silent, is_loss, notice_silence
 from train import Pipeline, tag
 
-# The first element of a LOST marker is a NaN that arithmetic never makes, so a real NaN stays visible.
+# The first element of a LOST marker is a NaN that arithmetic never makes, so a real NaN stays
+# visible.
 LOST = {torch.float32: (torch.int32, 0x7FC0DEAD), torch.bfloat16: (torch.int16, 0x7FEB)}
 
 
 def lost_marker(shape, dtype):
-    message, (integer, bits) = torch.zeros(shape, dtype=dtype), LOST[dtype]
+    integer, bits = LOST[dtype]
+    message = torch.zeros(shape, dtype=dtype)
     message.view(-1)[:1].view(integer).fill_(bits)
     return message
 
@@ -46,36 +51,48 @@ def is_lost(message):
     return int(message.view(-1)[:1].view(integer)) == bits
 
 
+def is_dead(life):
+    """Whether a rank with this life, the number of its deaths and returns, is dead."""
+    return life % 2 == 1
+
+
 class SurvivingPipeline(Pipeline):
-    """As Pipeline; job is a SurvivingJob. A peer without a beat for a third of job.timeout seconds is dead.
+    """As Pipeline; job is a SurvivingJob. A peer is dead without a beat for a third of its timeout.
 
     lost: microbatches of this origin that never came home.
-    record: every rank's life in the iteration begun last. lives: every rank's newest life that is known here.
+    record: every rank's life in the iteration begun last.
+    lives: every rank's newest life that is known here.
     job.excluded: the ranks that every rank leaves out of the present iteration.
     """
 
     def connect(self, pairs):
         job = self.job
-        self.peers = [a + b - self.rank for a, b in pairs if self.rank in (a, b)]      # of other stages
+        # The ranks of other stages that a path may join with this one.
+        self.peers = [a + b - self.rank for a, b in pairs if self.rank in (a, b)]
         self.step = -1
-        self.lives = [int(r not in job.members) for r in range(job.world)]
+        self.lives = [0 if r in job.members else 1 for r in range(job.world)]
         self.record = self.lives.copy()
-        self.groups, self.queues = {}, {}                   # of each peer; a group is the Future of one
+        self.groups = {}                    # of each peer: the Future of a Gloo group
+        self.queues = {}                    # of each peer: what its thread is to do
         self.marker = lost_marker(self.message_shape, self.dtype)
-        self.waiting = self.arrival = None                  # a peer; the Future of its message or its group
-        self.broken = set()                                 # peers whose connection broke during a wait
-        self.busy_until = self.grace = torch.inf            # see `allow`; the first run may compile
+        # (a peer, the Future of its message or its group) during a wait. The watch reads it, so the
+        # two are one value: read one after the other, they could be of two waits.
+        self.waiting = None
+        self.broken = set()                 # peers whose connection broke during a wait
+        self.busy_until = self.grace = torch.inf        # see `allow`; the first run may compile
         self.stopped = threading.Event()
         self.watcher = threading.Thread(target=self.watch, daemon=True)
-        if self.peers and not job.asks:
-            for peer in self.living(self.peers):
-                self.link(peer)
-            for group in self.groups.values() if self.job.latest < 0 else ():   # else it may die meanwhile
+        if not self.peers or job.asks:
+            return
+        for peer in self.living(self.peers):
+            self.link(peer)
+        if job.latest < 0:          # all begin together. After a takeover a peer may die meanwhile
+            for group in self.groups.values():
                 group.result()
-            self.watcher.start()
+        self.watcher.start()
 
     def link(self, peer):
-        """Start the thread that connects to a peer's present life, and then waits for its messages."""
+        """Start the thread that connects to a peer's present life, then waits for its messages."""
         a, b = sorted((self.rank, peer))
         key = f"pair/{a}/{b}/{self.record[a]}/{self.record[b]}"
         connect = partial(gloo_group, self.job.store.clone(), key, int(self.rank == b), 2, DAY)
@@ -89,35 +106,47 @@ class SurvivingPipeline(Pipeline):
     # ---- an iteration
 
     def begin(self, step, idle=False):
-        """Adopt the lives of iteration `step`. Returns whether other ranks are dead than in the one before.
+        """Begin iteration `step`. Returns whether other ranks are dead in it than before.
 
-        idle: this rank has no task. It lets another rank begin first. If it ran ahead, iterations would
-        begin before a death in earlier ones is known. Raises DistError when the first rank is dead, and Left
-        when this rank is.
+        idle: this rank has no task. It lets another rank begin first. If it ran ahead, iterations
+        would begin before a death in earlier ones is known. Raises DistError when the first rank is
+        dead, and Left when this rank is.
         """
-        self.step, before = step, set(self.job.excluded)
+        self.step = step
+        before = set(self.job.excluded)
         if self.grace < torch.inf:
             self.allow(0.0)
         if self.peers:
             if idle:
-                with contextlib.suppress(dist.DistStoreError):
+                with contextlib.suppress(dist.DistStoreError):      # no rank has begun in time
                     self.job.store.wait([f"lives/{step}"], timedelta(seconds=self.job.timeout))
-            old, record = self.record, self.agree(step)
-            if record[self.rank] != old[self.rank]:
-                self.leave()
-            self.record = record
-            # in place: the outer step holds this set
-            self.job.excluded ^= before ^ {r for r, life in enumerate(record) if life % 2}
-            for rank in self.living(r for r, life in enumerate(record) if life != old[r]):
-                self.job.unanswered.discard(rank)
-                self.admit(rank)
+            self.go_over(self.agree(step))
         if self.job.members[0] in self.job.excluded:
             raise dist.DistError("the rank that leads is gone")
         return self.job.excluded != before
 
+    def go_over(self, record):
+        """Go over to every rank's life in the present iteration, and meet those that join in it.
+
+        Raises Left if this rank is dead in it.
+        """
+        old = self.record
+        if record[self.rank] != old[self.rank]:
+            self.leave()
+        self.record = record
+        dead = {r for r, life in enumerate(record) if is_dead(life)}
+        # The outer step holds this very set, and threads read it: it never lacks a dead rank.
+        self.job.excluded |= dead
+        self.job.excluded &= dead
+        changed = [r for r, life in enumerate(record) if life != old[r]]
+        for rank in self.living(changed):
+            self.job.unanswered.discard(rank)
+            self.admit(rank)
+
     def run(self, paths, batches, train=True, order=None):
         found = super().run(paths, batches, train, order)
-        self.allow(self.job.timeout * (1 if train else 10))     # an outer step, or a checkpoint and the log
+        # What comes next is an outer step, or after an evaluation a checkpoint and the log.
+        self.allow(self.job.timeout if train else 10 * self.job.timeout)
         return found
 
     def take(self, u, hop):
@@ -132,7 +161,8 @@ class SurvivingPipeline(Pipeline):
         forward = 2 * len(self.paths[u]) - hop
         if kind(self.paths[u], hop) == BACKWARD:
             self.saved.pop((u, forward), None)
-            self.lost += forward == 0
+            if forward == 0:                    # the microbatch should have come home here
+                self.lost += 1
         return None
 
     # ---- messages
@@ -141,12 +171,14 @@ class SurvivingPipeline(Pipeline):
         tensor = self.marker if tensor is None else tensor.to(self.message_device).contiguous()
         self.count(tensor, to, u, hop)
         place = int(to > self.rank)
-        return self.attempt(to, lambda group: group.send([tensor], place, tag(u, hop))), tensor, to
+        work = self.attempt(to, lambda group: group.send([tensor], place, tag(u, hop)))
+        return work, tensor, to
 
     def receive(self, source, u, hop):
         buffer = torch.empty(self.message_shape, dtype=self.dtype)
         place = int(source > self.rank)
-        return self.attempt(source, lambda group: group.recv([buffer], place, tag(u, hop))), buffer, source
+        work = self.attempt(source, lambda group: group.recv([buffer], place, tag(u, hop)))
+        return work, buffer, source
 
     def attempt(self, peer, message):
         """The work of a message to or from a peer; None when the peer is dead."""
@@ -155,13 +187,14 @@ class SurvivingPipeline(Pipeline):
         try:
             return message(self.until(peer, self.groups[peer]))
         except RuntimeError as error:
+            if not is_loss(error):
+                raise
             self.declare_dead(peer, error)
 
     def until(self, peer, arrival):
-        """The result of a Future that the peer's thread sets. The watch may end this wait by an error."""
+        """The result of a Future that the peer's thread sets, or the error that the watch sets."""
         if not arrival.done():
-            self.arrival = arrival
-            self.waiting = peer                 # after `arrival`: the watch reads `waiting` first
+            self.waiting = peer, arrival
         try:
             return arrival.result()
         finally:
@@ -179,6 +212,8 @@ class SurvivingPipeline(Pipeline):
             self.queues[peer].put((work.wait, arrival))
             return self.until(peer, arrival)
         except RuntimeError as error:
+            if not is_loss(error):
+                raise
             self.broken.add(peer)
             self.declare_dead(peer, error)
             return False
@@ -186,42 +221,52 @@ class SurvivingPipeline(Pipeline):
     # ---- the dead
 
     def living(self, ranks):
-        return [r for r in ranks if self.record[r] % 2 == 0]
+        return [r for r in ranks if not is_dead(self.record[r])]
 
     def declare_dead(self, peer, error):
         """Every rank leaves this peer out, from the first iteration on that no rank has begun."""
         if self.lives[peer] != self.record[peer]:
             return
-        if self.job.store.check([self.key("dropped", self.rank)]):     # a peer has declared this rank dead
-            self.leave()
+        if self.job.store.check([self.key("dropped", self.rank)]):
+            self.leave()                        # a peer has declared this rank dead
         self.lives[peer] += 1
         error = one_line(error)[:100]
         self.job.tell(dict(event="lost", step=self.step, rank=self.rank, peer=peer, error=error))
         self.publish()
 
     def publish(self):
-        """Write `lives` for the first iteration that no rank has begun. Returns (iteration, its lives)."""
+        """Write `lives` for the first iteration that no rank has begun.
+
+        Returns (this iteration, its lives).
+        """
         step = self.step + 1
-        while (record := self.agree(step)) != self.lives:
+        record = self.agree(step)
+        while record != self.lives:         # that iteration has begun without what this rank knows
             step += 1
+            record = self.agree(step)
         return step, record
 
     def agree(self, step):
-        """The lives of iteration `step`: the first rank to ask writes its own, which count for all."""
-        mine = " ".join(map(str, self.lives))
+        """Settle the lives of iteration `step`, and return them.
+
+        The first rank to ask writes its own list, which counts for all.
+        """
+        mine = " ".join(str(life) for life in self.lives)
         record = [int(n) for n in self.job.store.compare_set(f"lives/{step}", "", mine).split()]
-        self.lives = list(map(max, self.lives, record))
+        self.lives = [max(newer) for newer in zip(self.lives, record)]
         return record
 
     def leave(self):
-        """This rank was declared dead. Raises Left; ends the process if another one has taken its place."""
+        """This rank was declared dead. Raises Left; ends the process if another has its place."""
         if self.job.leads:
-            raise dist.DistError("this rank led, and was silent for so long that other ranks left it")
+            raise dist.DistError("this rank led, and was silent for so long that others left it")
         self.agree(int(self.job.store.get("step")))
         if self.lives[self.rank] > self.record[self.rank] + 1:
-            print(f"rank {self.rank} leaves: a new process has its place", file=sys.stderr, flush=True)
+            print(f"rank {self.rank} leaves: a new process has its place", file=sys.stderr,
+                  flush=True)
             sys.exit(0)
-        raise Left(f"rank {self.rank} was declared dead, since it was silent: it joins again", self.job, True)
+        line = f"rank {self.rank} was declared dead, since it was silent: it joins again"
+        raise Left(line, self.job, asks=True)
 
     # ---- coming back
 
@@ -229,20 +274,24 @@ class SurvivingPipeline(Pipeline):
         """Take part from the first iteration that no rank has begun. Returns this iteration."""
         self.step = int(self.job.store.get("step"))         # waits until a rank has begun
         self.agree(self.step)
-        self.lives[self.rank] = (self.lives[self.rank] | 1) + 1
+        # An even number: a new life of this rank, whose death may not have been noticed.
+        life = self.lives[self.rank]
+        self.lives[self.rank] = life + 1 if is_dead(life) else life + 2
         self.step, self.record = self.publish()
         self.watcher.start()
         return self.step
 
     def take_weights(self):
-        """Receive job.vectors from a living replica, and connect to the other stages. Returns the replica.
+        """Receive job.vectors from a living replica, and connect to the other stages.
 
-        It is this rank itself if no replica of its stage has weights. Raises Left if the replica died.
+        Returns this replica: this rank itself if no replica of its stage has weights. Raises Left
+        if the replica died.
         """
-        giver = self.giver(self.rank)
+        giver = self.choose_giver(self.rank)
         if giver != self.rank and not self.hand_over(giver, gives=False):
             self.close()
-            raise Left(f"rank {self.rank} lost rank {giver}, which gave it its weights", self.job, True)
+            line = f"rank {self.rank} lost rank {giver}, which gave it its weights"
+            raise Left(line, self.job, asks=True)
         self.job.store.set(self.key("ready", self.rank), "=")
         for peer in self.living(self.peers):
             self.link(peer)
@@ -252,26 +301,33 @@ class SurvivingPipeline(Pipeline):
         """Connect to a rank that joins in this iteration, or give it weights."""
         if rank in self.peers:
             self.link(rank)
-        elif self.rank == self.giver(rank):
+        elif self.rank == self.choose_giver(rank):
             self.hand_over(rank, gives=True)
 
-    def giver(self, rank):
+    def choose_giver(self, rank):
         """The replica that gives its weights to `rank`, which joins: the first rank to ask chooses.
 
         It is `rank` itself if no other replica of the stage is alive and has weights.
         """
-        store, stage = self.job.store, set(range(self.job.world)) - {*self.peers, rank}
-        able = [r for r in self.living(stage) if not self.record[r] or store.check([self.key("ready", r)])]
+        store = self.job.store
+        replicas = set(range(self.job.world)) - {*self.peers, rank}
+        # A replica of life 0 has trained from the start. A later one must have its weights.
+        able = [r for r in self.living(replicas)
+                if self.record[r] == 0 or store.check([self.key("ready", r)])]
         return int(store.compare_set(self.key("giver", rank), "", str(min(able, default=rank))))
 
     def hand_over(self, peer, gives):
-        """Send job.vectors to a replica that joins, or receive them. Returns whether all arrived."""
+        """Send job.vectors to a replica that joins, or receive them. Returns whether all came."""
         self.link(peer)
-        place, way = int(peer > self.rank), "send" if gives else "recv"
+        place = int(peer > self.rank)
+
+        def message(group):
+            move = group.send if gives else group.recv
+            return move([host], place, number)
+
         for number, vector in enumerate(self.job.vectors):
             host = vector.cpu()
-            work = self.attempt(peer, lambda pair: getattr(pair, way)([host], place, number))
-            if not self.wait(work, peer):
+            if not self.wait(self.attempt(peer, message), peer):
                 return False
             vector.copy_(host)
         return True
@@ -283,42 +339,51 @@ class SurvivingPipeline(Pipeline):
 
         This rank beats while it waits for a peer or its task is not overdue.
         """
-        store = self.job.store.clone()                      # a client that waits serves no other thread
+        store = self.job.store.clone()          # a client that waits serves no other thread
         notice_silence(store, self.job.timeout)
         seen = {}
         while not self.stopped.wait(self.job.timeout / 12):
-            now, peer, arrival = time.monotonic(), self.waiting, self.arrival
+            now, waiting = time.monotonic(), self.waiting
             try:
-                if peer is not None or now - self.busy_until < self.job.timeout / 3:
+                if waiting or now - self.busy_until < self.job.timeout / 3:
                     store.add(self.key("beat", self.rank), 1)
                     if self.step >= 0:
                         store.set("step", str(self.step))
-                if peer is not None:
-                    self.probe(store, peer, arrival, seen, now)
-            except RuntimeError as error:                   # also of a lost store
-                if peer is not None:
+                if waiting:
+                    self.probe(store, *waiting, seen, now)
+            except RuntimeError as error:       # also of a lost store, which training notices
+                if waiting:
                     with contextlib.suppress(InvalidStateError):    # the message was faster
+                        _, arrival = waiting
                         arrival.set_exception(error)
+                elif not is_loss(error):
+                    raise
 
     def probe(self, store, peer, arrival, seen, now):
-        """Raises RuntimeError if the wait for a peer should end. seen: {beat's key: (count, when first read)}
+        """Raises RuntimeError if the wait for a peer should end: `is_loss` is true of it.
 
-        Another rank may have dropped this one. The peer is silent without a beat for a third of the timeout.
-        (A third, because other replicas of the stage then still wait in their outer step for the ranks that
-        were held up.) A connection may have broken in the middle of a message: then no receive can be posted.
+        seen: {beat's key: (its count, when this rank first read that count)}.
+
+        Another rank may have dropped this one. The peer is silent without a beat for a third of the
+        timeout. (A third, because other replicas of the stage then still wait in their outer step
+        for the ranks that were held up.) A connection may have broken in the middle of a message:
+        then no receive can be posted.
         """
         if store.check([self.key("dropped", self.rank)]):
-            raise RuntimeError("other ranks do not wait for this rank any more")
+            raise Silent("other ranks do not wait for this rank any more")
         key = self.key("beat", peer)
         count = store.add(key, 0)
         if seen.get(key, (None, 0.0))[0] != count:
             seen[key] = count, now
         if now - seen[key][1] > self.job.timeout / 3 and not arrival.done():
-            store.set(self.key("dropped", peer), "=")       # when it wakes it must not declare this rank dead
-            raise RuntimeError(f"no sign of life for {self.job.timeout / 3:g} s")
-        # There is one connection for each interface. Gloo takes the one of the tag modulo their number. It
-        # forgets a receive whose work is dropped.
-        for number in range(len(gloo_interface().split(",")) * self.groups[peer].done()):
+            # When it wakes it must not declare this rank dead.
+            store.set(self.key("dropped", peer), "=")
+            raise Silent(f"no sign of life for {self.job.timeout / 3:g} s")
+        if not self.groups[peer].done():
+            return
+        # There is one connection for each interface. Gloo takes the one of the tag modulo their
+        # number. It forgets a receive whose work is dropped.
+        for number, _ in enumerate(gloo_interface().split(",")):
             self.groups[peer].result().recv([torch.empty(1)], int(peer > self.rank), number)
 
     def key(self, what, rank):
@@ -339,11 +404,14 @@ class SurvivingPipeline(Pipeline):
 
 
 def serve_pair(works):
-    """A thread: make each of a peer's works, which are (function, Future of its result). It may never end."""
+    """A thread, which may never end: make each of a peer's works, (function, Future of its result).
+
+    Whoever waits for the Future gets the error of its work, too.
+    """
     for work, arrival in iter(works.get, None):
         with contextlib.suppress(InvalidStateError):        # the watch was faster
             try:
                 arrival.set_result(work())
-            except RuntimeError as error:
+            except Exception as error:
                 arrival.set_exception(error)
         del work, arrival                                   # they hold the message

@@ -1,4 +1,5 @@
-"""Paths around the dead: each iteration draws or plans its paths over the ranks that are alive in it."""
+"""Paths around the dead: each iteration draws or plans its paths over the ranks that are alive in
+it."""
 import json
 
 from planning.training import living
@@ -18,7 +19,8 @@ class SurvivingRoutes(Routes):
         if job.leads:
             job.store.set("first plan", json.dumps(self.plan))
         if self.plan:
-            self.network = Network(**self.plan["network"])      # on every rank, to plan anew without asking
+            # On every rank, so that each plans anew without asking.
+            self.network = Network(**self.plan["network"])
         self.all_stages = stages
         self.present_plan = self.plan           # self.plan stays the first one, for checkpoints
 
@@ -34,19 +36,33 @@ class SurvivingRoutes(Routes):
 
     def go_round(self, step):
         """After a death or a return: new paths. Raises Gone when there are none."""
-        dead, how = sorted(self.job.excluded), ""
-        left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= {*dead}]
-        if 0 in left_out or left_out and not self.o.skip:
-            way = " and without --skip no microbatch can leave it out" if left_out[0] else ""
-            raise Gone(f"every replica of stage {left_out[0]} is gone{way}")
+        dead = sorted(self.job.excluded)
+        left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= set(dead)]
+        if 0 in left_out:
+            raise Gone("every replica of stage 0 is gone")
+        if left_out and not self.o.skip:
+            raise Gone(f"every replica of stage {left_out[0]} is gone and without --skip no "
+                       "microbatch can leave it out")
         self.stages = living(self.all_stages, dead)
+        how = ""
         if self.present_plan:
-            self.pipeline.allow(10 * self.job.timeout)
-            try:        # it depends on the network, the seed, the first plan and the dead: all ranks agree
-                self.present_plan = self.new_plan(tuple(dead)) if dead else self.plan
-            except BadInput as error:
-                raise Gone(str(error))
-            self.pipeline.allow(0.0)
+            self.plan_round(dead)
             how = f"; paths planned {self.present_plan['planned']}"
         if dead and self.job.leads:         # a rank that joins tells that itself
-            self.job.tell(dict(event="dead", step=step, ranks=dead, stages_left_out=left_out, how=how))
+            self.job.tell(dict(event="dead", step=step, ranks=dead, stages_left_out=left_out,
+                               how=how))
+
+    def plan_round(self, dead):
+        """Plan without the dead, or go back to the first plan when all are back.
+
+        The plan depends on the network, the seed, the first plan and the dead, so all ranks agree.
+        """
+        if not dead:
+            self.present_plan = self.plan
+            return
+        self.pipeline.allow(10 * self.job.timeout)
+        try:
+            self.present_plan = self.new_plan(tuple(dead))
+        except BadInput as error:
+            raise Gone(str(error))
+        self.pipeline.allow(0.0)

@@ -22,7 +22,7 @@ import torch.distributed.run
 from torch.utils._pytree import tree_leaves
 
 import train
-from model import Config
+from model import Config, Llama
 from plumbing.processes import Job
 
 # Torch asks for the name of each address that connects. A silent name server would hold a store for seconds.
@@ -63,13 +63,53 @@ def rank_process(pipe, rank, world, port, agent, cwd, function, args):
         pipe.send((False, traceback.format_exc()))
 
 
-def processes(world, function, *args, cwd=".", limit=120, port=None, fallen=()):
+IDLE = 0.5      # seconds for the work of `slowness` on two cores that do nothing else than two or three tests
+
+
+@functools.cache
+def slowness():
+    """How many times slower tests are here now than on two idle cores, at least 1. Measured once a session.
+
+    The work is that of a test with processes: four are forked, and meet at a store, as in an exchange, after
+    each of ten steps of a small model.
+    """
+    processes(1, _nothing, limit=600)               # the server that forks starts, and imports everything
+    begin = time.monotonic()
+    processes(4, _ten_steps, limit=600)
+    return max(1.0, (time.monotonic() - begin) / IDLE)
+
+
+def _nothing(rank, world):
+    """No work."""
+
+
+def _ten_steps(rank, world):
+    job, model = Job(), Llama(SMALL_CONFIG)
+    tokens = torch.zeros(2, 33, dtype=torch.long)
+    for step in range(10):
+        model.loss(model.blocks(model.embed(tokens[:, :-1])), tokens[:, 1:]).backward()
+        job.share(f"step {step}", "done")
+    job.close()
+
+
+def patience(seconds):
+    """How long to wait here for what takes less than `seconds` on two idle cores.
+
+    A test that waits for a fault, or for its end, takes its seconds from here: on a busy machine a healthy
+    process may be silent for longer than a fault is meant to last. What can wait for an event does that.
+    """
+    return seconds * slowness()
+
+
+def processes(world, function, *args, cwd=".", limit=None, port=None, fallen=()):
     """function(rank, world, *args) on `world` processes: their results in the order of ranks.
 
-    All end here, whatever happens. port: of a store hosted elsewhere, as torchrun does.
-    fallen: ranks that need not finish; their result is None.
+    All end here, whatever happens. limit: seconds until then (default: patience(120)). port: of a store
+    hosted elsewhere, as torchrun does. fallen: ranks that need not finish; their result is None.
     """
-    agent, port = port is not None, port or free_port()
+    limit = patience(120) if limit is None else limit
+    agent = port is not None
+    port = port or free_port()
     pipes, children = [], []
     try:
         for rank in range(world):
@@ -79,10 +119,11 @@ def processes(world, function, *args, cwd=".", limit=120, port=None, fallen=()):
             children[-1].start()
             theirs.close()
             pipes.append(ours)
-        results, waiting, end = {}, dict(zip(pipes, range(world))), time.monotonic() + limit
+        results, waiting = {}, dict(zip(pipes, range(world)))
+        end = time.monotonic() + limit
         while set(waiting.values()) - set(fallen):
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0, end - time.monotonic()))
-            assert ready, f"ranks {sorted(waiting.values())} did not finish within {limit} s"
+            assert ready, f"ranks {sorted(waiting.values())} did not finish within {limit:.0f} s"
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
@@ -95,6 +136,14 @@ def processes(world, function, *args, cwd=".", limit=120, port=None, fallen=()):
         for child in children:
             child.kill()
             child.join()
+
+
+def wait_until(condition, limit=None):
+    """Returns when condition() is true; fails after `limit` seconds (default: patience(60))."""
+    end = time.monotonic() + (patience(60) if limit is None else limit)
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)        # between two looks
 
 
 def gloo(function):

@@ -12,8 +12,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 import types
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -24,18 +27,19 @@ import plumbing.report
 import train
 from model import Llama
 from plumbing.processes import Job, gloo_group, restarts
+from survive.meeting import Silent
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob, own_checkpoint
 from survive.pipeline import SurvivingPipeline
-from survive.standby import enough
-from tests.harness import (SMALL, assert_same, checkpoint, fork, metrics, processes, rank_process, run,
-                           store_host, train_main)
+from survive.standby import enough, standby_of
+from tests.harness import (HERE, SMALL, assert_same, checkpoint, fork, metrics, patience, processes,
+                           rank_process, run, store_host, train_main, wait_until)
 
 
 Fault = enum.Enum("Fault", """LATE PAUSE DIE_IN_HAND_OVER HANG SLOW SEND_NAN DIE_BEFORE_EXCHANGE LOSE_STORE
     DIE_IN_EXCHANGE DIE_IN_FORWARD DIE_IN_BACKWARD CRASH_IN_CHECKPOINT DIE_IN_EVALUATION LOSE_NODE_0""")
-FAULTS = ["--steps", 60, "--inner-steps", 5, "--survive", 3, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
-          "--save-every", 20, "--name", "x", *SMALL, "--layers", 1]
+FAULTS = ["--steps", 60, "--inner-steps", 5, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
+          "--save-every", 20, "--name", "x", *SMALL, "--layers", 1]      # and --survive patience(3)
 LONG = ["--steps", 120, "--eval-every", 60, "--save-every", 60, "--lr", 1e-2]
 OFTEN = ["--eval-every", 20, "--save-every", 20]
 SKIP = ["--layers", 3, "--skip", 0.33, "--links", "links.json"]
@@ -50,7 +54,8 @@ JOBS = {  # ranks, options, the rank that fails
     "soak": (8, ["--layers", 2, "--inner-steps", 2], None),
 }
 
-NOW = types.SimpleNamespace(fault=None)     # what is wrong with this process
+# What is wrong with this process; the third of --survive after which a pipeline calls a silent peer dead.
+NOW = types.SimpleNamespace(fault=None, third=0.0)
 POST = SurvivingNoLoCo.post
 
 
@@ -79,7 +84,7 @@ ACTS = {    # fault: (at a call of what, what this process does before it)
     Fault.SEND_NAN: (SurvivingNoLoCo, "meet", send_nan),
     Fault.DIE_IN_FORWARD: (Llama, "blocks", die),
     Fault.SLOW: (Llama, "blocks", lambda *_: time.sleep(0.01)),
-    Fault.LATE: (Llama, "blocks", lambda *_: time.sleep(1)),
+    Fault.LATE: (Llama, "blocks", lambda *_: time.sleep(NOW.third)),
     Fault.DIE_IN_BACKWARD: (torch.Tensor, "backward", die),
     Fault.DIE_IN_HAND_OVER: (SurvivingPipeline, "hand_over", die),
     Fault.CRASH_IN_CHECKPOINT: (torch, "save", write_half),
@@ -110,6 +115,7 @@ def inject(faults, store):
     def begin(pipeline, step, *_):
         nonlocal queue
         job = pipeline.job
+        NOW.third = job.timeout / 3
         with contextlib.suppress(RuntimeError):     # the store may be lost by now
             job.store.set(f"begun/{step}/{job.rank}", "")
         if queue is None:
@@ -117,7 +123,7 @@ def inject(faults, store):
         if queue and step >= queue[0][1]:
             NOW.fault = queue.pop(0)[0]
             if NOW.fault is Fault.PAUSE:
-                subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+                subprocess.Popen(["sh", "-c", f"sleep {2 * NOW.third}; kill -CONT {os.getpid()}"])
             if NOW.fault in (Fault.HANG, Fault.PAUSE):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if NOW.fault in (Fault.LOSE_STORE, Fault.LOSE_NODE_0):      # when nobody still evaluates
@@ -143,7 +149,7 @@ def command(job, cwd, *extra):
     """(number of ranks, arguments of train.py)"""
     world, options, _ = JOBS[job]
     (cwd / "links.json").write_text(json.dumps(dict(delay=[[0.01] * world] * world, compute=0.01)))
-    return world, [*FAULTS, *options, *extra]
+    return world, [*FAULTS, "--survive", patience(3), *options, *extra]
 
 
 def failing(job, faults, cwd, *extra, helper=None, fallen=()):
@@ -262,7 +268,7 @@ def test_a_restarted_replica_joins_and_takes_part(wire, at, end, more, sound, su
 
 
 def test_one_process_has_nobody_to_survive(corpus, tmp_path):
-    run(1, *FAULTS, "--data", corpus, cwd=tmp_path)
+    run(1, *FAULTS, "--survive", 3, "--data", corpus, cwd=tmp_path)
     assert metrics(tmp_path / "runs/x")[-1]["step"] == 60
 
 
@@ -352,10 +358,10 @@ def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
     assert_same(restarted, tmp_path / "runs/whole", 10, world=2)
 
 
-def _half_way(rank, world, sends, number):
+def _half_way(rank, world, sends, number, seconds):
     """Rank 1 falls in the midst of the first message, 128 MB: which of two rank 0 has, who is dead to it, and
     whether the first had begun to come."""
-    job = SurvivingJob(Job(), 3.0, asks=False)
+    job = SurvivingJob(Job(), seconds, asks=False)
     pipeline = SurvivingPipeline(torch.nn.Linear(1, 1), job, [[0], [1]], (1, 8192, 4096))
     peer, word = 1 - rank, [torch.ones(1)]
     if rank == sends:
@@ -378,8 +384,139 @@ def _half_way(rank, world, sends, number):
 @pytest.mark.parametrize("sends, number", [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)])
 def test_a_message_cut_off_in_its_midst_holds_nobody(sends, number):
     """Gloo tells nobody who waits for a message that is half on its way that its connection broke."""
-    [found, _] = processes(2, _half_way, sends, number, fallen=[1], limit=30)
+    [found, _] = processes(2, _half_way, sends, number, patience(3), fallen=[1], limit=patience(30))
     assert found == ([False, sends == 1], [0, 1], True)        # what had come before is there
+
+
+class WatchedInTurns(SurvivingPipeline):
+    """Each time the watch has read what the main thread waits for, the main thread waits for another peer."""
+
+    @property
+    def waiting(self):
+        found = self.__dict__["now"]
+        if threading.current_thread() is self.watcher and not self.moved.is_set():
+            self.look.set()
+            self.moved.wait()
+        return found
+
+    @waiting.setter
+    def waiting(self, value):
+        self.__dict__["now"] = value
+
+    def probe(self, store, peer, arrival, seen, now):
+        if peer == "silent":
+            raise Silent(f"{peer} gives no sign of life")
+        self.judged.set()
+
+
+def test_the_silence_of_one_peer_never_ends_the_wait_for_another(monkeypatch):
+    """The first message comes, and the wait for the second begins, while the watch reads."""
+    monkeypatch.setattr("survive.pipeline.notice_silence", lambda *_: None)
+    pipeline = WatchedInTurns.__new__(WatchedInTurns)
+    pipeline.job = types.SimpleNamespace(store=types.SimpleNamespace(clone=dist.HashStore), timeout=0.01)
+    pipeline.rank, pipeline.step = 0, -1
+    pipeline.record = [0]
+    pipeline.busy_until = pipeline.grace = math.inf
+    pipeline.waiting = None
+    pipeline.stopped = threading.Event()
+    pipeline.look = threading.Event()       # the watch has read whom the main thread waits for
+    pipeline.moved = threading.Event()      # the main thread waits for another peer
+    pipeline.judged = threading.Event()     # the watch has judged that second wait
+    pipeline.watcher = threading.Thread(target=pipeline.watch, daemon=True)
+    silent, alive = Future(), Future()
+    main = threading.Thread(target=pipeline.until, args=["silent", silent], daemon=True)
+    main.start()
+    wait_until(lambda: pipeline.waiting)
+    pipeline.watcher.start()
+    assert pipeline.look.wait(patience(60))
+    silent.set_result("it came after all")
+    main.join()
+    after = threading.Thread(target=pipeline.until, args=["alive", alive], daemon=True)
+    after.start()
+    wait_until(lambda: pipeline.waiting)
+    pipeline.moved.set()
+    wait_until(lambda: alive.done() or pipeline.judged.is_set())
+    pipeline.stopped.set()
+    assert not alive.done()
+    alive.set_result("it came")
+    after.join()
+
+
+def _codec_fails(rank, world):
+    """An outer step where rank 0 cannot write its message: what it raises, and outer steps done alone."""
+    outer = SurvivingNoLoCo([torch.nn.Parameter(torch.ones(4))], inner_steps=1, store=Job().store, tell=id)
+
+    def encode(*_):
+        raise RuntimeError("the codec is broken")
+
+    if rank == 0:
+        outer.encode = encode
+    try:
+        outer.step()
+    except RuntimeError as error:
+        return str(error), outer.alone
+    return "", outer.alone
+
+
+def test_an_error_of_this_process_is_no_lost_partner():
+    """Rank 0 stops by it, instead of training on alone; rank 1 outlives rank 0."""
+    with store_host() as (port, _):
+        assert processes(2, _codec_fails, port=port) == [("the codec is broken", 0), ("", 1)]
+
+
+def _finds_store(rank, world, port):
+    job = types.SimpleNamespace(addresses={7: ["127.0.0.1", port]}, patience=0.1)
+    return standby_of(job, 7) is not None
+
+
+@pytest.mark.parametrize("number, found", [(signal.SIGSTOP, False), (signal.SIGKILL, False), (0, True)])
+def test_the_standby_store_of_a_stopped_process_holds_nobody(number, found):
+    """torch waits for it without a timeout: the process takes connections, and never answers."""
+    with store_host() as (port, pid):
+        os.kill(pid, number)
+        assert processes(1, _finds_store, port) == [found]
+
+
+@pytest.mark.faults
+def test_a_takeover_passes_over_a_stopped_process(corpus, tmp_path):
+    """Node 0 dies with the store while rank 1, whose standby store comes first, is stopped for good."""
+    faults = [(Fault.LOSE_NODE_0, 0, 22), (Fault.HANG, 1, 22)]
+    results = failing("wide", faults, tmp_path, "--stages", "5", "--data", corpus, "--steps", 100,
+                      fallen=[0, 1])
+    assert [result and result[0] for result in results] == [None, None, 0, 0, 0], results
+    rows = metrics(tmp_path / "runs/x")
+    assert [(row["rank"], row["missing"]) for row in rows if row.get("event") == "takeover"] == [(2, [0, 1])]
+    assert rows[-1]["step"] == 100 and rows[-1]["ranks"] == 3
+
+
+PROGRAM = """
+import sys, threading, time
+import torch.distributed as dist
+import train
+
+class Last:     # when Python takes the interpreter down, the thread's wait ends
+    def __del__(self):
+        store.set("the end", "=")
+        time.sleep(10)      # the process aborts meanwhile
+
+store, last = dist.HashStore(), Last()
+threading.Thread(target=store.wait, args=[["the end"]], daemon=True).start()
+train.main()
+"""
+
+
+@pytest.mark.parametrize("exists, status, text", [
+    (False, 0, "kept in runs/x"), (True, 2, "error: runs/x exists")], ids=["done", "refused"])
+def test_a_thread_that_torch_holds_does_not_abort_the_process(exists, status, text, corpus, tmp_path):
+    """At its end, as a thread did that waited for a lost peer, when other survivors ended just then."""
+    if exists:
+        (tmp_path / "runs/x").mkdir(parents=True)
+        (tmp_path / "runs/x/config.json").touch()
+    argv = [*FAULTS, "--steps", 2, "--survive", 3, "--data", corpus]
+    environment = dict(os.environ, PYTHONPATH=str(HERE), OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *map(str, argv)], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == status and text in done.stdout + done.stderr, done
 
 
 def _connects_late(rank, world):
@@ -402,16 +539,17 @@ def _connects_late(rank, world):
 
 def test_a_partner_that_connects_too_late_crashes_nobody():
     """Of two Gloo processes the one with the smaller address listens."""
-    assert processes(2, _connects_late, limit=30) == [2, 2]
+    assert processes(2, _connects_late, limit=patience(30)) == [2, 2]
 
 
-def supervised(job, faults, cwd, *extra, limit=120):
+def supervised(job, faults, cwd, *extra, seconds=120):
     """train.py with faults, where a process that died is started again with --join.
 
     Returns (the rows of metrics.jsonl, how many processes died).
     """
     world, argv = command(job, cwd, *extra)
-    deaths, children, results, end = [], {}, {}, time.monotonic() + limit
+    deaths, children, results = [], {}, {}
+    end = time.monotonic() + patience(seconds)
     with store_host() as (port, pid), contextlib.ExitStack() as stack:
         def start(rank, argv):
             # a fault at step -1 is for the first process that joins
@@ -465,7 +603,7 @@ def test_soak(stages, corpus, tmp_path):
     kinds = [f for f in Fault if f.name not in ("LOSE_STORE", "HANG", "DIE_IN_HAND_OVER", "LOSE_NODE_0")]
     faults = [(r.choice(kinds), r.randrange(1, 8), at) for at in range(20, 400, 20)]
     rows, deaths = supervised("soak", faults, tmp_path, "--stages", stages, "--steps", 400, "--data", corpus,
-                              limit=900)
+                              seconds=900)
     events = [row["event"] for row in rows if "event" in row]
     print(f"\n{deaths} processes died of {[fault.name for fault, *_ in faults]}; {events}; {rows[-1]}")
     assert rows[-1]["step"] == 400 and rows[-1]["heldout_loss"] < 1 and events.count("joined") >= deaths - 1
