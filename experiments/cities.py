@@ -5,7 +5,7 @@ import statistics
 from experiments.clock import CPU, FIRST, PROGRAM, TINY
 from experiments.comparing import Comparison, Table
 from experiments.harness import Part, Setting, title_of
-from experiments.pictures import COLOURS, WIDTH, band, focus, label_ends
+from experiments.pictures import COLOURS, WIDTH, band, counted, focus, label_ends
 from experiments.results import (ends, finals, mean_final, more_than, reaches, results, same_seeds,
                                  spread_of, spread_of_reached, timed)
 from planning.instance import city_links
@@ -89,7 +89,8 @@ def show_pipeline(found):
 
 
 def share_of(others, runs):
-    """When each run reaches the loss that the other of its seed ends with, as a share of the other's time."""
+    """When each run reaches the loss that the other of its seed ends with, as a share of the
+    other's time."""
     others = same_seeds(runs, others)
     shares = []
     for run, other, end in zip(runs, others, ends(others)):
@@ -121,8 +122,8 @@ def draw_pipeline(plt, found):
         band(axis, curves, x, COLOURS[colour], label=text)
         drawn += curves
     focus(axis, drawn)
-    axis.set(xlabel=f"measured seconds, 8 hosts between eight cities (bands: range of {len(runs[FULL])} "
-             "seeds)", ylabel="held-out nats per byte",
+    axis.set(xlabel=f"measured seconds, 8 hosts between eight cities (bands: range of "
+             f"{counted(len(runs[FULL]), 'seed')})", ylabel="held-out nats per byte",
              title=title_of(found, "Half skipped: half the time an iteration, and a lower loss in equal time",
                             "A pipeline between cities"))
     label_ends(axis)

@@ -3,9 +3,10 @@
     python -m experiments.network --clock SECONDS ...   train.py's options: about as many steps as fit
     python -m experiments.network --clock 0 ...         times outer steps alone
 
-The replicas are on hosts of this machine (tools/hosts.py; root and iproute2), each with CPU of a processor;
-the relay, which is the network, has its own. A step is one sequence of 128 tokens a replica. The held-out
-text has two halves, for validation and test. Each origin evaluates on its own part of a half.
+The replicas are on hosts of this machine (tools/hosts.py; root and iproute2), each with CPU of a
+processor; the relay, which is the network, has its own. A step is one sequence of 128 tokens a
+replica. The held-out text has two halves, for validation and test. Each origin evaluates on its own
+part of a half.
 """
 import json
 import time
@@ -35,11 +36,11 @@ OUTER_STEPS = {
 
 @dataclass
 class Clock(report.Meter):
-    """Gives the run as many steps as fit into own.clock seconds at the slowest rank's pace since half of the
-    warm-up.
+    """Gives the run as many steps as fit into own.clock seconds at the slowest rank's pace since
+    half of the warm-up.
 
-    The pace is that of the first steps, or renewed at each evaluation. The clock stands still while replicas
-    evaluate, from when the last one has come until all go on.
+    The pace is that of the first steps, or renewed at each evaluation. The clock stands still while
+    replicas evaluate, from when the last one has come until all go on.
     """
     run: object = None              # a train.Run
     own: object = None              # the options of `clocked`
@@ -64,7 +65,8 @@ class Clock(report.Meter):
         self.reckon()
 
     def reckon(self):
-        """After a step: the pace counts from half of the warm-up on; at its end it sets the steps."""
+        """After a step: the pace counts from half of the warm-up on; at its end it sets the
+        steps."""
         now = time.perf_counter() - self.clock
         steps = self.run.step + 1
         o = self.run.o
@@ -86,7 +88,8 @@ class Clock(report.Meter):
         return (steps - self.begun[1]) / (seconds - self.begun[0])
 
     def numbers(self, pace, seconds, steps):
-        """(steps in all, a delayed message landed; those between evaluations, which follow outer steps)"""
+        """(steps in all, a delayed message landed; those between evaluations, which follow outer
+        steps)"""
         o = self.run.o
         m = o.inner_steps or 1
         delay = o.delay or 0
@@ -100,7 +103,8 @@ class Clock(report.Meter):
 
 
 class Leading(Clock):
-    """Rank 0's with --survive: its own pace counts, and no replica waits for another's evaluation."""
+    """Rank 0's with --survive: its own pace counts, and no replica waits for another's
+    evaluation."""
 
     def meet(self):
         """Nobody waits."""
@@ -112,7 +116,8 @@ class Leading(Clock):
 
 
 class Following(Leading):
-    """The other ranks': after outer steps they read rank 0's newest numbers, if there are any yet."""
+    """The other ranks': after outer steps they read rank 0's newest numbers, if there are any
+    yet."""
 
     def reckon(self):
         o, store = self.run.o, self.run.job.store

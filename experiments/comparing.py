@@ -1,7 +1,7 @@
 """Runs beside each other: intervals of paired differences, and Holm's correction over a table.
 
-Two methods are compared seed by seed: runs of one seed share their data and their first weights. A bracket is
-always the 95% interval of the mean of such differences.
+Two methods are compared seed by seed: runs of one seed share their data and their first weights. A
+bracket is always the 95% interval of the mean of such differences.
 """
 import functools
 import math
@@ -53,7 +53,8 @@ def half_width(freedom):
 
 @dataclass
 class Comparison:
-    """Paired differences, one per seed; below zero is better. form: a format such as "+.3f" or "+.1%"."""
+    """Paired differences, one per seed; below zero is better. form: a format such as "+.3f" or
+    "+.1%"."""
     differences: list
     form: str = "+.3f"
 
@@ -79,8 +80,8 @@ class Comparison:
 
     @property
     def p(self):
-        """The probability of a mean as far from zero as this one if there were no difference; None with one
-        seed."""
+        """The probability of a mean as far from zero as this one if there were no difference; None
+        with one seed."""
         if self.error is None:
             return None
         if self.error == 0:
@@ -109,8 +110,8 @@ class Comparison:
 def holm(values, level=LEVEL):
     """Which of the p values survive Holm's correction over all of them: a truth value for each.
 
-    The smallest must be below level / n, the next below level / (n - 1), and so on; the first that is not
-    ends it.
+    The smallest must be below level / n, the next below level / (n - 1), and so on; the first that
+    is not ends it.
     """
     survives = [False] * len(values)
     by_size = sorted(range(len(values)), key=lambda i: values[i])
@@ -125,10 +126,12 @@ def holm(values, level=LEVEL):
 
 
 class Table:
-    """A table in Markdown whose cells may be Comparisons; `end` prints it and what its comparisons come to.
+    """A table in Markdown whose cells may be Comparisons; `end` prints it and what its comparisons
+    come to.
 
-    A cell says "better" or "worse" where its interval leaves out zero and it survives Holm's correction over
-    its column; "better alone", "worse alone" where only its own interval leaves out zero.
+    A cell says "better" or "worse" where its interval leaves out zero and it survives Holm's
+    correction over its column; "better alone", "worse alone" where only its own interval leaves out
+    zero.
     """
 
     def __init__(self, *columns):

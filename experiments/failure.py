@@ -17,8 +17,8 @@ NONE = "0% of the iterations"
 
 
 class Losing(train.Pipeline):
-    """In this share of its iterations a node of a later stage dies, with all microbatches that visit it, and
-    is back for the next. All ranks draw the same node."""
+    """In this share of its iterations a node of a later stage dies, with all microbatches that
+    visit it, and is back for the next. All ranks draw the same node."""
 
     def __init__(self, share, *args):
         super().__init__(*args)
@@ -73,8 +73,10 @@ def record_failure(found):
     table.end()
 
 
+PARTS = {"failure": Part(failure_settings, show_failure, record_failure)}
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--losing"]:
         lose(float(sys.argv[2]), sys.argv[3:])
     else:
-        headline(__doc__, {"failure": Part(failure_settings, show_failure, record_failure)})
+        headline(__doc__, PARTS)

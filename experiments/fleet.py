@@ -157,7 +157,8 @@ class Fleet:
         self.make_optimizers()
 
     def make_models(self):
-        """theta and its gradient: (trials, seeds, N, P). The first weights depend on the seed alone."""
+        """theta and its gradient: (trials, seeds, N, P). The first weights depend on the seed
+        alone."""
         models = [Llama(train.whole_config(self.o), seed=seed) for seed in self.seeds]
         first = torch.stack([parameters_to_vector(model.parameters()).detach() for model in models])
         self.model = models[0].to(self.device)

@@ -1,13 +1,14 @@
-"""The harness of all experiments: runs of train.py, kept in runs/headline-*, told as tables and pictures.
+"""The harness of all experiments: runs of train.py, kept in runs/headline-*, told as tables and
+pictures.
 
     python -m experiments.losses [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR]
     python -m experiments.losses --plot --out .         the tables and pictures again, from results/
     python -m experiments.losses --plot --out . --record        and steps, ranges and predictions
 
-A finished run is not run again; remove its folder in runs/ when train.py has changed. Several instances may
-run at a time, each with an `--only LABEL` (and `--seeds`) of its own; the plain command then collects all.
-Results go to OUT/results/headline_PART.json, pictures to OUT/figures (default OUT: runs; the README shows
-those of `.`).
+A finished run is not run again; remove its folder in runs/ when train.py has changed. Several
+instances may run at a time, each with an `--only LABEL` (and `--seeds`) of its own; the plain
+command then collects all. Results go to OUT/results/headline_PART.json, pictures to OUT/figures
+(default OUT: runs; the README shows those of `.`).
 """
 import argparse
 import itertools
@@ -56,7 +57,8 @@ class Setting:
 
 
 def is_whole(found, part):
-    """Whether these are the runs that the part's findings rest on: all steps, and all seeds of most."""
+    """Whether these are the runs that the part's findings rest on: all steps, and all seeds of
+    most."""
     if found.get("steps"):
         return False
     return max(map(len, found["runs"].values())) >= len(part.seeds)
@@ -99,15 +101,22 @@ def run_part(name, part, o):
         if o.only:              # it has said what it ran; the plain command collects it
             return
         save(o.out, f"headline_{name}", found)
-    found = kept(o.out, f"headline_{name}")
-    if part.beside:
-        found["beside"] = kept(o.out, f"headline_{part.beside}")
-    found["whole"] = part.is_whole(found, part)
+    found = load(part, name, o.out)
     part.show(found)
     if o.record and part.record:
         part.record(found)
     for drawn, draw in part.pictures.items():
         picture(o.out, f"headline_{drawn}", draw, found)
+
+
+def load(part, name, out):
+    """What OUT/results has of the part, as its tables and pictures take it: with "whole", whether
+    these are the runs that its findings rest on, and "beside"."""
+    found = kept(out, f"headline_{name}")
+    if part.beside:
+        found["beside"] = kept(out, f"headline_{part.beside}")
+    found["whole"] = part.is_whole(found, part)
+    return found
 
 
 def parse_arguments(description, parts):
@@ -175,7 +184,8 @@ def run_all(name, part, o):
 def torchrun(processes, *words, hosts=(), **kwargs):
     """Run words, `-m MODULE` or a script and its options, to the end. kwargs: of Popen.
 
-    hosts: options of tools/hosts.py. Raises CalledProcessError. An interrupt ends the processes too.
+    hosts: options of tools/hosts.py. Raises CalledProcessError. An interrupt ends the processes
+    too.
     """
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += ["--nproc-per-node", str(processes)]
@@ -194,7 +204,8 @@ def torchrun(processes, *words, hosts=(), **kwargs):
 
 
 def train_once(setting, name, seed):
-    """The run's row of results: command, hosts, curves, CPU hours, and what `after` finds in its folder."""
+    """The run's row of results: command, hosts, curves, CPU hours, and what `after` finds in its
+    folder."""
     name = "headline-" + re.sub(r"[^\w.]+", "-", name)
     row = dict(command=f"{setting.program} --name {name} {SMALL} {setting.options} --seed {seed}")
     if setting.hosts:

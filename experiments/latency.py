@@ -1,4 +1,5 @@
-"""An outer step alone between hosts, against latency: the `latency` part of experiments/network.py."""
+"""An outer step alone between hosts, against latency: the `latency` part of
+experiments/network.py."""
 import itertools
 import json
 import statistics

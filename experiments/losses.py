@@ -2,13 +2,13 @@
 
     python -m experiments.losses [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-8x1: 8 replicas of one stage; 4x2: 4 of two stages. `local` has no outer step. Of an option given twice the
-last counts. A loss of NoLoCo is the mean over its replicas, which still differ; a loss of DiLoCo is that of
-the one model that it keeps.
+8x1: 8 replicas of one stage; 4x2: 4 of two stages. `local` has no outer step. Of an option given
+twice the last counts. A loss of NoLoCo is the mean over its replicas, which still differ; a loss of
+DiLoCo is that of the one model that it keeps.
 """
 from experiments.comparing import Comparison, Table
 from experiments.harness import Part, Setting, headline, title_of
-from experiments.pictures import COLOURS, WIDTH, band, focus, label_ends
+from experiments.pictures import COLOURS, WIDTH, band, counted, focus, label_ends
 from experiments.results import finals, mean_final, over_runs, results, same_seeds, spread_of
 
 LEARN = "--layers 2 --warmup 50 --lr 6e-3 --batch 8 --microbatches 1 --eval-every 100"
@@ -113,14 +113,15 @@ def draw_convergence(plt, found):
     finding = (f"NoLoCo ends {often:.0%} in perplexity over DDP when it averages every 2 steps, "
                f"{rarely:.0%} every 10")
     focus(axis, curves)
-    axis.set(xlabel=f"million tokens, all 8 replicas (bands: range of {len(runs['8x1 DDP'])} seeds; "
+    axis.set(xlabel=f"million tokens, all 8 replicas (bands: range of {counted(len(runs['8x1 DDP']), 'seed')}; "
              "MB: sent per replica to synchronise)", ylabel="held-out nats per byte",
              title=title_of(found, finding, "Loss against tokens"))
     label_ends(axis)
     return figure
 
 
+PARTS = {"convergence": Part(convergence_settings, show_convergence, record_convergence,
+                             {"convergence": draw_convergence})}
+
 if __name__ == "__main__":
-    headline(__doc__, {"convergence": Part(
-        convergence_settings, show_convergence, record_convergence,
-        {"convergence": draw_convergence})})
+    headline(__doc__, PARTS)

@@ -9,12 +9,14 @@ grid        five seeds of the best setting of each, and of the best without --de
 latency     an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms                    20 min
 pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 20
 
-Hours are estimates for one instance, which needs two idle cores. Several instances share a part by labels:
+Hours are estimates for one instance, which needs two idle cores. Several instances share a part by
+labels:
 
     python -m experiments.network tries --only "50 Mbit/s"          (and at the same time the other networks)
     python -m experiments.network tries --out .                     collects them: `grid` reads results/ here
 
-The hosts are network namespaces of this machine, and the runs go by the clock (experiments/clock.py):
+The hosts are network namespaces of this machine, and the runs go by the clock
+(experiments/clock.py):
 
     python -m experiments.network --clock SECONDS ...   train.py's options: about as many steps as fit
     python -m experiments.network --clock 0 ...         times outer steps alone
@@ -30,7 +32,7 @@ from experiments.clock import COMMON, CPU, PROGRAM, clocked
 from experiments.comparing import Table
 from experiments.harness import Part, Setting, headline, title_of
 from experiments.latency import LATENCY
-from experiments.pictures import COLOURS, WIDTH
+from experiments.pictures import COLOURS, WIDTH, counted
 from experiments.results import (ROOT, finals, kept, mean_final, more_at_the_ends, more_than, published,
                                  results, spread_of)
 from experiments.together import BYTES
@@ -93,7 +95,8 @@ def tries_settings(steps):
 
 
 def grid_settings(steps):
-    """Of each method on each network that `tries` has: the best way without --delay, then the best of all.
+    """Of each method on each network that `tries` has: the best way without --delay, then the best
+    of all.
 
     A try (steps): each method's first way, 3 s by the clock on the last network, between two hosts.
     """
@@ -236,7 +239,8 @@ def forest_rows(found):
 
 
 def first_run():
-    """At 50 Mbit/s, as it was measured first, beside other programs (results/headline_grid_more.json)."""
+    """At 50 Mbit/s, as it was measured first, beside other programs
+    (results/headline_grid_more.json)."""
     rows = rows_of(kept(ROOT, "headline_grid_more"))
     return more_than(base_of(rows, FAR, "NoLoCo"), base_of(rows, FAR, "DiLoCo"))
 
@@ -263,7 +267,7 @@ def draw_forest(plt, found):
                "counted among the twelve comparisons made, none of these is certain")
     axis.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], ylim=(len(rows) - 0.5, -0.5),
              xlabel="held-out nats per byte, NoLoCo less DiLoCo: left of zero NoLoCo is better\n"
-             f"(dots: means of {seeds} seeds; lines: 95% intervals)",
+             f"(dots: means of {counted(seeds, 'seed')}; lines: 95% intervals)",
              title=title_of(found, finding, "NoLoCo less DiLoCo in equal time"))
     axis.grid(axis="y", visible=False)
     return figure

@@ -32,8 +32,8 @@ def stationary(alpha, k, beta, gamma, pull, noise):
 
 
 def noisy_quadratic(omega, gamma, generator, steps, burn_in=BURN_IN):
-    """{"spread": E V(phi - mean), "mean": E V(mean)} for each (omega, gamma), all driven by the same
-    draws.
+    """{"spread": E V(phi - mean), "mean": E V(mean)} for each (omega, gamma), all driven by the
+    same draws.
 
     Loss 1/2 (theta - c)^T A (theta - c), c ~ N(0, 1) fresh at every inner step and replica.
     """
@@ -120,5 +120,7 @@ def farthest_off(values, expectations):
     return max(abs(value / expectation - 1) for value, expectation in zip(values, expectations))
 
 
+PARTS = {"noise": Part(None, show_noise, measure=measure_noise, is_whole=is_whole)}
+
 if __name__ == "__main__":
-    headline(__doc__, {"noise": Part(None, show_noise, measure=measure_noise, is_whole=is_whole)})
+    headline(__doc__, PARTS)

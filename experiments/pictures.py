@@ -4,7 +4,8 @@ from pathlib import Path
 
 from plumbing.processes import BadInput
 
-# Mostly Okabe and Ito's, safe for the colour-blind. One for each method or kind of paths, in every picture.
+# Mostly Okabe and Ito's, safe for the colour-blind. One for each method or kind of paths, in every
+# picture.
 COLOURS = {"DDP": "#000000", "DiLoCo": "#0072B2", "NoLoCo": "#D55E00", "local": "#CC79A7",
            "groups": "#8C510A", "full": "#000000", "planned": "#777777", "25%": "#009E73",
            "50%": "#882255", "random": "#E69F00"}
@@ -15,7 +16,8 @@ STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
 
 
 def picture(out, name, draw, found):
-    """Write draw(plt, found) -> figure to OUT/figures/NAME.png. Raises BadInput without matplotlib."""
+    """Write draw(plt, found) -> figure to OUT/figures/NAME.png. Raises BadInput without
+    matplotlib."""
     try:
         import matplotlib
         matplotlib.use("Agg")
@@ -29,6 +31,11 @@ def picture(out, name, draw, found):
     figure.savefig(path, dpi=150)
     plt.close(figure)
     print(path)
+
+
+def counted(number, thing):
+    """"1 seed", "3 seeds"."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 # ---------------------------------------------------------------- lines of several seeds
@@ -62,8 +69,8 @@ def bars(axis, points, x, colour, **style):
 
 
 def focus(axis, curves):
-    """Limit the axis to where the curves of losses end: from the lowest loss to the highest after a quarter
-    of a run."""
+    """Limit the axis to where the curves of losses end: from the lowest loss to the highest after a
+    quarter of a run."""
     low = min(min(curve) for curve in curves)
     high = max(curve[len(curve) // 4] for curve in curves)
     if high > low:
@@ -110,10 +117,11 @@ def columns(axis, lines):
 
 
 def push_apart(middles, heights):
-    """Where labels with these middles and heights go so that none overlap: the least squares of moves.
+    """Where labels with these middles and heights go so that none overlap: the least squares of
+    moves.
 
-    Neighbours that overlap become one block, which lies where its labels would be on average; a block that
-    meets the next one joins it.
+    Neighbours that overlap become one block, which lies where its labels would be on average; a
+    block that meets the next one joins it.
     """
     blocks = []         # each: the numbers of its labels, from below
     for i in sorted(range(len(middles)), key=lambda i: middles[i]):

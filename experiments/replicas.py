@@ -22,7 +22,7 @@ import train
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Fleet, Trial
 from experiments.harness import Part, headline, title_of
-from experiments.pictures import COLOURS, WIDTH, bars, label_ends
+from experiments.pictures import COLOURS, WIDTH, bars, counted, label_ends
 from experiments.results import kept, over, save, spread_of
 from plumbing.processes import BadInput
 
@@ -136,8 +136,8 @@ def is_whole(found, part):
 
 
 def by_trial(found, sequences=SEQUENCES):
-    """{(optimizer, replicas): {Trial: {seed: row}}} of the runs with so many sequences a replica and
-    step."""
+    """{(optimizer, replicas): {Trial: {seed: row}}} of the runs with so many sequences a replica
+    and step."""
     runs = {}
     for row in itertools.chain(*found["fleets"].values()):
         if row["tokens"] == sequences * LENGTH:
@@ -168,7 +168,8 @@ def pairs(trials, trial, base, loss):
 
 
 def gap(trials, trial, loss=merged_loss, base=DDP):
-    """Perplexity over DDP's with the same optimizer, or another base's; None where there is none."""
+    """Perplexity over DDP's with the same optimizer, or another base's; None where there is
+    none."""
     losses, others = pairs(trials, trial, base, loss)
     if not losses:
         return None
@@ -196,8 +197,8 @@ def show_fleets(fleets):
 
 
 def bytes_of_ddp(trial, replicas):
-    """Bytes sent per rank, over DDP's in fp32: it reduces the gradient at every step in a ring, which
-    sends 2 (N - 1) / N of it; DiLoCo every m steps; NoLoCo's pair sends the weights once."""
+    """Bytes sent per rank, over DDP's in fp32: it reduces the gradient at every step in a ring,
+    which sends 2 (N - 1) / N of it; DiLoCo every m steps; NoLoCo's pair sends the weights once."""
     ring = 2 * (replicas - 1) / replicas
     own = 1.0 if trial.method == "noloco" else ring
     return own / ring / trial.every
@@ -251,7 +252,7 @@ def draw_gap(plt, found):
     axis.set(xlim=(125, 4.6), xticks=ticks, xticklabels=[f"{tick}%" for tick in ticks],
              xlabel="bytes that a rank sends to synchronise, of DDP's (fewer to the right; fp32, "
              "8 replicas)",
-             ylabel=f"perplexity over DDP's with the same optimizer, %\n(bars: range of {seeds} seeds)",
+             ylabel=f"perplexity over DDP's with the same optimizer, %\n(bars: range of {counted(seeds, 'seed')})",
              title=title_of(found, "Fewer bytes, a wider gap to DDP: with Muon it is less than half as "
                             "wide as with Adam\nfrom every 2 steps on; DiLoCo is about as close for as "
                             "many bytes", "The gap to DDP against the bytes sent"))
@@ -374,7 +375,7 @@ def draw_many(plt, found):
                  title=f"{optimizer.title()}, beside DDP with {optimizer.title()}")
         axis.minorticks_off()
     axes[0].set_ylabel("perplexity over DDP's, %")
-    finding = "The gap to DDP grows with the replicas; with Muon it is about half as wide"
+    finding = "The gap to DDP grows with the replicas; with Muon it is narrower"
     figure.suptitle(
         title_of(found, finding, "The gap to DDP against the replicas") +
         "\n(merged models; hollow: mean over the replicas; bars: range of three seeds; 64 replicas: "
@@ -385,8 +386,8 @@ def draw_many(plt, found):
 
 
 def draw_gaps(axis, runs, optimizer, trial, colour, text):
-    """A line through the numbers of replicas with several seeds, a point for one with a single seed;
-    the last of them has the label."""
+    """A line through the numbers of replicas with several seeds, a point for one with a single
+    seed; the last of them has the label."""
     x, points, fills = [], [], []
     for n in REPLICAS:
         trials, fill = runs.get((optimizer, n), {}), colour

@@ -31,8 +31,8 @@ def kept(out, name):
 class Result:
     """What one run found.
 
-    row: {"command", "curves": {name: [its value at each evaluation]}, "ranks", and what the setting's `after`
-    found}, as results/headline_*.json keeps it.
+    row: {"command", "curves": {name: [its value at each evaluation]}, "ranks", and what the
+    setting's `after` found}, as results/headline_*.json keeps it.
     """
 
     def __init__(self, row):
@@ -108,7 +108,8 @@ def more_at_the_ends(runs, others):
 
 
 def more_than(runs, others):
-    """Nats per byte over the other of its seed, at the moment when the first of the two runs ends."""
+    """Nats per byte over the other of its seed, at the moment when the first of the two runs
+    ends."""
     differences = []
     for run, other in zip(runs, same_seeds(runs, others)):
         end = min(ends([run, other]))
@@ -131,12 +132,14 @@ def reaches(goal, losses, moments):
 
 
 def loss_at(second, run):
-    """The run's loss then, on straight lines between evaluations as measured; after its end, the last."""
+    """The run's loss then, on straight lines between evaluations as measured; after its end, the
+    last."""
     return float(np.interp(second, run.seconds, run.losses))
 
 
 def timed(runs, count=60):
-    """(seconds, [the losses of each seed at these seconds]) of runs evaluated at moments of their own."""
+    """(seconds, [the losses of each seed at these seconds]) of runs evaluated at moments of their
+    own."""
     begin = max(run.seconds[0] for run in runs)
     length = min(ends(runs)) - begin
     moments = [begin + length * i / (count - 1) for i in range(count)]

@@ -1,14 +1,15 @@
-"""SkipPipe's paths that leave stages out: loss in equal simulated time, and with stages missing at inference.
+"""SkipPipe's paths that leave stages out: loss in equal simulated time, and with stages missing at
+inference.
 
     python -m experiments.skip [skip scale] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 skip        evaluated as in the papers (--unscaled)
 scale       the same runs under the rho rule (planning/rho.py), beside those of OUT/results/headline_skip.json
 
-8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance. Gradients
-are averaged at every step, so only the paths differ. "In order" means no swapped neighbours. 0% skipped is
-DT-FM's pipeline; 0% skipped, in order, is the planned one. "Equal time" has as many steps as fit into DT-FM's
-time.
+8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance.
+Gradients are averaged at every step, so only the paths differ. "In order" means no swapped
+neighbours. 0% skipped is DT-FM's pipeline; 0% skipped, in order, is the planned one. "Equal time"
+has as many steps as fit into DT-FM's time.
 """
 import itertools
 import json
@@ -19,7 +20,7 @@ from dataclasses import replace
 import train
 from experiments.comparing import Comparison, Table
 from experiments.harness import Part, Setting, headline, title_of, torchrun
-from experiments.pictures import COLOURS, WIDTH, band, bars, focus, label_ends
+from experiments.pictures import COLOURS, WIDTH, band, bars, counted, focus, label_ends
 from experiments.results import finals, mean_final, over, over_runs, results, same_seeds, spread_of
 from experiments.together import MICROBATCHES, keep_links, makespan, slowest_all_reduce
 from planning.instance import CITIES, city_delays, city_links
@@ -29,8 +30,8 @@ FULL = (0.0, "dtfm")
 KINDS = FULL, (0.0, "no-swaps"), (0.25, "no-swaps"), (0.5, "skippipe")      # (share skipped, routing)
 UNSCALED = " --unscaled"
 RHO = " (rho rule)"
-# The nodes of each stage, as `assign_stages` found them for the full pipeline. Pinned, so that the tables can
-# be made again.
+# The nodes of each stage, as `assign_stages` found them for the full pipeline. Pinned, so that the
+# tables can be made again.
 STAGES = {
     4: [[0, 4], [2, 7], [1, 5], [3, 6]],
     8: [[0, 11], [1, 12], [9, 15], [10, 13], [3, 7], [2, 5], [6, 8], [4, 14]],
@@ -90,7 +91,8 @@ def all_reduce_seconds_by_stages():
 
 
 def missing_stages(folder):
-    """{"shares": {share of the stages: [held-out loss of each choice of so many]}} of the last checkpoint.
+    """{"shares": {share of the stages: [held-out loss of each choice of so many]}} of the last
+    checkpoint.
 
     DDP keeps a stage's replicas equal, so one replica's loss is that of all.
     """
@@ -107,8 +109,8 @@ def missing_stages(folder):
 
 
 def losses_without(runs, key):
-    """Each seed's held-out loss with stages missing, the mean over all choices of them. key: a share of the
-    stages that run."""
+    """Each seed's held-out loss with stages missing, the mean over all choices of them. key: a
+    share of the stages that run."""
     return [statistics.mean(run.shares[key]) for run in runs]
 
 
@@ -119,8 +121,8 @@ def missing_over(runs, key):
 
 
 def full_of(label, runs):
-    """(the full pipeline beside which a run is put, its label): DT-FM's after equal steps, in equal time the
-    planned one."""
+    """(the full pipeline beside which a run is put, its label): DT-FM's after equal steps, in equal
+    time the planned one."""
     same = "0% skipped"
     if "equal time" in label:
         same = "0% skipped, in order, equal time"
@@ -195,8 +197,8 @@ MISSING = {
 
 
 def of_both(found):
-    """{label without the rule: runs} of the runs under the rho rule, and of full pipelines, which need
-    none."""
+    """{label without the rule: runs} of the runs under the rho rule, and of full pipelines, which
+    need none."""
     runs = {}
     for label, seeds in results(found["beside"]).items():
         if " 0% skipped" in label:
@@ -219,7 +221,7 @@ def draw_in_time(plt, found):
             x = [step * step_hours for step in seeds[0].steps]
             band(axis, [run.losses for run in seeds], x, COLOURS[colour], label=name)
             curves += [run.losses for run in seeds]
-        axis.set(xlabel=f"simulated hours (bands: range of {len(seeds)} seeds)", title=f"{stages} stages")
+        axis.set(xlabel=f"simulated hours (bands: range of {counted(len(seeds), 'seed')})", title=f"{stages} stages")
     focus(axes[0], curves)
     axes[0].set_ylabel("held-out nats per byte")
     figure.suptitle(title_of(found, "In equal simulated time half skipped ends lowest, evaluated by our rho "
@@ -240,7 +242,7 @@ def draw_missing(plt, found):
             for share in ("1.0", "0.75", "0.5"):
                 points.append([100 * more for more in missing_over(seeds, share).differences])
             bars(axis, points, (100, 75, 50), COLOURS[colour], label=name)
-        axis.set(xlabel=f"% of the stages that run (bars: range of {len(seeds)} seeds)",
+        axis.set(xlabel=f"% of the stages that run (bars: range of {counted(len(seeds), 'seed')})",
                  xticks=(100, 75, 50), xlim=(103, 47), title=f"{stages} stages")
     axes[0].set_ylabel("perplexity over its own whole model, %")
     figure.suptitle(title_of(found, "A model trained with skipping bears missing stages; one trained "
@@ -250,8 +252,11 @@ def draw_missing(plt, found):
     return figure
 
 
+PARTS = {
+    "skip": Part(skip_settings, show_skip, record_losses, seconds=all_reduce_seconds_by_stages),
+    "scale": Part(scaled_settings, show_scale, record_losses, beside="skip",
+                  pictures={"skip": draw_in_time, "skip_missing": draw_missing}),
+}
+
 if __name__ == "__main__":
-    headline(__doc__, {
-        "skip": Part(skip_settings, show_skip, record_losses, seconds=all_reduce_seconds_by_stages),
-        "scale": Part(scaled_settings, show_scale, record_losses, beside="skip",
-                      pictures={"skip": draw_in_time, "skip_missing": draw_missing})})
+    headline(__doc__, PARTS)

@@ -1,11 +1,12 @@
-"""Where replicas stay together: N2 and N3 on the quadratic loss, the theory of gamma beside simulations.
+"""Where replicas stay together: N2 and N3 on the quadratic loss, the theory of gamma beside
+simulations.
 
     python -m experiments.stability [--steps N] [--out DIR] [--plot]
 
 m inner steps on 1/2 lambda theta^2 give Delta = -p phi, p = 1 - (1 - omega lambda)^m (`pull`). N
 replicas in G groups of n; x and d are what phi and delta differ from their means over all replicas.
-Averaging within the groups (P) keeps P x and removes x - P x: N2 pulls on the first with beta p, on the
-second with gamma.
+Averaging within the groups (P) keeps P x and removes x - P x: N2 pulls on the first with beta p, on
+the second with gamma.
 
     one outer step      d' = alpha d - r x,  x' = x + d',  with r = beta p on P x, gamma on x - P x
     random groups       E P = (1 - k) I with k = (N - G) / (N - 1): `contraction`
@@ -34,12 +35,12 @@ GAMMAS = torch.arange(80) * 0.05 + 0.025
 
 
 def contraction(replicas, n):
-    """k: of the differences between replicas, a random partition into G groups of n removes on average
-    the share (N - G) / (N - 1).
+    """k: of the differences between replicas, a random partition into G groups of n removes on
+    average the share (N - G) / (N - 1).
 
-    A group mean is a projection P of trace G that keeps what all replicas share. Averaged over random
-    partitions it treats all other directions alike, so there it is (G - 1) / (N - 1) times the identity:
-    exact for any N, about 1 - 1/n when N >> n, 1 when n = N.
+    A group mean is a projection P of trace G that keeps what all replicas share. Averaged over
+    random partitions it treats all other directions alike, so there it is (G - 1) / (N - 1) times
+    the identity: exact for any N, about 1 - 1/n when N >> n, 1 when n = N.
     """
     return (replicas - max(1, replicas // n)) / (replicas - 1)
 
@@ -79,8 +80,9 @@ def growth(alpha, gamma, n, pull, generator, steps):
     """log of the RMS difference between replicas per outer step, over the last half of the steps,
     noise-free, beta = gamma; alpha, gamma: (points).
 
-    DRAWS independent sequences of groups, the same for all points, are pooled: what grows is the mean
-    square. Once centred and scaled at every step, which a linear map does not feel, nothing overflows.
+    DRAWS independent sequences of groups, the same for all points, are pooled: what grows is the
+    mean square. Once centred and scaled at every step, which a linear map does not feel, nothing
+    overflows.
     """
     phi, delta = (torch.randn((DRAWS * REPLICAS, len(alpha)), generator=generator) for _ in range(2))
     total = torch.zeros_like(alpha)
@@ -209,6 +211,8 @@ def is_whole(found, part):
     return not found.get("steps")
 
 
+PARTS = {"stability": Part(None, show_stability, None, {"stability": draw_stability},
+                           measure=map_growth, is_whole=is_whole)}
+
 if __name__ == "__main__":
-    headline(__doc__, {"stability": Part(None, show_stability, None, {"stability": draw_stability},
-                                         measure=map_growth, is_whole=is_whole)})
+    headline(__doc__, PARTS)

@@ -1,12 +1,14 @@
-"""Both papers at once on the published instance: 20 nodes in 12 cities, 30 microbatches an iteration.
+"""Both papers at once on the published instance: 20 nodes in 12 cities, 30 microbatches an
+iteration.
 
     python -m experiments.together [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-Losses are measured with a tiny model. Seconds are simulated with the messages and weights of the 500M model:
-an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or `slowest_groups`. Of
-synchronisations only "delayed" ones overlap: they take less than an iteration, also in queues.
-All paths are planned. Each run's learning rate is planned for the time at which the run is compared. A stage
-of three nodes is one NoLoCo group, so five of six stages average all their replicas.
+Losses are measured with a tiny model. Seconds are simulated with the messages and weights of the
+500M model: an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or
+`slowest_groups`. Of synchronisations only "delayed" ones overlap: they take less than an iteration,
+also in queues. All paths are planned. Each run's learning rate is planned for the time at which the
+run is compared. A stage of three nodes is one NoLoCo group, so five of six stages average all their
+replicas.
 """
 import itertools
 import json
@@ -17,7 +19,7 @@ from pathlib import Path
 import train
 from experiments.comparing import Table
 from experiments.harness import Part, Setting, headline, title_of
-from experiments.pictures import COLOURS, WIDTH, bars, label_ends
+from experiments.pictures import COLOURS, WIDTH, bars, counted, label_ends
 from experiments.results import finals, mean_final, more_at_the_ends, results, spread_of
 from noloco import random_groups
 from planning.instance import city_delays, city_links, published_network
@@ -66,9 +68,10 @@ def keep_links(network, name):
 def all_reduce_seconds(ranks, whole, part, several=max):
     """Seconds of the fastest of three all-reduces.
 
-    Two rounds of parts: each of n ranks sends every other its nth part, then the sum of it. One round of
-    whole vectors, as in NoLoCo. The best ring. whole[a][b], part[a][b]: seconds of a message. several: of the
-    messages that a rank sends in a round; max: links do not contend, sum: one message after the other.
+    Two rounds of parts: each of n ranks sends every other its nth part, then the sum of it. One
+    round of whole vectors, as in NoLoCo. The best ring. whole[a][b], part[a][b]: seconds of a
+    message. several: of the messages that a rank sends in a round; max: links do not contend, sum:
+    one message after the other.
     """
     parts_twice = 2 * slowest_round(ranks, part, several)
     whole_once = slowest_round(ranks, whole, several)
@@ -119,8 +122,8 @@ def slowest_groups(network, delay, several=max):
 
 
 def simulated_seconds():
-    """{paths: of an iteration; method: of a synchronisation, "queued": a node sends one message at a
-    time}"""
+    """{paths: of an iteration; method: of a synchronisation, "queued": a node sends one message at
+    a time}"""
     network, names = published_network()
     delay = stage_delays(network, names, size=BYTES["int8"])
     found = {paths: makespan(network, "no-swaps", skip) for paths, skip in PATHS.items()}
@@ -246,13 +249,15 @@ def draw_together(plt, found):
     axes[0].set_ylabel("held-out nats per byte")
     finding = "Half skipped after 60% of the time is near the full pipeline after 100%; NoLoCo trails"
     figure.suptitle(title_of(found, finding, "Both papers together") + "\n(each point: runs whose rate is "
-                    f"planned for that time; bars: range of {len(rows[0][-1])} seeds; dotted: DDP, full, 100%)",
+                    f"planned for that time; bars: range of {counted(len(rows[0][-1]), 'seed')}; dotted: DDP, full, 100%)",
                     x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)
     return figure
 
 
+PARTS = {"together": Part(together_settings, show_together, record_together,
+                          {"together": draw_together}, simulated_seconds)}
+
 if __name__ == "__main__":
-    headline(__doc__, {"together": Part(together_settings, show_together, record_together,
-                                        {"together": draw_together}, simulated_seconds)})
+    headline(__doc__, PARTS)
