@@ -4,14 +4,15 @@ import statistics
 
 from experiments.clock import CPU, FIRST, PROGRAM, TINY
 from experiments.comparing import Comparison, Table
-from experiments.harness import Part, Setting, title_of
+from experiments.harness import MEANS_ONLY, Part, Setting, title_of
 from experiments.pictures import COLOURS, WIDTH, band, counted, focus, label_ends
 from experiments.results import (ends, finals, mean_final, more_than, reaches, results, same_seeds,
                                  spread_of, spread_of_reached, timed)
 from planning.instance import city_links
 
 SECONDS = 100
-CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon".split()       # two for each stage, in turn
+# Two for each stage, in turn.
+CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon".split()
 FAST = "Belgium Canada Iowa LA Oregon".split()      # the origins, and those which add least latency
 FULL, HALF = "full, planned", "50% skipped, rho rule, memory 3"
 PLANS = {               # name: (options, the planner's memory)
@@ -49,9 +50,10 @@ def pipeline_settings(steps):
         names, stages = CITIES, "2,2,2,2"
         if "alone" in name:
             names, stages = FAST, "2,1,1,1"
-        yield Setting(name, f"{TINY} --stages {stages} --microbatches 3 --batch 2 --eval-sequences 256 "
-                      f"--warmup {FIRST} --method noloco --inner-steps 10 {options}", len(names),
-                      program=f"{PROGRAM} {SECONDS} --memory {memory}", hosts=between_cities(names))
+        yield Setting(name, f"{TINY} --stages {stages} --microbatches 3 --batch 2 "
+                      f"--eval-sequences 256 --warmup {FIRST} --method noloco --inner-steps 10 "
+                      f"{options}", len(names), program=f"{PROGRAM} {SECONDS} --memory {memory}",
+                      hosts=between_cities(names))
 
 
 # ---------------------------------------------------------------- the tables
@@ -85,7 +87,7 @@ def show_pipeline(found):
         if seeds is not unplanned:
             table.add(name, time_over(seeds, unplanned))
     table.end()
-    print("Losses are the mean over NoLoCo's replicas.\n")
+    print(MEANS_ONLY)
 
 
 def share_of(others, runs):
@@ -102,12 +104,14 @@ def share_of(others, runs):
 def record_pipeline(found):
     runs = results(found)
     table = Table("paths", "steps", "seconds of an iteration", "the plan's, simulated",
-                  "held-out nats per byte", "the planned full one's last loss, in so much of its time")
+                  "held-out nats per byte",
+                  "the planned full one's last loss, in so much of its time")
     for name, seeds in runs.items():
         steps = spread_of([run.steps[-1] for run in seeds], ".0f")
         plan = spread_of([run.curves["simulated_seconds"][-1] for run in seeds])
         share = share_of(runs[FULL], seeds) if name != FULL else None
-        table.add(name, steps, spread_of(iteration_seconds(seeds)), plan, spread_of(finals(seeds)), share)
+        table.add(name, steps, spread_of(iteration_seconds(seeds)), plan, spread_of(finals(seeds)),
+                  share)
     table.end()
 
 
@@ -124,8 +128,8 @@ def draw_pipeline(plt, found):
     focus(axis, drawn)
     axis.set(xlabel=f"measured seconds, 8 hosts between eight cities (bands: range of "
              f"{counted(len(runs[FULL]), 'seed')})", ylabel="held-out nats per byte",
-             title=title_of(found, "Half skipped: half the time an iteration, and a lower loss in equal time",
-                            "A pipeline between cities"))
+             title=title_of(found, "Half skipped: half the time an iteration, and a lower loss in "
+                            "equal time", "A pipeline between cities"))
     label_ends(axis)
     return figure
 

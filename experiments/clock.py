@@ -1,6 +1,6 @@
 """Runs of train.py by the clock: about as many steps as fit into so many measured seconds.
 
-    python -m experiments.network --clock SECONDS ...   train.py's options: about as many steps as fit
+    python -m experiments.network --clock SECONDS ...   train.py's options: as many steps as fit
     python -m experiments.network --clock 0 ...         times outer steps alone
 
 The replicas are on hosts of this machine (tools/hosts.py; root and iproute2), each with CPU of a
@@ -44,7 +44,7 @@ class Clock(report.Meter):
     """
     run: object = None              # a train.Run
     own: object = None              # the options of `clocked`
-    begun: tuple = ()               # (seconds, steps) at half of the warm-up: the first steps are slower
+    begun: tuple = ()               # (seconds, steps) at half of the warm-up: first steps are slow
     paced: bool = False
 
     def pause(self):
@@ -72,7 +72,7 @@ class Clock(report.Meter):
         o = self.run.o
         if not self.begun and self.run.step >= o.warmup // 2:
             self.begun = now, steps
-        elif not self.paced and self.run.step >= o.warmup:              # outer steps of the warm-up are done
+        elif not self.paced and self.run.step >= o.warmup:      # the warm-up's outer steps are done
             self.paced = True
             o.eval_every = 0
             self.fit("first pace", now, steps)
@@ -96,7 +96,7 @@ class Clock(report.Meter):
         left = self.own.clock - seconds
         gap = self.own.clock / EVALUATIONS[self.own.half]
         every = o.eval_every or max(1, round(gap * pace / m)) * m
-        if o.eval_every and 0 < left < 0.75 * gap:      # nearly over: the last part stays as planned
+        if o.eval_every and 0 < left < 0.75 * gap:      # the last part stays as planned
             return o.steps, every
         in_all = max(steps // m + 1, round((steps - delay + left * pace) / m)) * m + delay
         return in_all, every
@@ -140,7 +140,8 @@ def clocked(argv):
     job = Job()
     own, argv = job.together(clock_parser().parse_known_args, argv)
     if job.world == 1:
-        job.refuse("--clock is for several processes: start torchrun with --nproc-per-node 2 or more")
+        job.refuse("--clock is for several processes: start torchrun with --nproc-per-node 2 "
+                   "or more")
     Holding.memory = own.memory
     length = "--eval-every 1000000 --steps 1000000" if own.clock else "--steps 1"
     run = built(job, [*argv, *length.split()], Routes=Holding)
@@ -162,10 +163,12 @@ def clocked(argv):
 def clock_parser():
     p = Parser("train.py's options, and these")
     p.add_argument("--clock", type=float, help="seconds to train; 0: only time outer steps")
-    p.add_argument("--half", choices=("validation", "test"), default="test", help="of the held-out text")
+    p.add_argument("--half", choices=("validation", "test"), default="test",
+                   help="of the held-out text")
     p.add_argument("--pace", choices=("first", "latest"), default="latest",
                    help="by which the clock reckons")
-    p.add_argument("--memory", type=int, default=3, help="microbatches that a node holds, for the planner")
+    p.add_argument("--memory", type=int, default=3,
+                   help="microbatches that a node holds, for the planner")
     return p
 
 

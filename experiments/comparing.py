@@ -182,7 +182,8 @@ class Table:
         places = [place for place in survivors if place[1] == column]
         if not places:
             return
-        zero_left_out = [row for row, _ in places if self.rows[row][column].verdict != "cannot tell"]
+        zero_left_out = [row for row, _ in places
+                         if self.rows[row][column].verdict != "cannot tell"]
         kept = [self.rows[row][0] for row in zero_left_out if survivors[row, column]]
         names = ""
         if 0 < len(kept) <= 4:

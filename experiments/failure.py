@@ -1,7 +1,7 @@
 """A node of a later stage dies in a share of the iterations: NoLoCo on 4 stages of 2.
 
     python -m experiments.failure [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
-    torchrun --nproc-per-node 8 -m experiments.failure --losing 0.1 --stages 2,2,2,2 ...     one such run
+    torchrun --nproc-per-node 8 -m experiments.failure --losing 0.1 --stages 2,2,2,2 ...    one run
 """
 import functools
 import random
@@ -9,7 +9,7 @@ import sys
 
 import train
 from experiments.comparing import Table
-from experiments.harness import Part, Setting, built, headline
+from experiments.harness import MEANS_ONLY, Part, Setting, built, headline
 from experiments.results import finals, mean_final, over_runs, results, spread_of
 from plumbing.processes import Job
 
@@ -63,7 +63,7 @@ def show_failure(found):
         more = over_runs(seeds, runs[NONE]) if label != NONE else None
         table.add(label, mean_final(seeds), more)
     table.end()
-    print("Losses are the mean over NoLoCo's replicas.\n")
+    print(MEANS_ONLY)
 
 
 def record_failure(found):

@@ -122,7 +122,8 @@ class ManyMuons:
     once."""
 
     def __init__(self, matrices, grads):
-        from torch.optim._muon import _zeropower_via_newtonschulz as orthogonal     # torch 2.11, 2.13
+        # Private; tried with torch 2.11 and 2.13.
+        from torch.optim._muon import _zeropower_via_newtonschulz as orthogonal
         settings = dict(ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5, eps=1e-7)
         self.orthogonal = vmap(partial(orthogonal, **settings))
         # Each is (models, rows, columns): weights, gradients, momentum.

@@ -40,6 +40,9 @@ SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --
 # The columns of metrics.jsonl that results keep.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds",
         "seconds", "iteration_seconds", "steps_alone", "ranks", "sync_seconds")
+# Below tables of runs that were made before train.py measured the merged model.
+MEANS_ONLY = ("NoLoCo's losses are the mean over its replicas: these runs have no loss of the "
+              "merged model.\n")
 # torchrun would import torch once more on each host, which takes a fifth of a processor 12 seconds.
 ALONE = ("RANK=$PET_NODE_RANK WORLD_SIZE=$PET_NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
          'MASTER_ADDR=$PET_MASTER_ADDR MASTER_PORT=$PET_MASTER_PORT exec "$@"')
@@ -123,11 +126,14 @@ def parse_arguments(description, parts):
     p = Parser(description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("parts", nargs="*", help=f"{', '.join(parts)} (default: all)")
     p.add_argument("--seeds", nargs="+", type=int, help="one run each of every kind (mostly 0 1 2)")
-    p.add_argument("--only", default="", help="run only what has this in its label, and show its losses")
+    p.add_argument("--only", default="",
+                   help="run only what has this in its label, and show its losses")
     p.add_argument("--steps", type=int, help="training steps, in place of each run's own")
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
-    p.add_argument("--plot", action="store_true", help="no runs: tables and pictures of OUT/results")
-    p.add_argument("--record", action="store_true", help="print the tables that are only for the record too")
+    p.add_argument("--plot", action="store_true",
+                   help="no runs: tables and pictures of OUT/results")
+    p.add_argument("--record", action="store_true",
+                   help="print the tables that are only for the record too")
     o = p.parse_args()
     for name in o.parts:
         if name not in parts:
@@ -237,7 +243,8 @@ def run_logged(setting, command, folder):
     """Run the command. Where it fails, its output goes to FOLDER.log, and BadInput is raised."""
     with tempfile.TemporaryFile("w+") as log:
         try:
-            torchrun(setting.processes, *command.split(), hosts=setting.hosts.split(), stdout=log, stderr=log)
+            torchrun(setting.processes, *command.split(), hosts=setting.hosts.split(), stdout=log,
+                     stderr=log)
         except subprocess.CalledProcessError:
             log.seek(0)
             text = log.read()

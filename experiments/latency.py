@@ -16,8 +16,8 @@ LATENCIES = (0, 5, 25, 50, 100)                 # ms one way
 
 def latency_settings(steps):
     for n, ms in itertools.product(SHARES, LATENCIES):
-        yield Setting(f"{n} hosts, {ms} ms", f"{COMMON} --method local", n, read_alone, f"{PROGRAM} 0",
-                      f"--cpu {SHARES[n]} --mbit 200 --latency {ms}")
+        yield Setting(f"{n} hosts, {ms} ms", f"{COMMON} --method local", n, read_alone,
+                      f"{PROGRAM} 0", f"--cpu {SHARES[n]} --mbit 200 --latency {ms}")
 
 
 def read_alone(folder):
@@ -26,15 +26,17 @@ def read_alone(folder):
 
 def over_a_pair(run, wire=""):
     """The median seconds of an all-reduce over those of a pair's exchange."""
-    return statistics.median(run.alone["all-reduce" + wire]) / statistics.median(run.alone["pair" + wire])
+    all_reduce = statistics.median(run.alone[f"all-reduce{wire}"])
+    return all_reduce / statistics.median(run.alone[f"pair{wire}"])
 
 
 def show_latency(found):
-    table = Table("hosts, ms one way", "all-reduce, seconds", "pair, seconds", "all-reduce over pair",
-                  "in one byte")
+    table = Table("hosts, ms one way", "all-reduce, seconds", "pair, seconds",
+                  "all-reduce over pair", "in one byte")
     for label, (run, *_) in results(found).items():
         seconds = [f"{statistics.mean(run.alone[name]):.2f}" for name in ("all-reduce", "pair")]
-        table.add(label, *seconds, f"{over_a_pair(run):.1f}", f"{over_a_pair(run, ', one byte'):.1f}")
+        table.add(label, *seconds, f"{over_a_pair(run):.1f}",
+                  f"{over_a_pair(run, ', one byte'):.1f}")
     table.end()
 
 
@@ -61,13 +63,14 @@ def draw_latency(plt, found):
                  xlabel=f"ms one way (bars: range of {len(here[0].alone['pair'])} trials)")
     axes[0].set(ylabel="seconds of an outer step", ylim=(-0.4, None))
     most = max(over_a_pair(runs[f"16 hosts, {ms} ms"][0]) for ms in LATENCIES)
-    finding = (f"Among 16 hosts with slow links an all-reduce takes up to {most:.1f} times as long as a "
-               "pair's exchange\n(in fp32; in one byte much of the all-reduce is coding, on a tenth of a "
-               "processor)")
+    finding = (f"Among 16 hosts with slow links an all-reduce takes up to {most:.1f} times as long "
+               "as a pair's exchange\n(in fp32; in one byte much of the all-reduce is coding, on a "
+               "tenth of a processor)")
     figure.suptitle(title_of(found, finding, "An outer step alone"), x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)
     return figure
 
 
-LATENCY = Part(latency_settings, show_latency, record_latency, {"latency": draw_latency}, seeds=(0,))
+LATENCY = Part(latency_settings, show_latency, record_latency, {"latency": draw_latency},
+               seeds=(0,))

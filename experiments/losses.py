@@ -7,7 +7,7 @@ twice the last counts. A loss of NoLoCo is the mean over its replicas, which sti
 DiLoCo is that of the one model that it keeps.
 """
 from experiments.comparing import Comparison, Table
-from experiments.harness import Part, Setting, headline, title_of
+from experiments.harness import MEANS_ONLY, Part, Setting, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, band, counted, focus, label_ends
 from experiments.results import finals, mean_final, over_runs, results, same_seeds, spread_of
 
@@ -61,7 +61,7 @@ def show_convergence(found):
             over_diloco = over_runs(seeds, runs[BESIDE[label]])
         table.add(label, mean_final(seeds), over_ddp, over_diloco, f"{seeds[0].sent:.0f}")
     table.end()
-    print("NoLoCo's losses are the mean over its replicas: these runs have no loss of the merged model.\n")
+    print(MEANS_ONLY)
     table = Table("4x2, random routing over fixed", "perplexity", "weight spread at the end")
     for method in "local", "NoLoCo":
         random, fixed = runs[f"4x2 {method}, random routing"], runs[f"4x2 {method}, fixed routing"]
@@ -112,9 +112,10 @@ def draw_convergence(plt, found):
     often = over_runs(runs["8x1 NoLoCo, every 2 steps"], runs["8x1 DDP"]).mean
     finding = (f"NoLoCo ends {often:.0%} in perplexity over DDP when it averages every 2 steps, "
                f"{rarely:.0%} every 10")
+    seeds = counted(len(runs["8x1 DDP"]), "seed")
     focus(axis, curves)
-    axis.set(xlabel=f"million tokens, all 8 replicas (bands: range of {counted(len(runs['8x1 DDP']), 'seed')}; "
-             "MB: sent per replica to synchronise)", ylabel="held-out nats per byte",
+    axis.set(xlabel=f"million tokens, all 8 replicas (bands: range of {seeds}; MB: sent per "
+             "replica to synchronise)", ylabel="held-out nats per byte",
              title=title_of(found, finding, "Loss against tokens"))
     label_ends(axis)
     return figure

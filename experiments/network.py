@@ -2,23 +2,23 @@
 
     python -m experiments.network [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-tries       six settings of DiLoCo and NoLoCo (at 1000 Mbit/s four) and four of DDP on each network, one
-            seed, compared on 16 kB of validation text                                              2 h 30
-grid        five seeds of the best setting of each, and of the best without --delay, on 64 kB of
-            test text; NoLoCo also with --survive on two networks                                   4 h
-latency     an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms                    20 min
-pipeline    SkipPipe on 4 stages of 2 hosts between cities: three seeds                             1 h 20
+tries       2 h 30: six settings of DiLoCo and NoLoCo (at 1000 Mbit/s four) and four of DDP on each
+            network, one seed, compared on 16 kB of validation text
+grid        4 h: five seeds of the best setting of each, and of the best without --delay, on 64 kB
+            of test text; NoLoCo also with --survive on two networks
+latency     20 min: an outer step alone: all-reduce and pair, 2 to 16 hosts, 0 to 100 ms
+pipeline    1 h 20: SkipPipe on 4 stages of 2 hosts between cities, three seeds
 
 Hours are estimates for one instance, which needs two idle cores. Several instances share a part by
 labels:
 
-    python -m experiments.network tries --only "50 Mbit/s"          (and at the same time the other networks)
-    python -m experiments.network tries --out .                     collects them: `grid` reads results/ here
+    python -m experiments.network tries --only "50 Mbit/s"      and at the same time the others
+    python -m experiments.network tries --out .                 collects them, for `grid`
 
 The hosts are network namespaces of this machine, and the runs go by the clock
 (experiments/clock.py):
 
-    python -m experiments.network --clock SECONDS ...   train.py's options: about as many steps as fit
+    python -m experiments.network --clock SECONDS ...   train.py's options: as many steps as fit
     python -m experiments.network --clock 0 ...         times outer steps alone
 """
 import itertools
@@ -30,11 +30,11 @@ from dataclasses import replace
 from experiments.cities import PIPELINE, share_of
 from experiments.clock import COMMON, CPU, PROGRAM, clocked
 from experiments.comparing import Table
-from experiments.harness import Part, Setting, headline, title_of
+from experiments.harness import MEANS_ONLY, Part, Setting, headline, title_of
 from experiments.latency import LATENCY
 from experiments.pictures import COLOURS, WIDTH, counted
-from experiments.results import (ROOT, finals, kept, mean_final, more_at_the_ends, more_than, published,
-                                 results, spread_of)
+from experiments.results import (ROOT, finals, kept, mean_final, more_at_the_ends, more_than,
+                                 published, results, spread_of)
 from experiments.together import BYTES
 
 SECONDS = 60
@@ -44,15 +44,17 @@ MEGABITS = 8 * 1.115                            # of the tiny model's weights in
 
 # name: options
 WAYS = {f"every {m}, int8": f"--inner-steps {m} --wire int8" for m in (2, 5, 10, 20)}
-WAYS |= {f"every {m}, int8, delay half": f"{WAYS[f'every {m}, int8']} --delay half" for m in (5, 10)}
+for m in (5, 10):
+    WAYS[f"every {m}, int8, delay half"] = f"{WAYS[f'every {m}, int8']} --delay half"
 DDP_WAYS = {f"{wire}": f"--wire {wire}" for wire in ("fp32", "bf16", "int8")}
 # The rate is 3e-3, which DDP may double after a shorter warm-up.
 DDP_WAYS["int8, rate 6e-3"] = "--wire int8 --warmup 5 --lr 6e-3"
 METHODS = {"DDP": DDP_WAYS, "DiLoCo": WAYS, "NoLoCo": WAYS}
 SURVIVE = "every 5, int8, survive 6", f"{WAYS['every 5, int8']} --survive 6"
 SLOWER = f"one host with {CPU / 3:.2f} of a processor"
-PLAIN, CUT, QUICK = "200 Mbit/s, 5 ms", "one host cut off twice for 15 s", "1000 Mbit/s, 0 ms"
-FAR, BY_TURNS = "50 Mbit/s, 25 ms", "two hosts 20 Mbit/s by turns"
+PLAIN, FAR = "200 Mbit/s, 5 ms", "50 Mbit/s, 25 ms"
+QUICK = "1000 Mbit/s, 0 ms"
+CUT, BY_TURNS = "one host cut off twice for 15 s", "two hosts 20 Mbit/s by turns"
 
 
 def slow_by_turns():
@@ -64,7 +66,8 @@ def slow_by_turns():
     return " ".join(options)
 
 
-NETWORKS = {        # name: (options of tools/hosts.py, ms one way, Mbit/s of the hosts' links by turns)
+# name: (options of tools/hosts.py, ms one way, Mbit/s of the hosts' links by turns)
+NETWORKS = {
     FAR: ("--mbit 50 --latency 25", 25, [[50] * 8]),
     PLAIN: ("--latency 5", 5, [[200] * 8]),
     "one host 20 Mbit/s": ("--latency 5 --slow 5=20", 5, [[200] * 7 + [20]]),
@@ -174,7 +177,8 @@ def show_tries(found):
 
 def show_grid(found):
     table = Table("network", "method", "held-out nats per byte", "over DDP's", "over DiLoCo's")
-    own_ends = Table("network: method", "over DDP's, at their own ends", "over DiLoCo's, at their own ends")
+    own_ends = Table("network: method", "over DDP's, at their own ends",
+                     "over DiLoCo's, at their own ends")
     rows = rows_of(found)
     for name, method, way, seeds in rows:
         ddp, diloco = base_of(rows, name, "DDP"), base_of(rows, name, "DiLoCo")
@@ -187,8 +191,7 @@ def show_grid(found):
                          more_at_the_ends(seeds, diloco))
         table.add(name, f"{method}, {way}", mean_final(seeds), over_ddp, over_diloco)
     table.end()
-    print("In equal time: when the first of both runs ends. Losses of NoLoCo are the mean over its "
-          "replicas.\n")
+    print("Compared in equal time: when the first of the two runs ends.\n" + MEANS_ONLY)
     own_ends.end()
 
 
@@ -202,7 +205,8 @@ def record_grid(found):
         for base in (base_of(rows, name, "DiLoCo"), base_of(rows, name, "DDP")):
             shares.append(share_of(base, seeds) if base is not seeds else None)
         table.add(f"{name}: {method}, {way}", spread_of([run.steps[-1] for run in seeds], ".0f"),
-                  held(way, seeds), guess(method, way, name, seeds), spread_of(finals(seeds)), *shares)
+                  held(way, seeds), guess(method, way, name, seeds), spread_of(finals(seeds)),
+                  *shares)
     table.end()
 
 
@@ -260,12 +264,13 @@ def draw_forest(plt, found):
         low, high = more.interval or (more.mean, more.mean)
         axis.plot([low, high], [place, place], color=colour, lw=2.5)
         axis.plot(more.mean, place, "o", color=colour, ms=8)
-        axis.annotate(TOLD[more.verdict], (1.01, place), xycoords=("axes fraction", "data"), color=colour,
-                      va="center", annotation_clip=False)
+        axis.annotate(TOLD[more.verdict], (1.01, place), xycoords=("axes fraction", "data"),
+                      color=colour, va="center", annotation_clip=False)
     seeds = len(rows[0][1].differences)
     finding = ("In equal time NoLoCo leads DiLoCo on one network of six and trails on two;\n"
                "counted among the twelve comparisons made, none of these is certain")
-    axis.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], ylim=(len(rows) - 0.5, -0.5),
+    axis.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows],
+             ylim=(len(rows) - 0.5, -0.5),
              xlabel="held-out nats per byte, NoLoCo less DiLoCo: left of zero NoLoCo is better\n"
              f"(dots: means of {counted(seeds, 'seed')}; lines: 95% intervals)",
              title=title_of(found, finding, "NoLoCo less DiLoCo in equal time"))
@@ -275,7 +280,8 @@ def draw_forest(plt, found):
 
 PARTS = {
     "tries": Part(tries_settings, show_tries, seeds=(9,)),
-    "grid": Part(grid_settings, show_grid, record_grid, {"grid": draw_forest}, seeds=(0, 1, 2, 3, 4)),
+    "grid": Part(grid_settings, show_grid, record_grid, {"grid": draw_forest},
+                 seeds=(0, 1, 2, 3, 4)),
     "latency": LATENCY,
     "pipeline": PIPELINE,
 }

@@ -21,7 +21,8 @@ from experiments.stability import REPLICAS, contraction, is_whole, rates
 OMEGAS = torch.logspace(-3.4, -0.7, 10)
 SCAN, SCAN_OMEGA = 0.15 * torch.arange(2, 10), 2e-3     # of gamma, at this omega
 INNER, DIMS = 5, 64                                     # inner steps; of the quadratic
-ALPHA, BETA, PAIR = 0.5, 0.7, 2
+ALPHA, BETA = 0.5, 0.7
+PAIR = 2
 BURN_IN, STEPS = 2000, 8000                             # outer steps, or --steps
 
 
@@ -48,7 +49,10 @@ def noisy_quadratic(omega, gamma, generator, steps, burn_in=BURN_IN):
         for _ in range(INNER):
             c = torch.randn((REPLICAS, DIMS, 1), generator=generator)
             theta.lerp_(c, omega * A)                               # theta - omega A (theta - c)
-        phis, deltas, thetas = (v.view(-1, PAIR, DIMS, len(omega)) for v in (phi, delta, theta))
+        shape = -1, PAIR, DIMS, len(omega)
+        phis = phi.view(shape)
+        deltas = delta.view(shape)
+        thetas = theta.view(shape)
         mean = phis.mean(1, keepdim=True)
         learnt = thetas.mean(1, keepdim=True) - mean
         deltas.mul_(ALPHA).add_(learnt, alpha=BETA).sub_(gamma * (phis - mean))     # N2

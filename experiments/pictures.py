@@ -10,7 +10,8 @@ COLOURS = {"DDP": "#000000", "DiLoCo": "#0072B2", "NoLoCo": "#D55E00", "local": 
            "groups": "#8C510A", "full": "#000000", "planned": "#777777", "25%": "#009E73",
            "50%": "#882255", "random": "#E69F00"}
 WIDTH = 9       # inches: at 900 pixels 9.5 points are 13 pixels high
-STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left", "legend.fontsize": 9.5,
+STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
+         "legend.fontsize": 9.5,
          "figure.titlesize": 10.5, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
          "axes.spines.right": False, "lines.markersize": 4, "figure.constrained_layout.use": True}
 

@@ -28,7 +28,8 @@ from plumbing.processes import BadInput
 
 LEARN = ("--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 "
          "--eval-sequences 512")
-SMALLER, SEQUENCES, LARGER = 4, 8, 32       # sequences of a replica's step
+SEQUENCES = 8                               # of a replica's step
+SMALLER, LARGER = 4, 32                     # with 16 replicas also so many
 LENGTH = 128                                # tokens of a sequence
 RATES = {"adam": 6e-3, "muon": 1.2e-2}      # Muon's: DDP's and NoLoCo's best of three
 REPLICAS = 2, 8, 16, 32, 64
@@ -92,8 +93,8 @@ def train_all(name, part, o):
     if Path(o.out, "results", f"headline_{name}.json").exists():
         found = kept(o.out, f"headline_{name}")
     if found["fleets"] and found.get("steps") != o.steps:
-        raise BadInput(f"{o.out}/results/headline_{name}.json has runs of other lengths: give another "
-                       "--out")
+        raise BadInput(f"{o.out}/results/headline_{name}.json has runs of other lengths: give "
+                       "another --out")
     if o.steps:
         found["steps"] = o.steps
     ran = {}
@@ -230,6 +231,10 @@ def show_gap(found):
     table.end()
 
 
+def in_percent(comparison):
+    return [100 * more for more in comparison.differences]
+
+
 def draw_gap(plt, found):
     """The merged model's gap to DDP against the bytes that a rank sends."""
     runs = by_trial(found)
@@ -238,7 +243,7 @@ def draw_gap(plt, found):
         trials = runs[optimizer, 8]
         there = [Trial(method, m) for m in every if Trial(method, m) in trials]
         x = [100 * bytes_of_ddp(trial, 8) for trial in there]
-        points = [[100 * more for more in gap(trials, trial).differences] for trial in there]
+        points = [in_percent(gap(trials, trial)) for trial in there]
         bars(axis, points, x, COLOURS[colour], ls=dashes, label=name)
         if name == "NoLoCo, Adam":
             for trial, at, point in zip(there, x, points):
@@ -249,13 +254,14 @@ def draw_gap(plt, found):
     axis.set_xscale("log")
     seeds = len(runs["adam", 8][DDP])
     ticks = (100, 50, 25, 10, 5)
+    finding = ("Fewer bytes, a wider gap to DDP: with Muon it is less than half as wide as with "
+               "Adam\nfrom every 2 steps on; DiLoCo is about as close for as many bytes")
     axis.set(xlim=(125, 4.6), xticks=ticks, xticklabels=[f"{tick}%" for tick in ticks],
              xlabel="bytes that a rank sends to synchronise, of DDP's (fewer to the right; fp32, "
              "8 replicas)",
-             ylabel=f"perplexity over DDP's with the same optimizer, %\n(bars: range of {counted(seeds, 'seed')})",
-             title=title_of(found, "Fewer bytes, a wider gap to DDP: with Muon it is less than half as "
-                            "wide as with Adam\nfrom every 2 steps on; DiLoCo is about as close for as "
-                            "many bytes", "The gap to DDP against the bytes sent"))
+             ylabel="perplexity over DDP's with the same optimizer, %\n"
+             f"(bars: range of {counted(seeds, 'seed')})",
+             title=title_of(found, finding, "The gap to DDP against the bytes sent"))
     axis.minorticks_off()
     label_ends(axis)
     return figure
@@ -343,7 +349,8 @@ def show_over_diloco(runs):
                 cells.append(nats_over(trials, SHOWN[noloco], SHOWN[diloco], loss))
         table.add(f"{n} replicas, {optimizer.title()}", *cells)
     table.end()
-    print("Runs without a merged loss (Muon's 32 and 64 replicas) have their replicas' mean alone.\n")
+    print("Runs without a merged loss (Muon's 32 and 64 replicas) have their replicas' mean "
+          "alone.\n")
 
 
 def record_many(found):
@@ -359,8 +366,11 @@ def record_many(found):
         table.end()
 
 
-MANY = {"NoLoCo, every 2": ("NoLoCo", "NoLoCo, every 2"), "DiLoCo, every 4": ("DiLoCo", "DiLoCo, every 4"),
-        "NoLoCo, every 2, groups of 4": ("groups", "NoLoCo, every 2,\ngroups of 4")}
+MANY = {        # name: (colour, text)
+    "NoLoCo, every 2": ("NoLoCo", "NoLoCo, every 2"),
+    "DiLoCo, every 4": ("DiLoCo", "DiLoCo, every 4"),
+    "NoLoCo, every 2, groups of 4": ("groups", "NoLoCo, every 2,\ngroups of 4"),
+}
 
 
 def draw_many(plt, found):
@@ -378,8 +388,8 @@ def draw_many(plt, found):
     finding = "The gap to DDP grows with the replicas; with Muon it is narrower"
     figure.suptitle(
         title_of(found, finding, "The gap to DDP against the replicas") +
-        "\n(merged models; hollow: mean over the replicas; bars: range of three seeds; 64 replicas: "
-        "one seed)", x=0.01, ha="left")
+        "\n(merged models; hollow: mean over the replicas; bars: range of three seeds; "
+        "64 replicas: one seed)", x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)
     return figure
@@ -388,7 +398,9 @@ def draw_many(plt, found):
 def draw_gaps(axis, runs, optimizer, trial, colour, text):
     """A line through the numbers of replicas with several seeds, a point for one with a single
     seed; the last of them has the label."""
-    x, points, fills = [], [], []
+    x = []
+    points = []
+    fills = []
     for n in REPLICAS:
         trials, fill = runs.get((optimizer, n), {}), colour
         more = gap(trials, trial)
@@ -396,10 +408,11 @@ def draw_gaps(axis, runs, optimizer, trial, colour, text):
             more, fill = gap(trials, trial, mean_loss), "white"
         if more is not None:
             x.append(n)
-            points.append([100 * value for value in more.differences])
+            points.append(in_percent(more))
             fills.append(fill)
     joined = [i for i in range(len(x)) if len(points[i]) == len(points[0])]
-    axis.plot([x[i] for i in joined], [statistics.mean(points[i]) for i in joined], color=colour, lw=1.5)
+    means = [statistics.mean(points[i]) for i in joined]
+    axis.plot([x[i] for i in joined], means, color=colour, lw=1.5)
     for i in range(len(x)):
         label = text if i == len(x) - 1 else None
         bars(axis, [points[i]], [x[i]], colour, ls="", mfc=fills[i], zorder=3, label=label)

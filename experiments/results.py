@@ -44,9 +44,9 @@ class Result:
         self.steps = self.curves["step"]
         self.losses = self.curves["heldout_loss"]
         self.final = self.losses[-1]
-        self.sent = self.curves["sync_bytes"][-1] / row["ranks"] / 1e6      # MB per rank to synchronise
-        self.shares = row.get("shares")                 # losses with stages missing (experiments/skip.py)
-        self.alone = row.get("alone")                   # seconds of outer steps alone (experiments/latency.py)
+        self.sent = self.curves["sync_bytes"][-1] / row["ranks"] / 1e6      # MB per rank
+        self.shares = row.get("shares")     # losses with stages missing (experiments/skip.py)
+        self.alone = row.get("alone")       # seconds of outer steps alone (experiments/latency.py)
 
     @property
     def seconds(self):

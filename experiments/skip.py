@@ -4,7 +4,7 @@ inference.
     python -m experiments.skip [skip scale] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
 skip        evaluated as in the papers (--unscaled)
-scale       the same runs under the rho rule (planning/rho.py), beside those of OUT/results/headline_skip.json
+scale       the same runs under the rho rule (planning/rho.py), beside those of `skip` in OUT
 
 8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities of the published instance.
 Gradients are averaged at every step, so only the paths differ. "In order" means no swapped
@@ -27,7 +27,8 @@ from planning.instance import CITIES, city_delays, city_links
 from skippipe import Network
 
 FULL = (0.0, "dtfm")
-KINDS = FULL, (0.0, "no-swaps"), (0.25, "no-swaps"), (0.5, "skippipe")      # (share skipped, routing)
+# (share skipped, routing)
+KINDS = FULL, (0.0, "no-swaps"), (0.25, "no-swaps"), (0.5, "skippipe")
 UNSCALED = " --unscaled"
 RHO = " (rho rule)"
 # The nodes of each stage, as `assign_stages` found them for the full pipeline. Pinned, so that the
@@ -70,7 +71,8 @@ def scaled_settings(steps):
 def skip_setting(label, stages, skip, routing, steps):
     links = keep_links(network_of(stages)[0], f"headline-links-{stages}.json")
     options = (f"--method ddp --layers 8 --lr 4e-3 --microbatches {MICROBATCHES} --batch 2 "
-               f"--links {links} --stages {','.join(['2'] * stages)} --routing {routing} --skip {skip:g}")
+               f"--links {links} --stages {','.join(['2'] * stages)} --routing {routing} "
+               f"--skip {skip:g}")
     if skip:
         options += UNSCALED
     return Setting(label, f"{options} --steps {steps}", 2 * stages, missing_stages)
@@ -221,11 +223,12 @@ def draw_in_time(plt, found):
             x = [step * step_hours for step in seeds[0].steps]
             band(axis, [run.losses for run in seeds], x, COLOURS[colour], label=name)
             curves += [run.losses for run in seeds]
-        axis.set(xlabel=f"simulated hours (bands: range of {counted(len(seeds), 'seed')})", title=f"{stages} stages")
+        axis.set(xlabel=f"simulated hours (bands: range of {counted(len(seeds), 'seed')})",
+                 title=f"{stages} stages")
     focus(axes[0], curves)
     axes[0].set_ylabel("held-out nats per byte")
-    figure.suptitle(title_of(found, "In equal simulated time half skipped ends lowest, evaluated by our rho "
-                             "rule", "Loss in equal simulated time"), x=0.01, ha="left")
+    finding = "In equal simulated time half skipped ends lowest, evaluated by our rho rule"
+    figure.suptitle(title_of(found, finding, "Loss in equal simulated time"), x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)
     return figure
@@ -245,8 +248,8 @@ def draw_missing(plt, found):
         axis.set(xlabel=f"% of the stages that run (bars: range of {counted(len(seeds), 'seed')})",
                  xticks=(100, 75, 50), xlim=(103, 47), title=f"{stages} stages")
     axes[0].set_ylabel("perplexity over its own whole model, %")
-    figure.suptitle(title_of(found, "A model trained with skipping bears missing stages; one trained "
-                             "without does not", "Stages missing after training"), x=0.01, ha="left")
+    finding = "A model trained with skipping bears missing stages; one trained without does not"
+    figure.suptitle(title_of(found, finding, "Stages missing after training"), x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)
     return figure

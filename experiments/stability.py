@@ -12,7 +12,8 @@ the second with gamma.
     random groups       E P = (1 - k) I with k = (N - G) / (N - 1): `contraction`
     two moments of r    r1 = k gamma + (1 - k) beta p,  r2 = k gamma^2 + (1 - k) (beta p)^2: `rates`
     moments of x, d     (V, C, D) = E (x^2, x d, d^2): `moment_matrix`
-    stable where        (1 + alpha) r2 < 2 r1 (1 - alpha^2) + 2 alpha r1^2: `exact_bound`, for gamma = beta
+    stable where        (1 + alpha) r2 < 2 r1 (1 - alpha^2) + 2 alpha r1^2
+                        (`exact_bound`, for gamma = beta)
 """
 import itertools
 
@@ -25,7 +26,8 @@ from experiments.pictures import COLOURS, WIDTH
 from plumbing.options import TINY
 from plumbing.window import gamma_bound
 
-REPLICAS, DRAWS, STEPS = 64, 8, 240          # draws of groups; outer steps, or --steps
+REPLICAS = 64
+DRAWS, STEPS = 8, 240           # draws of groups; outer steps, or --steps
 PULLS = (0.0, 0.3)
 ALPHAS = torch.arange(20) * 0.05
 GAMMAS = torch.arange(80) * 0.05 + 0.025
@@ -84,20 +86,22 @@ def growth(alpha, gamma, n, pull, generator, steps):
     mean square. Once centred and scaled at every step, which a linear map does not feel, nothing
     overflows.
     """
-    phi, delta = (torch.randn((DRAWS * REPLICAS, len(alpha)), generator=generator) for _ in range(2))
+    phi = torch.randn((DRAWS * REPLICAS, len(alpha)), generator=generator)
+    delta = torch.randn(phi.shape, generator=generator)
     total = torch.zeros_like(alpha)
     start = REPLICAS * torch.arange(DRAWS)[:, None]
     for step in range(steps):
         order = (torch.rand((DRAWS, REPLICAS), generator=generator).argsort(1) + start).flatten()
         phi, delta = phi[order], delta[order]                           # groups are neighbours
-        phis, deltas = (v.view(-1, n, len(alpha)) for v in (phi, delta))
+        phis = phi.view(-1, n, len(alpha))
+        deltas = delta.view(-1, n, len(alpha))
         mean = phis.mean(1, keepdim=True)
         deltas.mul_(alpha).sub_(gamma * phis).add_((gamma - gamma * pull) * mean)       # N2
         phi += delta                                                                    # N3
         for v in (phi.view(DRAWS, REPLICAS, -1), delta.view(DRAWS, REPLICAS, -1)):
             v -= v.mean(1, keepdim=True)
         square = (phi.square().mean(0) + delta.square().mean(0)) / 2
-        scale = square.sqrt().clamp(min=1e-6)                   # alpha 0, gamma 1, n = N: all gone at once
+        scale = square.sqrt().clamp(min=1e-6)           # alpha 0, gamma 1, n = N: all gone at once
         phi /= scale
         delta /= scale
         if step >= steps // 2:
@@ -160,13 +164,16 @@ def beside_bounds(rate, alpha, gamma, n, k):
 
 
 def show_stability(found):
-    table = Table("n", "inside the paper's window", "of them grow", "decay", "of them outside the window")
+    table = Table("n", "inside the paper's window", "of them grow", "decay",
+                  "of them outside the window")
     for n, row in found["groups"].items():
         fails = row["window_fails"]
-        table.add(n, fails["inside"], fails["inside_grows"], fails["decays"], fails["outside_decays"])
+        table.add(n, fails["inside"], fails["inside_grows"], fails["decays"],
+                  fails["outside_decays"])
     table.end()
-    table = Table("n", "sign as gamma_bound's (farthest off)", "as the exact bound's (farthest off)",
-                  "limit at alpha = 0.5: measured, exact", f"with pull {found['pulls'][1]:g}")
+    table = Table("n", "sign as gamma_bound's (farthest off)",
+                  "as the exact bound's (farthest off)", "limit at alpha = 0.5: measured, exact",
+                  f"with pull {found['pulls'][1]:g}")
     at = min(range(len(found["alphas"])), key=lambda i: abs(found["alphas"][i] - 0.5))
     for n, row in found["groups"].items():
         cells = []
@@ -185,25 +192,27 @@ def draw_stability(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 5.4))
     row, pull = found["groups"]["2"], str(found["pulls"][1])
     rate = torch.tensor(row["rate"]).T.clamp(-0.3, 0.3)
-    coloured = axis.pcolormesh(found["alphas"], found["gammas"], rate, cmap="PuOr_r", vmin=-0.3, vmax=0.3,
-                               shading="nearest", rasterized=True)
+    coloured = axis.pcolormesh(found["alphas"], found["gammas"], rate, cmap="PuOr_r", vmin=-0.3,
+                               vmax=0.3, shading="nearest", rasterized=True)
     lower, upper = row["window"]
     lines = [(row["bound"], "-", "our bound (gamma_bound)"),
              (lower, "--", "the paper's window (its Eq. 74)"), (upper, "--", None),
              (row["crossing"][pull], ":", f"measured limit where Delta = -{pull} phi pulls")]
     for y, dashes, name in lines:
         axis.plot(found["alphas"], y, color="#000000", ls=dashes, lw=1.8, label=name)
+    finding = (f"Pairs among {found['replicas']} replicas stay together (purple) below our bound, "
+               "not inside the paper's window")
     tiny = TINY["noloco"]["alpha"], TINY["noloco"]["beta"]
     axis.plot(*found["default"], "o", color=COLOURS["NoLoCo"], mec="w", ms=9,
               label="the released code's values")
     axis.plot(*tiny, "s", color=COLOURS["DiLoCo"], mec="w", ms=9, clip_on=False,
               label="our tiny runs' values")
     axis.set(xlabel="alpha", ylabel="gamma = beta", xlim=(0, 0.95), ylim=(0, 4),
-             title=title_of(found, f"Pairs among {found['replicas']} replicas stay together (purple) below "
-                            "our bound, not inside the paper's window", "Growth of differences"))
+             title=title_of(found, finding, "Growth of differences"))
     axis.grid(False)
     axis.legend(loc="upper right")
-    figure.colorbar(coloured, ax=axis, extend="both", label="log growth of differences per outer step")
+    figure.colorbar(coloured, ax=axis, extend="both",
+                    label="log growth of differences per outer step")
     return figure
 
 

@@ -1,7 +1,7 @@
 """What bench_sync.py found: its tables and pictures; and the row of one byte a weight.
 
-    python -m experiments.sync --out .                                      tables and pictures of results/
-    torchrun --nproc-per-node 8 -m experiments.sync [bench_sync's options]  its measurement and that row
+    python -m experiments.sync --out .                  tables and pictures of results/
+    torchrun --nproc-per-node 8 -m experiments.sync     its measurement (its options), and that row
 """
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from plumbing.options import Parser
 from plumbing.processes import Job
 
 SHADES = ("#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")    # one per number of replicas
-COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; the tables have 4 too
+COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; tables have 4 too
 
 
 def methods_and_one_byte(o, params):
@@ -49,9 +49,10 @@ def line(axis, x, points, colour, name):
 def draw_over_tree(axis, found):
     for colour, n in zip(SHADES, COUNTS):
         line(axis, found["spreads"], found["ratio"][n], colour, f"{n} replicas")
-    axis.set(xlabel="std(t) / t_c of a message", ylabel="time, tree all-reduce / pair", ylim=(0, 65),
-             title="A  Simulated: a pair averages 10 times as fast as a tree of 1024, more if messages "
-             "vary\n(bars: two standard errors)")
+    axis.set(xlabel="std(t) / t_c of a message", ylabel="time, tree all-reduce / pair",
+             ylim=(0, None),
+             title="A  Simulated: a pair averages 10 times as fast as a tree of 1024, more if "
+             "messages vary\n(bars: two standard errors)")
 
 
 def draw_over_diloco(axis, found):
@@ -61,10 +62,10 @@ def draw_over_diloco(axis, found):
         line(axis, found["inner_steps"][::-1], ratios[::-1], colour, f"{n} replicas")
     axis.set_xscale("log")
     ticks = (100, 50, 20, 10, 5, 2, 1)
-    axis.set(xlabel="inner steps per outer step (fewer to the right)", xlim=(150, 0.9), xticks=ticks,
-             xticklabels=ticks, ylabel="training time, DiLoCo / NoLoCo",
-             title="B  Simulated: DiLoCo waits for the slowest of all replicas, NoLoCo for a partner\n"
-             "(500 outer steps, exchange time left out)")
+    axis.set(xlabel="inner steps per outer step (fewer to the right)", xlim=(150, 0.9),
+             xticks=ticks, xticklabels=ticks, ylabel="training time, DiLoCo / NoLoCo",
+             title="B  Simulated: DiLoCo waits for the slowest of all replicas, NoLoCo for a "
+             "partner\n(500 outer steps, exchange time left out)")
     axis.minorticks_off()
 
 
@@ -80,9 +81,9 @@ def draw_with_bytes(axis, found):
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set(xlabel="replicas", ylabel="seconds per synchronisation",
-             title=f"C  Simulated: with bytes an all-reduce is closer\n({found['params'] / 1e6:g}M fp32 "
-             f"weights, {found['mbit']:g} Mbit/s, {1000 * found['latency_seconds']:g} ms, "
-             f"std(t) / t_c {found['spread']:g})")
+             title="C  Simulated: with bytes an all-reduce is closer\n"
+             f"({found['params'] / 1e6:g}M fp32 weights, {found['mbit']:g} Mbit/s, "
+             f"{1000 * found['latency_seconds']:g} ms, std(t) / t_c {found['spread']:g})")
     axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
     axis.set_yticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
@@ -93,7 +94,8 @@ def draw_with_bytes(axis, found):
 
 def draw_measured(plt, found):
     """Bars of the same rows for each number of processes."""
-    names = [name for name in found[0]["rows"] if "delayed" not in name and "memcpy" not in name][::-1]
+    names = [name for name in found[0]["rows"] if "delayed" not in name and "memcpy" not in name]
+    names.reverse()
     figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 4.4), sharey=True, squeeze=False)
     for axis, measured in zip(axes.flat, found):
         quarters = [quartiles(measured["rows"][name]["seconds"]) for name in names]
@@ -104,8 +106,9 @@ def draw_measured(plt, found):
                   color=[bar_colour(name) for name in names])
         axis.set(xlabel="seconds", title=f"{measured['replicas']} processes, "
                  f"{measured['params'] / 1e6:g}M weights in fp32")
-    figure.suptitle(f"{measured_finding(found)}\n(medians, bars: quartiles; grey: the bare messages; "
-                    f"the rest: whole outer steps; {found[0]['device']})", x=0.01, ha="left")
+    figure.suptitle(f"{measured_finding(found)}\n(medians, bars: quartiles; grey: the bare "
+                    f"messages; the rest: whole outer steps; {found[0]['device']})",
+                    x=0.01, ha="left")
     return figure
 
 
@@ -120,7 +123,8 @@ def measured_finding(found):
     diloco = quartiles(most["rows"]["DiLoCo"]["seconds"])[1]
     noloco = quartiles(most["rows"]["NoLoCo"]["seconds"])[1]
     relation = "faster" if noloco < diloco else "not faster"
-    return f"Measured: NoLoCo's outer step is {relation} than DiLoCo's between {most['replicas']} processes"
+    return (f"Measured: NoLoCo's outer step is {relation} than DiLoCo's between {most['replicas']} "
+            "processes")
 
 
 def show_sync(argv=None):

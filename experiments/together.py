@@ -18,7 +18,7 @@ from pathlib import Path
 
 import train
 from experiments.comparing import Table
-from experiments.harness import Part, Setting, headline, title_of
+from experiments.harness import MEANS_ONLY, Part, Setting, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, counted, label_ends
 from experiments.results import finals, mean_final, more_at_the_ends, results, spread_of
 from noloco import random_groups
@@ -81,7 +81,11 @@ def all_reduce_seconds(ranks, whole, part, several=max):
 
 def slowest_round(ranks, delay, several):
     """Seconds in which each rank has sent to every other."""
-    return max(several(delay[a][b] for b in ranks if b != a) for a in ranks)
+    seconds = []
+    for a in ranks:
+        others = [delay[a][b] for b in ranks if b != a]
+        seconds.append(several(others))
+    return max(seconds)
 
 
 def best_ring(ranks, delay):
@@ -155,7 +159,8 @@ def a_step(found, paths, method, way=""):
 def together_settings(steps):
     """As many steps as fit into WHOLE; --steps: into a share of it, steps / 400."""
     links = keep_links(published_network()[0], "headline-links-20.json")
-    found, whole = simulated_seconds(), WHOLE * (steps or 400) / 400
+    found = simulated_seconds()
+    whole = WHOLE * (steps or 400) / 400
     for (share, methods), paths in itertools.product(COMPARED.items(), PATHS):
         for method in methods:
             fit = int(share * whole / a_step(found, paths, method))
@@ -214,7 +219,7 @@ def show_together(found):
         table.add(share, more_at_the_ends(ddp, by_kind[FULL, "DDP, int8", share]),
                   more_at_the_ends(noloco, ddp), more_at_the_ends(noloco, diloco))
     table.end()
-    print("NoLoCo's losses are the mean over its replicas: these runs have no loss of the merged model.\n")
+    print(MEANS_ONLY)
 
 
 def record_together(found):
@@ -223,7 +228,8 @@ def record_together(found):
     for paths, method, share, seeds in rows_of(found):
         free = a_step(found["seconds"], paths, method)
         queued = a_step(found["seconds"], paths, method, ", queued")
-        table.add(f"{paths}: {method}, {share}", f"{free:.1f}", f"{queued:.1f}", spread_of(finals(seeds)))
+        table.add(f"{paths}: {method}, {share}", f"{free:.1f}", f"{queued:.1f}",
+                  spread_of(finals(seeds)))
     table.end()
 
 
@@ -244,12 +250,16 @@ def draw_together(plt, found):
                     ends[float(share[:-1])] = finals(seeds)
             name = method.split(",")[0]
             bars(axis, list(ends.values()), list(ends), COLOURS[name], label=name)
-        axis.set(xlabel=f"% of {WHOLE / 3600:.1f} simulated hours", xticks=[100 * share for share in COMPARED],
-                 xlim=(20, 103), title=where.capitalize())
+        axis.set(xlabel=f"% of {WHOLE / 3600:.1f} simulated hours",
+                 xticks=[100 * share for share in COMPARED], xlim=(20, 103),
+                 title=where.capitalize())
     axes[0].set_ylabel("held-out nats per byte")
-    finding = "Half skipped after 60% of the time is near the full pipeline after 100%; NoLoCo trails"
-    figure.suptitle(title_of(found, finding, "Both papers together") + "\n(each point: runs whose rate is "
-                    f"planned for that time; bars: range of {counted(len(rows[0][-1]), 'seed')}; dotted: DDP, full, 100%)",
+    finding = ("Half skipped after 60% of the time is near the full pipeline after 100%; NoLoCo "
+               "trails")
+    seeds = counted(len(rows[0][-1]), "seed")
+    figure.suptitle(title_of(found, finding, "Both papers together") + "\n(each point: runs whose "
+                    f"rate is planned for that time; bars: range of {seeds}; dotted: DDP, full, "
+                    "100%)",
                     x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import train
 from experiments.comparing import Comparison, Table
-from experiments.harness import Part, Setting, headline
+from experiments.harness import MEANS_ONLY, Part, Setting, headline
 from experiments.results import mean_final, more_at_the_ends, over_runs, results
 from experiments.skip import missing_over, missing_stages, network_of
 from experiments.together import MICROBATCHES, keep_links
@@ -45,8 +45,8 @@ def tokens_settings(steps):
     links = keep_links(network_of(4)[0], "headline-links-4.json")
     for label, options in SKIPPED.items():
         yield Setting(label, f"--method ddp --layers 8 --lr 4e-3 --microbatches {MICROBATCHES} "
-                      f"--batch 2 --links {links} --stages 2,2,2,2 {options} --steps {steps or 300} "
-                      f"{OF_TOKENS}", after=missing_stages)
+                      f"--batch 2 --links {links} --stages 2,2,2,2 {options} "
+                      f"--steps {steps or 300} {OF_TOKENS}", after=missing_stages)
     for label, options in TOKENS.items():
         yield Setting(label, f"{LEARN} --steps {steps or 600} {OF_TOKENS} {options}")
 
@@ -71,13 +71,16 @@ def train_tokenizer():
 
 def per_byte(comparison):
     """A difference of perplexity per token, as one per byte."""
-    return Comparison([(1 + more) ** (1 / BYTES_A_TOKEN) - 1 for more in comparison.differences], "+.1%")
+    differences = []
+    for more in comparison.differences:
+        differences.append((1 + more) ** (1 / BYTES_A_TOKEN) - 1)
+    return Comparison(differences, "+.1%")
 
 
 def show_tokens(found):
     runs = results(found)
-    table = Table("8 replicas, 600 steps", "held-out nats per token", "perplexity per token over DDP's",
-                  "per byte")
+    table = Table("8 replicas, 600 steps", "held-out nats per token",
+                  "perplexity per token over DDP's", "per byte")
     for label in TOKENS:
         seeds, more = runs[label], None
         if label != "DDP":
@@ -132,7 +135,7 @@ def show_over_ddp(runs, head):
         more = over_runs(seeds, runs["DDP"]) if label != "DDP" else None
         table.add(label, mean_final(seeds), more)
     table.end()
-    print("NoLoCo's losses are the mean over its replicas.\n")
+    print(MEANS_ONLY)
 
 
 # ---------------------------------------------------------------- the papers' size of a step
@@ -154,7 +157,8 @@ def papers_settings(steps):
 
 
 def show_papers(found):
-    show_over_ddp(results(found), "4 replicas, 16 384 tokens a replica and step, 400 steps, one seed")
+    show_over_ddp(results(found),
+                  "4 replicas, 16 384 tokens a replica and step, 400 steps, one seed")
 
 
 PARTS = {
