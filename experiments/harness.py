@@ -29,7 +29,7 @@ from tqdm import tqdm
 import train
 from experiments.comparing import Table
 from experiments.pictures import picture
-from experiments.results import ROOT, kept, mean_final, results, save
+from experiments.results import ROOT, kept_result, mean_final, results, save_result
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from plumbing.report import replace
@@ -59,7 +59,7 @@ class Setting:
     hosts: str = ""             # options of tools/hosts.py: each process on a host of its own
 
 
-def is_whole(found, part):
+def has_all_seeds(found, part):
     """Whether these are the runs that the part's findings rest on: all steps, and all seeds of
     most."""
     if found.get("steps"):
@@ -78,7 +78,7 @@ class Part:
     seeds: tuple = (0, 1, 2)    # without --seeds
     measure: Callable = None    # (name, part, o) -> found (default: `run_all`)
     beside: str = ""            # another part, whose results in the same OUT are found["beside"]
-    is_whole: Callable = is_whole
+    is_whole: Callable = has_all_seeds
 
 
 # ---------------------------------------------------------------- the command line
@@ -103,8 +103,8 @@ def run_part(name, part, o):
         found = measure(name, part, o)
         if o.only:              # it has said what it ran; the plain command collects it
             return
-        save(o.out, f"headline_{name}", found)
-    found = load(part, name, o.out)
+        save_result(o.out, f"headline_{name}", found)
+    found = load_part(part, name, o.out)
     part.show(found)
     if o.record and part.record:
         part.record(found)
@@ -112,12 +112,12 @@ def run_part(name, part, o):
         picture(o.out, f"headline_{drawn}", draw, found)
 
 
-def load(part, name, out):
+def load_part(part, name, out):
     """What OUT/results has of the part, as its tables and pictures take it: with "whole", whether
     these are the runs that its findings rest on, and "beside"."""
-    found = kept(out, f"headline_{name}")
+    found = kept_result(out, f"headline_{name}")
     if part.beside:
-        found["beside"] = kept(out, f"headline_{part.beside}")
+        found["beside"] = kept_result(out, f"headline_{part.beside}")
     found["whole"] = part.is_whole(found, part)
     return found
 

@@ -33,7 +33,7 @@ from experiments.comparing import Table
 from experiments.harness import MEANS_ONLY, Part, Setting, headline, title_of
 from experiments.latency import LATENCY
 from experiments.pictures import COLOURS, WIDTH, counted
-from experiments.results import (ROOT, finals, kept, mean_final, more_at_the_ends, more_than,
+from experiments.results import (ROOT, finals, kept_result, mean_final, more_at_the_ends, more_than,
                                  published, results, spread_of)
 from experiments.together import BYTES
 
@@ -141,7 +141,7 @@ def best_ways(tried, name, method, ways):
 # ---------------------------------------------------------------- the tables
 
 
-def rows_of(found):
+def grid_rows(found):
     """(network, method, way, its runs) of each row, network by network."""
     rows = []
     for label, seeds in results(found).items():
@@ -170,7 +170,7 @@ def predicted(method, wire, network):
 
 def show_tries(found):
     table = Table("network", "method", "setting", "steps", "validation, nats per byte")
-    for name, method, way, seeds in rows_of(found):
+    for name, method, way, seeds in grid_rows(found):
         table.add(name, method, way, f"{seeds[0].steps[-1]:.0f}", f"{seeds[0].final:.3f}")
     table.end()
 
@@ -179,7 +179,7 @@ def show_grid(found):
     table = Table("network", "method", "held-out nats per byte", "over DDP's", "over DiLoCo's")
     own_ends = Table("network: method", "over DDP's, at their own ends",
                      "over DiLoCo's, at their own ends")
-    rows = rows_of(found)
+    rows = grid_rows(found)
     for name, method, way, seeds in rows:
         ddp, diloco = base_of(rows, name, "DDP"), base_of(rows, name, "DiLoCo")
         over_ddp, over_diloco = None, None
@@ -199,7 +199,7 @@ def record_grid(found):
     """Steps, seconds and what was predicted, with ranges."""
     table = Table("network: method", "steps", "seconds of a synchronisation", "predicted",
                   "held-out nats per byte", "DiLoCo's last loss, in so much of its time", "DDP's")
-    rows = rows_of(found)
+    rows = grid_rows(found)
     for name, method, way, seeds in rows:
         shares = []
         for base in (base_of(rows, name, "DiLoCo"), base_of(rows, name, "DDP")):
@@ -227,7 +227,7 @@ def guess(method, way, name, seeds):
 
 def forest_rows(found):
     """[(text, Comparison)] of NoLoCo's best way over DiLoCo's on each network."""
-    rows, drawn = rows_of(found), []
+    rows, drawn = grid_rows(found), []
     for name in dict.fromkeys(row[0] for row in rows):
         if name == CUT:                     # its steps were set before the first cut: no equal time
             continue
@@ -245,7 +245,7 @@ def forest_rows(found):
 def first_run():
     """At 50 Mbit/s, as it was measured first, beside other programs
     (results/headline_grid_more.json)."""
-    rows = rows_of(kept(ROOT, "headline_grid_more"))
+    rows = grid_rows(kept_result(ROOT, "headline_grid_more"))
     return more_than(base_of(rows, FAR, "NoLoCo"), base_of(rows, FAR, "DiLoCo"))
 
 

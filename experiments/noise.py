@@ -16,7 +16,7 @@ from tqdm import trange
 
 from experiments.comparing import Table
 from experiments.harness import Part, headline
-from experiments.stability import REPLICAS, contraction, is_whole, rates
+from experiments.stability import REPLICAS, contraction, has_all_steps, rates
 
 OMEGAS = torch.logspace(-3.4, -0.7, 10)
 SCAN, SCAN_OMEGA = 0.15 * torch.arange(2, 10), 2e-3     # of gamma, at this omega
@@ -124,7 +124,7 @@ def farthest_off(values, expectations):
     return max(abs(value / expectation - 1) for value, expectation in zip(values, expectations))
 
 
-PARTS = {"noise": Part(None, show_noise, measure=measure_noise, is_whole=is_whole)}
+PARTS = {"noise": Part(None, show_noise, measure=measure_noise, is_whole=has_all_steps)}
 
 if __name__ == "__main__":
     headline(__doc__, PARTS)

@@ -23,7 +23,7 @@ from experiments.comparing import Comparison, Table
 from experiments.fleet import Fleet, Trial
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, counted, label_ends
-from experiments.results import kept, over, save, spread_of
+from experiments.results import kept_result, over, save_result, spread_of
 from plumbing.processes import BadInput
 
 LEARN = ("--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 "
@@ -91,7 +91,7 @@ def train_all(name, part, o):
     """Train the fleets that OUT/results does not have yet, and save after each."""
     found = dict(fleets={}, machines={})
     if Path(o.out, "results", f"headline_{name}.json").exists():
-        found = kept(o.out, f"headline_{name}")
+        found = kept_result(o.out, f"headline_{name}")
     if found["fleets"] and found.get("steps") != o.steps:
         raise BadInput(f"{o.out}/results/headline_{name}.json has runs of other lengths: give "
                        "another --out")
@@ -108,7 +108,7 @@ def train_all(name, part, o):
         options = (f"{LEARN} --batch {sequences} --steps {steps} --lr {RATES[optimizer]} "
                    f"--optimizer {optimizer}")
         train_fleet(found, key, options, list(trials), replicas, seeds)
-        save(o.out, f"headline_{name}", found)
+        save_result(o.out, f"headline_{name}", found)
         ran[key] = found["fleets"][key]
     if o.only:
         show_fleets(ran)
@@ -126,7 +126,7 @@ def train_fleet(found, key, options, trials, replicas, seeds):
     found["digest"] = fleet.digest
 
 
-def is_whole(found, part):
+def has_all_fleets(found, part):
     """Whether all fleets are there, with all their steps and seeds."""
     if found.get("steps") or len(found["fleets"]) < len(list(part.settings(None))):
         return False
@@ -420,9 +420,9 @@ def draw_gaps(axis, runs, optimizer, trial, colour, text):
 
 PARTS = {
     "delay": Part(delay_fleets, show_delay, None, {"gap": draw_gap}, measure=train_all,
-                  is_whole=is_whole),
+                  is_whole=has_all_fleets),
     "many": Part(many_fleets, show_many, record_many, {"many": draw_many}, measure=train_all,
-                 is_whole=is_whole),
+                 is_whole=has_all_fleets),
 }
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from plumbing.processes import BadInput
 ROOT = Path(__file__).parent.parent
 
 
-def save(out, name, found):
+def save_result(out, name, found):
     """Write OUT/results/NAME.json."""
     path = Path(out, "results", f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -20,15 +20,15 @@ def save(out, name, found):
     print(path)
 
 
-def kept(out, name):
-    """What `save` wrote. Raises BadInput where it is missing."""
+def kept_result(out, name):
+    """What `save_result` wrote. Raises BadInput where it is missing."""
     file = Path(out, "results", f"{name}.json")
     if not file.exists():
         raise BadInput(f"no {file}: first run the experiment that writes it, without --plot")
     return json.loads(file.read_text())
 
 
-class Result:
+class RunResult:
     """What one run found.
 
     row: {"command", "curves": {name: [its value at each evaluation]}, "ranks", and what the
@@ -55,16 +55,16 @@ class Result:
 
 
 def results(found):
-    """{label: [a Result per seed]} of a results/headline_*.json."""
+    """{label: [a RunResult per seed]} of a results/headline_*.json."""
     read = {}
     for label, rows in found["runs"].items():
-        read[label] = [Result(row) for row in rows]
+        read[label] = [RunResult(row) for row in rows]
     return read
 
 
 def published(part):
-    """{label: [a Result per seed]} of a part in this repository's results/."""
-    return results(kept(ROOT, f"headline_{part}"))
+    """{label: [a RunResult per seed]} of a part in this repository's results/."""
+    return results(kept_result(ROOT, f"headline_{part}"))
 
 
 # ---------------------------------------------------------------- runs of the same seeds

@@ -216,12 +216,12 @@ def draw_stability(plt, found):
     return figure
 
 
-def is_whole(found, part):
+def has_all_steps(found, part):
     return not found.get("steps")
 
 
 PARTS = {"stability": Part(None, show_stability, None, {"stability": draw_stability},
-                           measure=map_growth, is_whole=is_whole)}
+                           measure=map_growth, is_whole=has_all_steps)}
 
 if __name__ == "__main__":
     headline(__doc__, PARTS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import bench_sync
 from bench_sync import Timed, quartiles
 from experiments.pictures import COLOURS, WIDTH, label_ends, picture
-from experiments.results import kept
+from experiments.results import kept_result
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import Parser
 from plumbing.processes import Job
@@ -133,11 +133,11 @@ def show_sync(argv=None):
     p.add_argument("--plot", action="store_true",
                    help="the same: this program measures under torchrun only")
     o = p.parse_args(argv)
-    simulated = kept(o.out, "sync_simulated")
+    simulated = kept_result(o.out, "sync_simulated")
     bench_sync.print_simulated(simulated)
     picture(o.out, "sync_simulated", draw_simulated, simulated)
     files = sorted(Path(o.out, "results").glob("sync_measured_*"))
-    measured = [kept(o.out, file.stem) for file in files]
+    measured = [kept_result(o.out, file.stem) for file in files]
     for found in measured:
         bench_sync.print_measured(found)
     if measured:

@@ -160,7 +160,9 @@ def together_settings(steps):
     """As many steps as fit into WHOLE; --steps: into a share of it, steps / 400."""
     links = keep_links(published_network()[0], "headline-links-20.json")
     found = simulated_seconds()
-    whole = WHOLE * (steps or 400) / 400
+    whole = WHOLE
+    if steps:
+        whole *= steps / 400
     for (share, methods), paths in itertools.product(COMPARED.items(), PATHS):
         for method in methods:
             fit = int(share * whole / a_step(found, paths, method))
@@ -175,7 +177,7 @@ def together_settings(steps):
 # ---------------------------------------------------------------- the tables
 
 
-def rows_of(found):
+def share_rows(found):
     """[(paths, method, share, its runs)]"""
     rows = []
     for label, seeds in results(found).items():
@@ -202,7 +204,7 @@ def over_another(seeds, others):
 def show_together(found):
     table = Table("paths: method, share of the time", "steps", "held-out nats per byte",
                   "over the best full pipeline's after 100%", "over DDP's, same paths and time")
-    rows = rows_of(found)
+    rows = share_rows(found)
     best = best_ddp(rows)
     ddp = {(paths, share): seeds for paths, method, share, seeds in rows if method == "DDP, int8"}
     for paths, method, share, seeds in rows:
@@ -225,7 +227,7 @@ def show_together(found):
 def record_together(found):
     table = Table("paths: method, share of the time", "s a step", "where a node's messages queue",
                   "held-out nats per byte (least to largest)")
-    for paths, method, share, seeds in rows_of(found):
+    for paths, method, share, seeds in share_rows(found):
         free = a_step(found["seconds"], paths, method)
         queued = a_step(found["seconds"], paths, method, ", queued")
         table.add(f"{paths}: {method}, {share}", f"{free:.1f}", f"{queued:.1f}",
@@ -239,7 +241,7 @@ def record_together(found):
 def draw_together(plt, found):
     """Last losses of the runs planned for each share of the time."""
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), sharey=True)
-    rows = rows_of(found)
+    rows = share_rows(found)
     best = statistics.mean(finals(best_ddp(rows)))
     for axis, where in zip(axes, PATHS):
         axis.axhline(best, color=COLOURS["DDP"], ls=":", lw=1)

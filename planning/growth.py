@@ -31,8 +31,9 @@ def measured(nodes, limit):
             100 * (found.makespan / found.bound - 1), getrusage(RUSAGE_SELF).ru_maxrss / 1024)
 
 
-def draw_growth(rows):
-    """figures/planning.png in the style of experiments/pictures.py, which this room may not import."""
+def draw_growth(rows, file):
+    """The gap to the bound by nodes. The style is that of experiments/pictures.py, which this room
+    may not import."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     style = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
@@ -55,7 +56,7 @@ def draw_growth(rows):
         axis.set(xlabel="nodes", ylabel="simulated iteration, % above the bound", ylim=(0, None),
                  title=f"After 10 to 120 s of search a plan is at most {most:.0f}% above the bound, "
                  "below which no plan can be")
-        figure.savefig("figures/planning.png", dpi=150)
+        figure.savefig(file, dpi=150)
 
 
 if __name__ == "__main__":
@@ -66,4 +67,4 @@ if __name__ == "__main__":
             rows.append(measured(nodes, limit))
             print("", *(f"{x:.4g}" for x in rows[-1]), "", sep=" | ", flush=True)
     Path("results/planning.json").write_text(json.dumps([dict(zip(COLUMNS, x)) for x in rows], indent=1))
-    draw_growth(rows)
+    draw_growth(rows, "figures/planning.png")

@@ -75,7 +75,7 @@ def test_all_reduce_seconds_by_hand():
 
 def test_steps_take_what_they_hold_and_losses_lie_on_straight_lines():
     curves = dict(step=[1, 2, 3], seconds=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], sync_bytes=[0, 0, 0])
-    run = results.Result(dict(command="--seed 1 --wire bf16 --wire int8 --seed 3", ranks=1, curves=curves))
+    run = results.RunResult(dict(command="--seed 1 --wire bf16 --wire int8 --seed 3", ranks=1, curves=curves))
     assert (run.wire, run.seed) == ("int8", 3)
     found = {"half": 10.0, "DDP, int8": 12.0, "NoLoCo, int8": 14.0}
     assert [together.a_step(found, "half", m) for m in [*together.METHODS][1:]] == [22, 16, 17, 24, 10, 10]
@@ -205,7 +205,7 @@ def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps
     monkeypatch.setattr(variations, "train_tokenizer", lambda: None)
     kinds = list(PARTS[name].settings(steps))
     assert len({kind.label for kind in kinds}) == len(kinds) > 1
-    rows = {} if steps else results.kept(HERE, f"headline_{name}")["runs"]
+    rows = {} if steps else results.kept_result(HERE, f"headline_{name}")["runs"]
     for kind in kinds:
         argv = f"--name x {harness.SMALL} {kind.options} --seed 1".split()
         layout(train.parse(argv, kind.processes), kind.processes)
@@ -217,7 +217,7 @@ def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps
 def printed_tables(capsys):
     """What all programs print from results/ for readers, line by line."""
     for name, part in (PARTS | WITHOUT_RUNS).items():
-        part.show(harness.load(part, name, HERE))
+        part.show(harness.load_part(part, name, HERE))
     return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
@@ -245,8 +245,9 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch):
 
 
 def test_skip_simulates_the_network_that_its_table_was_made_on():
-    found = results.kept(HERE, "headline_skip")["seconds"]
-    assert skip.all_reduce_seconds_by_stages() == {label: pytest.approx(sync) for label, sync in found.items()}
+    found = results.kept_result(HERE, "headline_skip")["seconds"]
+    expected = {label: pytest.approx(sync) for label, sync in found.items()}
+    assert skip.all_reduce_seconds_by_stages() == expected
 
 
 @pytest.fixture
@@ -277,7 +278,7 @@ def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(pretended, tmp_p
     names = [f"headline-x-{run}-of-4-steps" for run in ("a-b-0", "a-b-5", "c-0", "c-5")]
     assert sorted(p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
-    read = [results.Result(row) for row in found["runs"]["a b"]]
+    read = [results.RunResult(row) for row in found["runs"]["a b"]]
     assert [(run.seed, run.steps[-1]) for run in read] == [(0, 4), (5, 4)]
 
 
