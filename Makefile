@@ -47,7 +47,7 @@ figures: .venv/ready
 # the papers' headline results, each with three seeds: about thirty hours on 2 cores.
 # Runs that are in runs/ already are not run again
 headline: .venv/ready
-	for part in losses skip failure together stability; do \
+	for part in losses skip failure together stability noise variations; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
 
 # loss against real time between 8 hosts of this machine: about eight hours on 2 idle cores, as root.

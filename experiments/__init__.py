@@ -1,1 +1,17 @@
-"""The papers' results at the size of this machine, one file per headline, and what serves them."""
+"""The papers' results at the size of this machine: one program per result, one shared harness.
+
+    harness.py      settings of train.py to run, the command line, what is kept, tried and shown
+    results.py      results/*.json as losses, curves and paired differences
+    comparing.py    intervals, Holm's correction, tables
+    pictures.py     the style, lines of several seeds, labels at the lines' ends
+
+    losses.py       convergence: DDP, DiLoCo, NoLoCo, local
+    variations.py   the same with a BPE's tokens, the papers' outer step, larger steps
+    replicas.py     the gap to DDP against bytes, delays, 2 to 64 replicas (trained by fleet.py)
+    network.py      equal time between hosts (by clock.py); its parts latency.py and cities.py
+    skip.py         SkipPipe: skipped stages, the rho rule, missing stages
+    together.py     both papers on the published instance
+    failure.py      deaths of nodes
+    stability.py    the window of gamma; noise.py: how large the spread is inside it
+    sync.py         bench_sync.py's tables and pictures
+"""

@@ -1,45 +1,24 @@
-"""How results are kept and shown: OUT/results/NAME.json, tables in Markdown, OUT/figures/NAME.png."""
-import json
+"""How results are drawn: OUT/figures/NAME.png, one style, each line's label at its end."""
+import statistics
 from pathlib import Path
 
 from plumbing.processes import BadInput
 
-# Mostly Okabe and Ito's, safe for the colour-blind. One for each method or kind of paths, in every picture.
+# Mostly Okabe and Ito's, safe for the colour-blind. One for each method or kind of paths, in every
+# picture.
 COLOURS = {"DDP": "#000000", "DiLoCo": "#0072B2", "NoLoCo": "#D55E00", "local": "#CC79A7",
            "groups": "#8C510A", "full": "#000000", "planned": "#777777", "25%": "#009E73",
            "50%": "#882255", "random": "#E69F00"}
 WIDTH = 9       # inches: at 900 pixels 9.5 points are 13 pixels high
-STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left", "legend.fontsize": 9.5,
-         "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-         "lines.markersize": 4, "figure.constrained_layout.use": True}
-
-
-def save(out, name, result):
-    path = Path(out, "results", f"{name}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result) + "\n")
-    print(path)
-
-
-def kept(out, name):
-    """The result that `save` wrote. Raises BadInput where it is missing."""
-    file = Path(out, "results", f"{name}.json")
-    if not file.exists():
-        raise BadInput(f"no {file}: first run the experiment that writes it, without --plot")
-    return json.loads(file.read_text())
-
-
-def show_head(columns):
-    """The head of a table; columns: "one | two"."""
-    print(f"| {columns} |\n|" + (columns.count("|") + 1) * "---|")
-
-
-def show_row(*cells):
-    print("|", " | ".join(map(str, cells)), "|")
+STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
+         "legend.fontsize": 9.5,
+         "figure.titlesize": 10.5, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
+         "axes.spines.right": False, "lines.markersize": 4, "figure.constrained_layout.use": True}
 
 
 def picture(out, name, draw, found):
-    """Write draw(plt, found) -> figure to OUT/figures/NAME.png. Raises BadInput without matplotlib."""
+    """Write draw(plt, found) -> figure to OUT/figures/NAME.png. Raises BadInput without
+    matplotlib."""
     try:
         import matplotlib
         matplotlib.use("Agg")
@@ -55,23 +34,120 @@ def picture(out, name, draw, found):
     print(path)
 
 
-def label_ends(axis, gap=0.065):
-    """Write each line's label right of the axis, at the height of the line's end.
+def counted(number, thing):
+    """"1 seed", "3 seeds"."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
-    Labels keep `gap` of the axis apart. Call it once the limits of the axis are set.
+
+# ---------------------------------------------------------------- lines of several seeds
+
+
+def at_each_point(curves):
+    """[the values of all curves at that point]; some curves may end early."""
+    points = []
+    for i in range(max(map(len, curves))):
+        points.append([curve[i] for curve in curves if i < len(curve)])
+    return points
+
+
+def band(axis, curves, x, colour, **style):
+    """Draw the mean of the curves, one per seed, as a line and their range as a band."""
+    points = at_each_point(curves)
+    x = x[:len(points)]
+    axis.plot(x, [statistics.mean(point) for point in points], color=colour, **{"lw": 1.5, **style})
+    lows = [min(point) for point in points]
+    highs = [max(point) for point in points]
+    axis.fill_between(x, lows, highs, color=colour, alpha=0.15, lw=0)
+
+
+def bars(axis, points, x, colour, **style):
+    """Draw the mean of each point's values, joined by a line, and their range as a bar."""
+    means = [statistics.mean(point) for point in points]
+    below = [mean - min(point) for mean, point in zip(means, points)]
+    above = [max(point) - mean for mean, point in zip(means, points)]
+    axis.errorbar(x, means, [below, above], color=colour, capsize=2, elinewidth=0.8,
+                  **{"lw": 1.5, "marker": "o", **style})
+
+
+def focus(axis, curves):
+    """Limit the axis to where the curves of losses end: from the lowest loss to the highest after a
+    quarter of a run."""
+    low = min(min(curve) for curve in curves)
+    high = max(curve[len(curve) // 4] for curve in curves)
+    if high > low:
+        margin = 0.06 * (high - low)
+        axis.set_ylim(low - margin, high + margin)
+
+
+# ---------------------------------------------------------------- labels at the lines' ends
+
+
+def label_ends(axis):
+    """Write each line's label beside its end, at its height, in its colour.
+
+    Lines that end near the farthest end have their labels in one column beside that. Labels that
+    would overlap push each other as little as they can. Call it last, once limits, titles and the
+    labels of the axes are set.
     """
-    place, ends = axis.transData + axis.transAxes.inverted(), []
+    lines, texts = [], []
     for handle, text in zip(*axis.get_legend_handles_labels()):
-        line = getattr(handle, "lines", [handle])[0]                # of an errorbar: the line without bars
-        _, height = place.transform((axis.get_xlim()[1], line.get_ydata()[-1]))
-        ends.append((height, text, line.get_color()))
-    ends.sort()
-    heights = [height for height, *_ in ends]
-    for _ in range(100):                                    # neighbours push each other apart
-        for i, (below, above) in enumerate(zip(heights, heights[1:])):
-            lack = max(0.0, gap * (1 + ends[i][1].count("\n")) - (above - below)) / 2
-            heights[i], heights[i + 1] = below - lack, above + lack
-        heights[0] = max(heights[0], 0.04)
-    for height, (_, text, colour) in zip(heights, ends):
-        axis.annotate(text, (1.01, height), xycoords="axes fraction", color=colour, va="center",
-                      annotation_clip=False)
+        lines.append(getattr(handle, "lines", [handle])[0])     # of an errorbar: without its bars
+        texts.append(text)
+    labels = []
+    for line, text, x in zip(lines, texts, columns(axis, lines)):
+        end = x, line.get_ydata()[-1]
+        labels.append(axis.annotate(text, end, xytext=(6, 0), textcoords="offset points",
+                                    va="center", color=line.get_color(), annotation_clip=False))
+    figure = axis.figure
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in labels]
+    middles = [(box.y0 + box.y1) / 2 for box in boxes]
+    places = push_apart(middles, [box.height for box in boxes])
+    for label, middle, place in zip(labels, middles, places):
+        label.xyann = 6, (place - middle) * 72 / figure.dpi
+
+
+def columns(axis, lines):
+    """The x of each line's label: its end's, or the farthest end's where that is near."""
+    to_axes = axis.transData + axis.transAxes.inverted()
+    ends = [line.get_xdata()[-1] for line in lines]
+    shares = [to_axes.transform((end, line.get_ydata()[-1]))[0] for end, line in zip(ends, lines)]
+    farthest = max(range(len(lines)), key=lambda i: shares[i])
+    near = [shares[farthest] - share < 0.12 for share in shares]
+    return [ends[farthest] if beside else end for end, beside in zip(ends, near)]
+
+
+def push_apart(middles, heights):
+    """Where labels with these middles and heights go so that none overlap: the least squares of
+    moves.
+
+    Neighbours that overlap become one block, which lies where its labels would be on average; a
+    block that meets the next one joins it.
+    """
+    blocks = []         # each: the numbers of its labels, from below
+    for i in sorted(range(len(middles)), key=lambda i: middles[i]):
+        block = [i]
+        while blocks and overlap(blocks[-1], block, middles, heights):
+            block = blocks.pop() + block
+        blocks.append(block)
+    places = [0.0] * len(middles)
+    for block in blocks:
+        for i, place in zip(block, places_in(block, middles, heights)):
+            places[i] = place
+    return places
+
+
+def places_in(block, middles, heights):
+    """The middles of a block's labels, from below, where each touches the next."""
+    offsets = [0.0]
+    for below, above in zip(block, block[1:]):
+        offsets.append(offsets[-1] + (heights[below] + heights[above]) / 2)
+    wanted = [middles[i] - offset for i, offset in zip(block, offsets)]
+    start = statistics.mean(wanted)
+    return [start + offset for offset in offsets]
+
+
+def overlap(lower, upper, middles, heights):
+    top = places_in(lower, middles, heights)[-1] + heights[lower[-1]] / 2
+    bottom = places_in(upper, middles, heights)[0] - heights[upper[0]] / 2
+    return top > bottom

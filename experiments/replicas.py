@@ -1,243 +1,41 @@
-"""Losses of many replicas in one process: every method on the same batches, on one GPU or on a CPU.
+"""Losses of many replicas in one process (experiments/fleet.py), on one GPU or on a CPU.
 
     python -m experiments.replicas [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-delay       --delay D beside the outer step that waits: m = 1 to 10, fp32 and one byte, Adam and Muon
-many        2 to 64 replicas, groups of 2 and 4: how the gap to DDP grows; with 16, larger and smaller steps
+delay       --delay D beside the outer step that waits: m = 1 to 10, fp32 and one byte, Adam and
+            Muon; the README's first picture: the gap to DDP against the bytes sent
+many        2 to 64 replicas, groups of 2 and 4: how the gap to DDP grows; with 16, larger and
+            smaller steps
 
-The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes all
-gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1). Here only NoLoCo has one byte a
-weight. Groups, Adam, the data's order and the learning rate are those of train.py, so a trial's loss is that
-of `torchrun ... train.py` with the same options, up to rounding (tests/test_experiments.py compares them).
-Nothing is sent.
+Every gap is over DDP with the same optimizer, seed and data. "Merged" is the loss of the model
+with the mean of all replicas' weights, which is what one keeps; DiLoCo's replicas are merged by
+nature. Where a run has no merged loss, the tables have its replicas' mean and say so.
 """
 import itertools
+import statistics
 import time
-from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
 
 import train
-from experiments.pictures import COLOURS, WIDTH, kept, label_ends, save, show_head, show_row
-from experiments.runs import Part, band, headline, over, spread_of
-from model import Llama
-from noloco import random_groups
-from plumbing.data import heldout_sequences, load_corpus, reader_of
-from plumbing.inner import Inner, adam
-from gossip.onebyte import MARGIN
+from experiments.comparing import Comparison, Table
+from experiments.fleet import Fleet, Trial
+from experiments.harness import Part, headline, title_of
+from experiments.pictures import COLOURS, WIDTH, bars, counted, label_ends
+from experiments.results import kept_result, over, save_result, spread_of
+from plumbing.processes import BadInput
 
-LEARN = "--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 --eval-sequences 512"
-SMALLER, SEQUENCES, LARGER = 4, 8, 32       # sequences of a replica's step
+LEARN = ("--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 "
+         "--eval-sequences 512")
+SEQUENCES = 8                               # of a replica's step
+SMALLER, LARGER = 4, 32                     # with 16 replicas also so many
 LENGTH = 128                                # tokens of a sequence
-AT_ONCE = 1 << 17                           # tokens whose gradients are computed in one call
 RATES = {"adam": 6e-3, "muon": 1.2e-2}      # Muon's: DDP's and NoLoCo's best of three
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One method."""
-    method: str                 # ddp, diloco or noloco
-    every: int = 1              # m
-    delay: int = 0              # D
-    wire: str = "fp32"
-    group: int = 2              # n
-
-
-class Outer:
-    """The outer steps of one trial. theta: (seeds, N, P), which changes in place; lengths: of its tensors."""
-
-    def __init__(self, trial, theta, seeds, lengths):
-        self.trial, self.theta, self.seeds, self.lengths = trial, theta, seeds, lengths
-        self.phi = theta.clone()
-        self.counts = torch.tensor(lengths, device=theta.device)
-        self.steps, self.flying = 0, None
-
-    def step(self):
-        """After an inner step: what arrives is merged, then what is due departs (gossip/delay.py)."""
-        self.steps += 1
-        t = self.trial
-        if self.flying and (self.steps - t.delay) % t.every == 0:
-            self.land()
-        if self.steps % t.every == 0:
-            self.flying = self.theta.clone(), self.means()
-            if not t.delay:
-                self.land()
-
-    def land(self):
-        """phi is the mean of what was sent; what was learnt since stays."""
-        sent, self.phi = self.flying
-        torch.add(self.phi, self.theta - sent, out=self.theta)
-        self.flying = None
-
-    def means(self):
-        """Each replica's mean theta: over all replicas (DiLoCo), or its group."""
-        if self.trial.method == "diloco":
-            return self.theta.mean(1, keepdim=True)
-        groups = self.groups()                                      # (seeds, N, n)
-        seed, replica = (torch.arange(n, device=groups.device) for n in groups.shape[:2])
-        there = seed[:, None, None], groups
-        if self.trial.wire == "fp32":
-            return self.theta[there].mean(2)
-        codes, scales = self.encoded()
-        own = self.theta[:, :, None]
-        thetas = decoded(codes[there], scales[there], own)
-        mine = groups == replica[:, None]
-        return torch.where(mine[..., None], own, thetas).mean(2)
-
-    def groups(self):
-        """(seeds, N, n): the group of each replica."""
-        found, count = [], self.theta.shape[1]
-        for seed in self.seeds:
-            groups = random_groups(range(count), self.trial.group, self.steps // self.trial.every - 1, seed)
-            of = {i: group for group in groups for i in group}
-            found.append([of[i] for i in range(count)])
-        return torch.tensor(found, device=self.theta.device)
-
-    def encoded(self):
-        """M1 and M2 of gossip/onebyte.py: each weight's code and scale."""
-        moved, size = (torch.stack([part.amax(-1) for part in x.abs().split(self.lengths, -1)], -1)
-                       for x in (self.theta - self.phi, self.theta))            # (seeds, N, tensors)
-        scales = torch.maximum(moved * (MARGIN / 256), size * 2**-22).clamp(min=1e-30)
-        scales = scales.repeat_interleave(self.counts, -1, output_size=self.theta.shape[-1])
-        return (self.theta / scales).round() % 256, scales
-
-
-def decoded(codes, scales, own):
-    """M3 of gossip/onebyte.py."""
-    return scales * (codes + 256 * ((own / scales - codes) / 256).round())
-
-
-# ---------------------------------------------------------------- all models of a part
-
-
-class Muon:
-    """torch.optim.Muon with its settings in plumbing/inner.py, for the matrices of many models at once."""
-
-    def __init__(self, matrices, grads):
-        from torch.optim._muon import _zeropower_via_newtonschulz as orthogonal
-        settings = dict(ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5, eps=1e-7)
-        self.orthogonal = vmap(partial(orthogonal, **settings))
-        # each (models, rows, columns)
-        self.parts = [(w, g, torch.zeros_like(g)) for w, g in zip(matrices, grads)]
-
-    def step(self, lr):
-        """Leaves gradients of zero, by which Adam moves nothing."""
-        for w, g, momentum in self.parts:
-            momentum.lerp_(g, 0.05)
-            update = self.orthogonal(g.lerp(momentum, 0.95))
-            w.add_(update, alpha=-0.2 * lr * max(w.shape[1:]) ** 0.5)
-            g.zero_()
-
-
-class Fleet:
-    """N replicas of every trial with every seed, trained in step. o: train.Options."""
-
-    def __init__(self, o, trials, replicas, seeds, device):
-        self.o, self.trials, self.seeds, self.N, self.device = o, trials, seeds, replicas, device
-        corpus = load_corpus(o)
-        self.digest = corpus.digest
-        self.heldout = heldout_sequences(corpus, o.eval_sequences, o.seq_len).to(device)
-        self.readers = [[reader_of(corpus, o.seq_len, seed, place, replicas) for place in range(replicas)]
-                        for seed in seeds]
-        models = [Llama(train.whole_config(o), seed=seed) for seed in seeds]
-        first = torch.stack([torch.nn.utils.parameters_to_vector(m.parameters()).detach() for m in models])
-        self.model = models[0].to(device)
-        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        lengths = self.lengths = [p.numel() for p in self.model.parameters()]
-        # (trials, seeds, N, P)
-        self.theta = first.to(device)[None, :, None].repeat(len(trials), 1, replicas, 1)
-        self.theta.grad = self.grad = torch.zeros_like(self.theta)
-        self.adam = Inner(adam([self.theta], o.beta2))
-        inside = [name for name, shape in self.shapes.items() if "layers" in name and len(shape) == 2]
-        theta, grads = self.named(self.theta), self.named(self.grad)
-        self.loss, self.gradient = loss_and_gradient(self.model, device)
-        self.muon = o.optimizer == "muon" and Muon([theta[n] for n in inside], [grads[n] for n in inside])
-        self.outers = [Outer(trial, theta, seeds, lengths) for trial, theta in zip(trials, self.theta)
-                       if trial.method != "ddp"]
-
-    def named(self, vectors):
-        """{name: (models, *shape)}, views of vectors (..., P)."""
-        parts = vectors.view(-1, vectors.shape[-1]).split(self.lengths, 1)
-        return {name: part.unflatten(1, shape) for part, (name, shape) in zip(parts, self.shapes.items())}
-
-    def step(self, number):
-        tokens = torch.stack([torch.stack([r.next(self.o.batch) for r in row]) for row in self.readers])
-        tokens = tokens.to(self.device).expand(len(self.trials), *tokens.shape).flatten(0, 2)
-        weights, grads = self.named(self.theta), self.named(self.grad)
-        room = min(len(tokens), max(1, AT_ONCE // tokens[0].numel()))
-        for a in [*range(0, len(tokens) - room, room), len(tokens) - room]:     # the last overlaps: one shape
-            some = slice(a, a + room)
-            found = self.gradient({name: w[some] for name, w in weights.items()}, tokens[some])
-            for name, gradient in found.items():
-                grads[name][some] = gradient
-        for trial, g in zip(self.trials, self.grad):
-            if trial.method == "ddp":
-                g.copy_(g.mean(1, keepdim=True).expand_as(g))
-        norm = torch.linalg.vector_norm(self.grad, dim=-1, keepdim=True)
-        self.grad.mul_((self.o.clip / norm).clamp(max=1.0))
-        lr = train.schedule(number, self.o)
-        if self.muon:
-            self.muon.step(lr)
-        self.adam.step(lr)
-        for outer in self.outers:
-            outer.step()
-
-    @torch.no_grad()
-    def evaluate(self):
-        """Held-out nats per token of all models: (trials, seeds, N)."""
-        weights, found = self.named(self.theta), []
-        some = max(1, 2 * AT_ONCE // self.heldout.numel())
-        for a in range(0, len(next(iter(weights.values()))), some):
-            part = {name: w[a:a + some] for name, w in weights.items()}
-            found.append(vmap(self.loss, in_dims=(0, None))(part, self.heldout))
-        return torch.cat(found).view(self.theta.shape[:-1])
-
-    def train(self):
-        """A row for each trial and seed; losses: the last one, mean over the replicas."""
-        for number in tqdm(range(self.o.steps), dynamic_ncols=True):
-            self.step(number)
-        last = self.evaluate().mean(-1).cpu()
-        return [dict(trial=asdict(trial), seed=seed, replicas=self.N, optimizer=self.o.optimizer,
-                     tokens=self.o.batch * self.o.seq_len, lr=self.o.lr, losses=[round(float(last[i, s]), 5)])
-                for i, trial in enumerate(self.trials) for s, seed in enumerate(self.seeds)]
-
-
-class Whole(torch.nn.Module):
-    """A Llama's mean loss as one call."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens):
-        with sdpa_kernel(SDPBackend.MATH):              # the fused ones know no vmap
-            x = self.model.blocks(self.model.embed(tokens[:, :-1]))
-        return self.model.loss(x, tokens[:, 1:]) / tokens[:, 1:].numel()
-
-
-def loss_and_gradient(model, device):
-    """Functions of many models' weights {name: (models, ...)}: the mean loss, and its gradient for tokens
-    (models, B, T + 1)."""
-    whole = Whole(model)
-
-    def loss(weights, tokens):
-        return functional_call(whole, {f"model.{name}": w for name, w in weights.items()}, (tokens,))
-
-    gradient = vmap(grad(loss))
-    if device == "cuda":
-        torch.set_float32_matmul_precision("high")              # TF32
-        gradient = torch.compile(gradient, dynamic=False)
-    return loss, gradient
-
-
-# ---------------------------------------------------------------- the parts
-
 REPLICAS = 2, 8, 16, 32, 64
+
+# ---------------------------------------------------------------- what is trained
+
 SHOWN = {
     "NoLoCo, every 2": Trial("noloco", 2), "DiLoCo, every 4": Trial("diloco", 4),
     "NoLoCo, every 2, groups of 4": Trial("noloco", 2, group=4),
@@ -245,6 +43,7 @@ SHOWN = {
     "NoLoCo, every 10": Trial("noloco", 10), "DiLoCo, every 20": Trial("diloco", 20),
     "NoLoCo, every 10, groups of 4": Trial("noloco", 10, group=4),
 }
+DDP = Trial("ddp")
 
 
 def delays(m):
@@ -252,15 +51,18 @@ def delays(m):
 
 
 def delay_trials():
-    yield Trial("ddp")
+    yield DDP
     for m, wire in itertools.product((1, 2, 4, 10), ("fp32", "int8")):
-        yield from (Trial("noloco", m, delay, wire) for delay in delays(m))
+        for delay in delays(m):
+            yield Trial("noloco", m, delay, wire)
     for m in (2, 4, 10):
-        yield from (Trial("diloco", m, delay) for delay in delays(m))
+        for delay in delays(m):
+            yield Trial("diloco", m, delay)
+    yield Trial("diloco", 20)
 
 
 def many_trials(replicas):
-    yield Trial("ddp")
+    yield DDP
     for m in (1, 2, 10):
         yield Trial("noloco", m)
         yield Trial("diloco", 2 * m)
@@ -278,38 +80,65 @@ def many_fleets(steps):
     """As above."""
     steps = steps or 600
     for optimizer, replicas in itertools.product(RATES, REPLICAS):
-        yield optimizer, replicas, SEQUENCES, steps, many_trials(replicas), 1 if replicas == 64 else None
+        most = 1 if replicas == 64 else None
+        yield optimizer, replicas, SEQUENCES, steps, many_trials(replicas), most
     for sequences in SMALLER, LARGER:           # all that is shown but every 1
-        yield "adam", 16, sequences, steps, [Trial("ddp"), *(t for t in SHOWN.values() if t.every > 1)], None
+        trials = [DDP, *(trial for trial in SHOWN.values() if trial.every > 1)]
+        yield "adam", 16, sequences, steps, trials, None
 
 
 def train_all(name, part, o):
     """Train the fleets that OUT/results does not have yet, and save after each."""
-    file = Path(o.out, "results", f"headline_{name}.json")
-    found = kept(o.out, f"headline_{name}") if file.exists() else dict(fleets={}, machines={})
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for optimizer, replicas, sequences, steps, trials, most in part.runs(o.steps):
+    found = dict(fleets={}, machines={})
+    if Path(o.out, "results", f"headline_{name}.json").exists():
+        found = kept_result(o.out, f"headline_{name}")
+    if found["fleets"] and found.get("steps") != o.steps:
+        raise BadInput(f"{o.out}/results/headline_{name}.json has runs of other lengths: give "
+                       "another --out")
+    if o.steps:
+        found["steps"] = o.steps
+    ran = {}
+    for optimizer, replicas, sequences, steps, trials, most in part.settings(o.steps):
         seeds = (o.seeds or list(part.seeds))[:most]
-        key = f"{optimizer}, {replicas} replicas, {sequences} sequences, {steps} steps, seeds {seeds}"
+        key = (f"{optimizer}, {replicas} replicas, {sequences} sequences, {steps} steps, "
+               f"seeds {seeds}")
         if key in found["fleets"] or o.only not in key:
             continue
         print(key)
-        words = f"{LEARN} --batch {sequences} --steps {steps} --lr {RATES[optimizer]} --optimizer {optimizer}"
-        fleet = Fleet(train.parse(words.split()), list(trials), replicas, seeds, device)
-        start = time.perf_counter()
-        found["fleets"][key] = fleet.train()
-        machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-        found["machines"][key] = [machine, torch.__version__, round(time.perf_counter() - start)]
-        found["digest"] = fleet.digest
-        save(o.out, f"headline_{name}", found)
+        options = (f"{LEARN} --batch {sequences} --steps {steps} --lr {RATES[optimizer]} "
+                   f"--optimizer {optimizer}")
+        train_fleet(found, key, options, list(trials), replicas, seeds)
+        save_result(o.out, f"headline_{name}", found)
+        ran[key] = found["fleets"][key]
+    if o.only:
+        show_fleets(ran)
     return found
 
 
-# ---------------------------------------------------------------- tables and picture
+def train_fleet(found, key, options, trials, replicas, seeds):
+    """Add the fleet's rows to found, and the machine that trained it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    fleet = Fleet(train.parse(options.split()), trials, replicas, seeds, device)
+    start = time.perf_counter()
+    found["fleets"][key] = fleet.train()
+    found["machines"][key] = [machine, torch.__version__, round(time.perf_counter() - start)]
+    found["digest"] = fleet.digest
+
+
+def has_all_fleets(found, part):
+    """Whether all fleets are there, with all their steps and seeds."""
+    if found.get("steps") or len(found["fleets"]) < len(list(part.settings(None))):
+        return False
+    return all(f"seeds {list(part.seeds)}" in key or "seeds [0]" in key for key in found["fleets"])
+
+
+# ---------------------------------------------------------------- what was found
 
 
 def by_trial(found, sequences=SEQUENCES):
-    """{(optimizer, replicas): {Trial: {seed: row}}} of the runs with so many sequences a replica and step."""
+    """{(optimizer, replicas): {Trial: {seed: row}}} of the runs with so many sequences a replica
+    and step."""
     runs = {}
     for row in itertools.chain(*found["fleets"].values()):
         if row["tokens"] == sequences * LENGTH:
@@ -318,64 +147,283 @@ def by_trial(found, sequences=SEQUENCES):
     return runs
 
 
-def over_ddp(trials, trial):
-    """Perplexity over DDP's with the same optimizer: of each seed that this trial has."""
-    rows, ddp = trials.get(trial, {}), trials.get(Trial("ddp"))
-    return over(*([there[seed]["losses"][-1] for seed in rows] for there in (rows, ddp)))
+def mean_loss(row):
+    """The mean over the replicas."""
+    return row["losses"][-1]
 
 
-def cell(trials, trial):
-    values = over_ddp(trials, trial)
-    return spread_of(values, "+.1%") if values else ""
+def merged_loss(row):
+    """Of the mean of the replicas' weights; None where it was not measured."""
+    return row.get("merged")
 
 
-def show_delay(found):
+def pairs(trials, trial, base, loss):
+    """([losses], [the base's of the same seeds]); empty where one of the two was not measured."""
+    losses, others = [], []
+    base_rows = trials.get(base, {})
+    for seed, row in trials.get(trial, {}).items():
+        if seed in base_rows and loss(row) is not None and loss(base_rows[seed]) is not None:
+            losses.append(loss(row))
+            others.append(loss(base_rows[seed]))
+    return losses, others
+
+
+def gap(trials, trial, loss=merged_loss, base=DDP):
+    """Perplexity over DDP's with the same optimizer, or another base's; None where there is
+    none."""
+    losses, others = pairs(trials, trial, base, loss)
+    if not losses:
+        return None
+    return Comparison(over(losses, others), "+.1%")
+
+
+def nats_over(trials, trial, base, loss):
+    losses, others = pairs(trials, trial, base, loss)
+    if not losses:
+        return None
+    return Comparison([a - b for a, b in zip(losses, others)])
+
+
+def show_fleets(fleets):
+    """What a command with --only ran."""
+    table = Table("fleet", "method", "held-out nats per byte", "merged")
+    for key, rows in fleets.items():
+        for row in rows:
+            table.add(key, str(Trial(**row["trial"])), f"{mean_loss(row):.3f}",
+                      f"{merged_loss(row):.3f}")
+    table.end()
+
+
+# ---------------------------------------------------------------- the gap against bytes
+
+
+def bytes_of_ddp(trial, replicas):
+    """Bytes sent per rank, over DDP's in fp32: it reduces the gradient at every step in a ring,
+    which sends 2 (N - 1) / N of it; DiLoCo every m steps; NoLoCo's pair sends the weights once."""
+    ring = 2 * (replicas - 1) / replicas
+    own = 1.0 if trial.method == "noloco" else ring
+    return own / ring / trial.every
+
+
+GAP = {     # its name in the picture: (optimizer, method, m of its points, colour, dashes)
+    "NoLoCo, Adam": ("adam", "noloco", (1, 2, 4, 10), "NoLoCo", "-"),
+    "DiLoCo, Adam": ("adam", "diloco", (2, 4, 10, 20), "DiLoCo", "-"),
+    "NoLoCo, Muon": ("muon", "noloco", (1, 2, 4, 10), "NoLoCo", "--"),
+    "DiLoCo, Muon": ("muon", "diloco", (2, 4, 10, 20), "DiLoCo", "--"),
+}
+
+
+def show_gap(found):
     runs = by_trial(found)
-    show_head("m, D | NoLoCo, Adam, fp32 | one byte | NoLoCo, Muon, fp32 | one byte | DiLoCo, Adam, fp32 "
-              "| DiLoCo, Muon, fp32")
-    for m in (1, 2, 4, 10):
-        for delay in delays(m):
-            noloco = [cell(runs[optimizer, 8], Trial("noloco", m, delay, wire))
-                      for optimizer in RATES for wire in ("fp32", "int8")]
-            diloco = [cell(runs[optimizer, 8], Trial("diloco", m, delay)) for optimizer in RATES]
-            show_row(f"{m}, {delay}", *noloco, *diloco)
+    table = Table("8 replicas, fp32", "averages every", "bytes of DDP's", "merged, nats per byte",
+                  "over DDP's with the same optimizer")
+    for optimizer in RATES:
+        losses = [merged_loss(row) for row in runs[optimizer, 8][DDP].values()]
+        table.add(f"DDP, {optimizer.title()}", "1", "100%", f"{statistics.mean(losses):.3f}", None)
+    for name, (optimizer, method, every, _, _) in GAP.items():
+        trials = runs[optimizer, 8]
+        for m in every:
+            trial = Trial(method, m)
+            losses = [merged_loss(row) for row in trials.get(trial, {}).values()]
+            if losses:
+                table.add(name, m, f"{bytes_of_ddp(trial, 8):.0%}",
+                          f"{statistics.mean(losses):.3f}", gap(trials, trial))
+    table.end()
 
 
-DRAWN = {"NoLoCo, every 2": "NoLoCo", "NoLoCo, every 2, groups of 4": "groups", "DiLoCo, every 4": "DiLoCo"}
+def in_percent(comparison):
+    return [100 * more for more in comparison.differences]
 
 
-def show_many(found):
+def draw_gap(plt, found):
+    """The merged model's gap to DDP against the bytes that a rank sends."""
     runs = by_trial(found)
-    columns = [(optimizer, n) for optimizer in RATES for n in REPLICAS if (optimizer, n) in runs]
-    show_head("method | " + " | ".join(f"{n} replicas, {optimizer.title()}" for optimizer, n in columns))
-    for name, trial in SHOWN.items():
-        show_row(name, *(cell(runs[column], trial) for column in columns))
-    show_head("16 replicas, Adam: tokens of a replica and step | " + " | ".join(SHOWN))
-    for sequences in SMALLER, SEQUENCES, LARGER:
-        trials = by_trial(found, sequences).get(("adam", 16), {})
-        show_row(sequences * LENGTH, *(cell(trials, trial) for trial in SHOWN.values()))
-
-
-def draw_many(plt, found):
-    runs = by_trial(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.8))
-    for (name, colour), optimizer in itertools.product(DRAWN.items(), RATES):
-        gaps = {n: [100 * gap for gap in over_ddp(runs.get((optimizer, n), {}), SHOWN[name])]
-                for n in REPLICAS}
-        x = [n for n in REPLICAS[:-1] if gaps[n]]               # the last has one seed
-        seeds = [*zip(*(gaps[n] for n in x))]
-        band(axis, seeds, x, COLOURS[colour], ls="-" if optimizer == "adam" else "--", marker="o",
-             label=f"{name}, {optimizer.title()}")
-        first_seed = [gaps[n][0] for n in REPLICAS[-2:]]
-        axis.plot(REPLICAS[-2:], first_seed, color=COLOURS[colour], ls=":", lw=1, marker=".")
-    axis.set_xscale("log", base=2)
-    axis.set(xlabel="replicas (bands: range of three seeds; dotted: seed 0 alone)",
-             xticks=REPLICAS, xticklabels=REPLICAS, ylabel="% perplexity over DDP's with as many replicas",
-             title="The gap to DDP grows with the replicas; it is smaller with Muon (dashed)")
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
+    for name, (optimizer, method, every, colour, dashes) in GAP.items():
+        trials = runs[optimizer, 8]
+        there = [Trial(method, m) for m in every if Trial(method, m) in trials]
+        x = [100 * bytes_of_ddp(trial, 8) for trial in there]
+        points = [in_percent(gap(trials, trial)) for trial in there]
+        bars(axis, points, x, COLOURS[colour], ls=dashes, label=name)
+        if name == "NoLoCo, Adam":
+            for trial, at, point in zip(there, x, points):
+                axis.annotate(f"every {trial.every}", (at, statistics.mean(point)), xytext=(-4, 5),
+                              textcoords="offset points", ha="right", color=COLOURS[colour])
+    axis.plot([100], [0], "s", color=COLOURS["DDP"], label="_DDP", ms=6)
+    axis.annotate("DDP", (100, 0), xytext=(0, 8), textcoords="offset points", ha="center")
+    axis.set_xscale("log")
+    seeds = len(runs["adam", 8][DDP])
+    ticks = (100, 50, 25, 10, 5)
+    finding = ("Fewer bytes, a wider gap to DDP: with Muon it is less than half as wide as with "
+               "Adam\nfrom every 2 steps on; DiLoCo is about as close for as many bytes")
+    axis.set(xlim=(125, 4.6), xticks=ticks, xticklabels=[f"{tick}%" for tick in ticks],
+             xlabel="bytes that a rank sends to synchronise, of DDP's (fewer to the right; fp32, "
+             "8 replicas)",
+             ylabel="perplexity over DDP's with the same optimizer, %\n"
+             f"(bars: range of {counted(seeds, 'seed')})",
+             title=title_of(found, finding, "The gap to DDP against the bytes sent"))
+    axis.minorticks_off()
     label_ends(axis)
     return figure
 
 
+# ---------------------------------------------------------------- delays and one byte
+
+
+def show_delay(found):
+    show_gap(found)
+    runs = by_trial(found)
+    table = Table("optimizer, m, D: over DDP's", "NoLoCo, fp32", "NoLoCo, one byte", "DiLoCo, fp32",
+                  "NoLoCo, fp32: replicas' mean")
+    for optimizer, m, delay in delay_rows():
+        trials = runs[optimizer, 8]
+        noloco = Trial("noloco", m, delay)
+        table.add(f"{optimizer.title()}, {m}, {delay}", gap(trials, noloco),
+                  gap(trials, Trial("noloco", m, delay, "int8")),
+                  gap(trials, Trial("diloco", m, delay)), gap(trials, noloco, mean_loss))
+    table.end()
+    print("Merged models, but for the last column.\n")
+    table = Table("optimizer, m, D", "NoLoCo, fp32: over D = 0", "NoLoCo: one byte over fp32",
+                  "DiLoCo: over D = 0", "NoLoCo over DiLoCo, same m and D")
+    for optimizer, m, delay in delay_rows():
+        trials = runs[optimizer, 8]
+        noloco, diloco = Trial("noloco", m, delay), Trial("diloco", m, delay)
+        later, diloco_later = None, None
+        if delay:
+            later = gap(trials, noloco, base=Trial("noloco", m))
+            diloco_later = gap(trials, diloco, base=Trial("diloco", m))
+        table.add(f"{optimizer.title()}, {m}, {delay}", later,
+                  gap(trials, Trial("noloco", m, delay, "int8"), base=noloco), diloco_later,
+                  gap(trials, noloco, base=diloco))
+    table.end()
+
+
+def delay_rows():
+    """(optimizer, m, D)"""
+    for optimizer, m in itertools.product(RATES, (1, 2, 4, 10)):
+        for delay in delays(m):
+            yield optimizer, m, delay
+
+
+# ---------------------------------------------------------------- many replicas
+
+SHORT = "NoLoCo, every 2", "DiLoCo, every 4", "NoLoCo, every 2, groups of 4", "NoLoCo, every 1"
+LONG = "NoLoCo, every 10", "DiLoCo, every 20", "NoLoCo, every 10, groups of 4"
+
+
+def columns_of(runs):
+    """(optimizer, replicas) that were trained, in the tables' order."""
+    return [(optimizer, n) for optimizer in RATES for n in REPLICAS if (optimizer, n) in runs]
+
+
+def show_many(found):
+    runs = by_trial(found)
+    for names, (kind, loss) in itertools.product((SHORT, LONG), LOSSES.items()):
+        table = Table(f"{kind}, over DDP's", *names)
+        for optimizer, n in columns_of(runs):
+            cells = [gap(runs[optimizer, n], SHOWN[name], loss) for name in names]
+            if any(cells):
+                table.add(f"{n} replicas, {optimizer.title()}", *cells)
+        table.end()
+    show_over_diloco(runs)
+    table = Table("replicas' mean, over DDP's", *SHORT[:2], *LONG[:2])
+    for sequences in SMALLER, SEQUENCES, LARGER:
+        trials = by_trial(found, sequences).get(("adam", 16), {})
+        table.add(f"16 replicas, Adam, {sequences * LENGTH} tokens a step",
+                  *(gap(trials, SHOWN[name], mean_loss) for name in (*SHORT[:2], *LONG[:2])))
+    table.end()
+
+
+LOSSES = {"merged models": merged_loss, "replicas' mean": mean_loss}
+
+
+def show_over_diloco(runs):
+    """NoLoCo beside DiLoCo at about as many bytes, in nats per byte."""
+    table = Table("NoLoCo over DiLoCo, nats per byte", "every 2 over 4, merged",
+                  "every 2 over 4, replicas' mean", "every 10 over 20, merged",
+                  "every 10 over 20, replicas' mean")
+    for optimizer, n in columns_of(runs):
+        trials, cells = runs[optimizer, n], []
+        for noloco, diloco in (SHORT[:2], LONG[:2]):
+            for loss in LOSSES.values():
+                cells.append(nats_over(trials, SHOWN[noloco], SHOWN[diloco], loss))
+        table.add(f"{n} replicas, {optimizer.title()}", *cells)
+    table.end()
+    print("Runs without a merged loss (Muon's 32 and 64 replicas) have their replicas' mean "
+          "alone.\n")
+
+
+def record_many(found):
+    """Ranges, mean over the replicas."""
+    runs = by_trial(found)
+    for optimizer in RATES:
+        counts = [n for kind, n in columns_of(runs) if kind == optimizer]
+        table = Table(f"{optimizer.title()}: over DDP's (least to largest)",
+                      *(f"{n} replicas" for n in counts))
+        for name, trial in SHOWN.items():
+            gaps = [gap(runs[optimizer, n], trial, mean_loss) for n in counts]
+            table.add(name, *(more and spread_of(more.differences, "+.1%") for more in gaps))
+        table.end()
+
+
+MANY = {        # name: (colour, text)
+    "NoLoCo, every 2": ("NoLoCo", "NoLoCo, every 2"),
+    "DiLoCo, every 4": ("DiLoCo", "DiLoCo, every 4"),
+    "NoLoCo, every 2, groups of 4": ("groups", "NoLoCo, every 2,\ngroups of 4"),
+}
+
+
+def draw_many(plt, found):
+    """The gap against the replicas, Adam and Muon; 64 replicas, which have one seed, apart."""
+    runs = by_trial(found)
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), sharey=True)
+    for axis, optimizer in zip(axes, RATES):
+        for name, (colour, text) in MANY.items():
+            draw_gaps(axis, runs, optimizer, SHOWN[name], COLOURS[colour], text)
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="replicas", xticks=REPLICAS, xticklabels=REPLICAS, xlim=(1.7, 75),
+                 title=f"{optimizer.title()}, beside DDP with {optimizer.title()}")
+        axis.minorticks_off()
+    axes[0].set_ylabel("perplexity over DDP's, %")
+    finding = "The gap to DDP grows with the replicas; with Muon it is narrower"
+    figure.suptitle(
+        title_of(found, finding, "The gap to DDP against the replicas") +
+        "\n(merged models; hollow: mean over the replicas; bars: range of three seeds; "
+        "64 replicas: one seed)", x=0.01, ha="left")
+    for axis in axes:
+        label_ends(axis)
+    return figure
+
+
+def draw_gaps(axis, runs, optimizer, trial, colour, text):
+    """A line through the numbers of replicas with several seeds, a point for one with a single
+    seed; the last of them has the label."""
+    x = []
+    points = []
+    fills = []
+    for n in REPLICAS:
+        trials, fill = runs.get((optimizer, n), {}), colour
+        more = gap(trials, trial)
+        if more is None:
+            more, fill = gap(trials, trial, mean_loss), "white"
+        if more is not None:
+            x.append(n)
+            points.append(in_percent(more))
+            fills.append(fill)
+    joined = [i for i in range(len(x)) if len(points[i]) == len(points[0])]
+    means = [statistics.mean(points[i]) for i in joined]
+    axis.plot([x[i] for i in joined], means, color=colour, lw=1.5)
+    for i in range(len(x)):
+        label = text if i == len(x) - 1 else None
+        bars(axis, [points[i]], [x[i]], colour, ls="", mfc=fills[i], zorder=3, label=label)
+
+
+PARTS = {
+    "delay": Part(delay_fleets, show_delay, None, {"gap": draw_gap}, measure=train_all,
+                  is_whole=has_all_fleets),
+    "many": Part(many_fleets, show_many, record_many, {"many": draw_many}, measure=train_all,
+                 is_whole=has_all_fleets),
+}
+
 if __name__ == "__main__":
-    headline(__doc__, {"delay": Part(delay_fleets, show_delay, measure=train_all),
-                       "many": Part(many_fleets, show_many, draw_many, measure=train_all)})
+    headline(__doc__, PARTS)

@@ -1,29 +1,33 @@
-"""Where replicas stay together: N2 and N3 on the quadratic loss, the theory of gamma beside simulations.
+"""Where replicas stay together: N2 and N3 on the quadratic loss, the theory of gamma beside
+simulations.
 
     python -m experiments.stability [--steps N] [--out DIR] [--plot]
 
 m inner steps on 1/2 lambda theta^2 give Delta = -p phi, p = 1 - (1 - omega lambda)^m (`pull`). N
 replicas in G groups of n; x and d are what phi and delta differ from their means over all replicas.
-Averaging within the groups (P) keeps P x and removes x - P x: N2 pulls on the first with beta p, on the
-second with gamma.
+Averaging within the groups (P) keeps P x and removes x - P x: N2 pulls on the first with beta p, on
+the second with gamma.
 
     one outer step      d' = alpha d - r x,  x' = x + d',  with r = beta p on P x, gamma on x - P x
     random groups       E P = (1 - k) I with k = (N - G) / (N - 1): `contraction`
     two moments of r    r1 = k gamma + (1 - k) beta p,  r2 = k gamma^2 + (1 - k) (beta p)^2: `rates`
     moments of x, d     (V, C, D) = E (x^2, x d, d^2): `moment_matrix`
-    stable where        (1 + alpha) r2 < 2 r1 (1 - alpha^2) + 2 alpha r1^2: `exact_bound`, for gamma = beta
+    stable where        (1 + alpha) r2 < 2 r1 (1 - alpha^2) + 2 alpha r1^2
+                        (`exact_bound`, for gamma = beta)
 """
 import itertools
 
 import torch
 from tqdm import tqdm
 
-from experiments.pictures import COLOURS, WIDTH, show_head, show_row
-from experiments.runs import Part, headline
+from experiments.comparing import Table
+from experiments.harness import Part, headline, title_of
+from experiments.pictures import COLOURS, WIDTH
 from plumbing.options import TINY
 from gossip.window import gamma_bound
 
-REPLICAS, DRAWS, STEPS = 64, 8, 240          # draws of groups; outer steps, or --steps
+REPLICAS = 64
+DRAWS, STEPS = 8, 240           # draws of groups; outer steps, or --steps
 PULLS = (0.0, 0.3)
 ALPHAS = torch.arange(20) * 0.05
 GAMMAS = torch.arange(80) * 0.05 + 0.025
@@ -33,12 +37,12 @@ GAMMAS = torch.arange(80) * 0.05 + 0.025
 
 
 def contraction(replicas, n):
-    """k: of the differences between replicas, a random partition into G groups of n removes on average
-    the share (N - G) / (N - 1).
+    """k: of the differences between replicas, a random partition into G groups of n removes on
+    average the share (N - G) / (N - 1).
 
-    A group mean is a projection P of trace G that keeps what all replicas share. Averaged over random
-    partitions it treats all other directions alike, so there it is (G - 1) / (N - 1) times the identity:
-    exact for any N, about 1 - 1/n when N >> n, 1 when n = N.
+    A group mean is a projection P of trace G that keeps what all replicas share. Averaged over
+    random partitions it treats all other directions alike, so there it is (G - 1) / (N - 1) times
+    the identity: exact for any N, about 1 - 1/n when N >> n, 1 when n = N.
     """
     return (replicas - max(1, replicas // n)) / (replicas - 1)
 
@@ -78,23 +82,26 @@ def growth(alpha, gamma, n, pull, generator, steps):
     """log of the RMS difference between replicas per outer step, over the last half of the steps,
     noise-free, beta = gamma; alpha, gamma: (points).
 
-    DRAWS independent sequences of groups, the same for all points, are pooled: what grows is the mean
-    square. Once centred and scaled at every step, which a linear map does not feel, nothing overflows.
+    DRAWS independent sequences of groups, the same for all points, are pooled: what grows is the
+    mean square. Once centred and scaled at every step, which a linear map does not feel, nothing
+    overflows.
     """
-    phi, delta = (torch.randn((DRAWS * REPLICAS, len(alpha)), generator=generator) for _ in range(2))
+    phi = torch.randn((DRAWS * REPLICAS, len(alpha)), generator=generator)
+    delta = torch.randn(phi.shape, generator=generator)
     total = torch.zeros_like(alpha)
     start = REPLICAS * torch.arange(DRAWS)[:, None]
     for step in range(steps):
         order = (torch.rand((DRAWS, REPLICAS), generator=generator).argsort(1) + start).flatten()
         phi, delta = phi[order], delta[order]                           # groups are neighbours
-        phis, deltas = (v.view(-1, n, len(alpha)) for v in (phi, delta))
+        phis = phi.view(-1, n, len(alpha))
+        deltas = delta.view(-1, n, len(alpha))
         mean = phis.mean(1, keepdim=True)
         deltas.mul_(alpha).sub_(gamma * phis).add_((gamma - gamma * pull) * mean)       # N2
         phi += delta                                                                    # N3
         for v in (phi.view(DRAWS, REPLICAS, -1), delta.view(DRAWS, REPLICAS, -1)):
             v -= v.mean(1, keepdim=True)
         square = (phi.square().mean(0) + delta.square().mean(0)) / 2
-        scale = square.sqrt().clamp(min=1e-6)                   # alpha 0, gamma 1, n = N: all gone at once
+        scale = square.sqrt().clamp(min=1e-6)           # alpha 0, gamma 1, n = N: all gone at once
         phi /= scale
         delta /= scale
         if step >= steps // 2:
@@ -105,21 +112,27 @@ def growth(alpha, gamma, n, pull, generator, steps):
 # ---------------------------------------------------------------- what is found
 
 
-def stability(name, part, o):
+def map_growth(name, part, o):
     """Where differences between replicas die out over (alpha, gamma)."""
     generator = torch.Generator().manual_seed(0)
-    result = dict(replicas=REPLICAS, pulls=PULLS, alphas=ALPHAS.tolist(), gammas=GAMMAS.tolist(),
-                  default=(0.5, 0.7), groups={})
-    alpha, gamma = (v.flatten() for v in torch.meshgrid(ALPHAS, GAMMAS, indexing="ij"))
-    for n, pull in tqdm([*itertools.product((2, 4, REPLICAS), PULLS)], desc="maps", dynamic_ncols=True):
-        k, rate = contraction(REPLICAS, n), growth(alpha, gamma, n, pull, generator, o.steps or STEPS)
-        row = result["groups"].setdefault(str(n), dict(exact={}, crossing={}))
+    found = dict(replicas=REPLICAS, pulls=PULLS, alphas=ALPHAS.tolist(), gammas=GAMMAS.tolist(),
+                 default=(0.5, 0.7), groups={})
+    if o.steps:
+        found["steps"] = o.steps
+    alpha, gamma = torch.meshgrid(ALPHAS, GAMMAS, indexing="ij")
+    alpha, gamma = alpha.flatten(), gamma.flatten()
+    maps = list(itertools.product((2, 4, REPLICAS), PULLS))
+    for n, pull in tqdm(maps, desc="maps", dynamic_ncols=True):
+        k = contraction(REPLICAS, n)
+        rate = growth(alpha, gamma, n, pull, generator, o.steps or STEPS)
+        row = found["groups"].setdefault(str(n), dict(exact={}, crossing={}))
         row["exact"][str(pull)] = exact_bound(ALPHAS, k, pull).tolist()
         row["crossing"][str(pull)] = first_growth(rate.view(len(ALPHAS), -1)).tolist()
         if pull == 0.0:
-            row.update(beside_bounds(rate, alpha, gamma, n, k), bound=gamma_bound(ALPHAS, n).tolist(),
-                       window=[w.tolist() for w in paper_window(ALPHAS, n)])
-    return result
+            row |= beside_bounds(rate, alpha, gamma, n, k)
+            row["bound"] = gamma_bound(ALPHAS, n).tolist()
+            row["window"] = [edge.tolist() for edge in paper_window(ALPHAS, n)]
+    return found
 
 
 def first_growth(rate):
@@ -133,57 +146,82 @@ def first_growth(rate):
 def beside_bounds(rate, alpha, gamma, n, k):
     """How the signs of growth agree with the bounds."""
     low, high = paper_window(alpha, n)
-    grows, inside = rate > 0, (low < gamma) & (gamma < high)
+    grows = rate > 0
+    inside = (low < gamma) & (gamma < high)
 
     def holds(bound):
         wrong = grows != (gamma > bound)
         return dict(share=1 - float(wrong.double().mean()),
                     farthest=float(((gamma - bound).abs() * wrong).max()))
 
-    return dict(rate=[[round(x, 3) for x in r] for r in rate.view(len(ALPHAS), -1).tolist()],
-                bound_holds=holds(gamma_bound(alpha, n)), exact_holds=holds(exact_bound(alpha, k)),
-                window_fails=dict(inside=int(inside.sum()), inside_grows=int((inside & grows).sum()),
-                                  decays=int((~grows).sum()), outside_decays=int((~inside & ~grows).sum())))
+    fails = dict(inside=int(inside.sum()), inside_grows=int((inside & grows).sum()),
+                 decays=int((~grows).sum()), outside_decays=int((~inside & ~grows).sum()))
+    rates = []
+    for row in rate.view(len(ALPHAS), -1).tolist():
+        rates.append([round(x, 3) for x in row])
+    return dict(rate=rates, bound_holds=holds(gamma_bound(alpha, n)),
+                exact_holds=holds(exact_bound(alpha, k)), window_fails=fails)
 
 
-def table(r):
-    at = min(range(len(r["alphas"])), key=lambda i: abs(r["alphas"][i] - 0.5))
-    show_head("n | inside the paper's window, of them grow | decay, of them outside the window "
-              "| sign as gamma_bound's (farthest off) | as the exact bound's (farthest off) "
-              f"| limit at alpha = 0.5: measured, exact | ... with pull {r['pulls'][1]:g}")
-    for n, row in r["groups"].items():
+def show_stability(found):
+    table = Table("n", "inside the paper's window", "of them grow", "decay",
+                  "of them outside the window")
+    for n, row in found["groups"].items():
         fails = row["window_fails"]
-        signs = [f"{holds['share']:.1%} ({holds['farthest']:.2f})"
-                 for holds in (row["bound_holds"], row["exact_holds"])]
-        limits = [f"{row['crossing'][pull][at]:.2f}, {row['exact'][pull][at]:.2f}" for pull in row["exact"]]
-        show_row(n, f"{fails['inside']}, {fails['inside_grows']}",
-                 f"{fails['decays']}, {fails['outside_decays']}", *signs, *limits)
+        table.add(n, fails["inside"], fails["inside_grows"], fails["decays"],
+                  fails["outside_decays"])
+    table.end()
+    table = Table("n", "sign as gamma_bound's (farthest off)",
+                  "as the exact bound's (farthest off)", "limit at alpha = 0.5: measured, exact",
+                  f"with pull {found['pulls'][1]:g}")
+    at = min(range(len(found["alphas"])), key=lambda i: abs(found["alphas"][i] - 0.5))
+    for n, row in found["groups"].items():
+        cells = []
+        for holds in (row["bound_holds"], row["exact_holds"]):
+            cells.append(f"{holds['share']:.1%} ({holds['farthest']:.2f})")
+        for pull in row["exact"]:
+            cells.append(f"{row['crossing'][pull][at]:.2f}, {row['exact'][pull][at]:.2f}")
+        table.add(n, *cells)
+    table.end()
 
 
 # ---------------------------------------------------------------- the picture
 
 
-def draw(plt, r):
-    figure, a = plt.subplots(figsize=(WIDTH, 5.4))
-    row, pull = r["groups"]["2"], str(r["pulls"][1])
+def draw_stability(plt, found):
+    figure, axis = plt.subplots(figsize=(WIDTH, 5.4))
+    row, pull = found["groups"]["2"], str(found["pulls"][1])
     rate = torch.tensor(row["rate"]).T.clamp(-0.3, 0.3)
-    coloured = a.pcolormesh(r["alphas"], r["gammas"], rate, cmap="PuOr_r", vmin=-0.3, vmax=0.3,
-                            shading="nearest", rasterized=True)
-    for y, style, name in ((row["bound"], "k-", "our bound (gamma_bound)"),
-                           (row["window"][0], "k--", "the paper's window (its Eq. 74)"),
-                           (row["window"][1], "k--", None),
-                           (row["crossing"][pull], "k:", f"measured limit where Delta = -{pull} phi pulls")):
-        a.plot(r["alphas"], y, style, lw=1.8, label=name)
+    coloured = axis.pcolormesh(found["alphas"], found["gammas"], rate, cmap="PuOr_r", vmin=-0.3,
+                               vmax=0.3, shading="nearest", rasterized=True)
+    lower, upper = row["window"]
+    lines = [(row["bound"], "-", "our bound (gamma_bound)"),
+             (lower, "--", "the paper's window (its Eq. 74)"), (upper, "--", None),
+             (row["crossing"][pull], ":", f"measured limit where Delta = -{pull} phi pulls")]
+    for y, dashes, name in lines:
+        axis.plot(found["alphas"], y, color="#000000", ls=dashes, lw=1.8, label=name)
+    finding = (f"Pairs among {found['replicas']} replicas stay together (purple) below our bound, "
+               "not inside the paper's window")
     tiny = TINY["noloco"]["alpha"], TINY["noloco"]["beta"]
-    a.plot(*r["default"], "o", color=COLOURS["NoLoCo"], mec="w", ms=9, label="the released code's values")
-    a.plot(*tiny, "s", color=COLOURS["DiLoCo"], mec="w", ms=9, clip_on=False, label="our tiny runs' values")
-    a.set(xlabel="alpha", ylabel="gamma = beta", xlim=(0, 0.95), ylim=(0, 4),
-          title=f"Pairs among {r['replicas']} replicas stay together (purple) below our bound")
-    a.grid(False)
-    a.legend(loc="upper right")
-    figure.colorbar(coloured, ax=a, extend="both", label="log growth of differences per outer step")
+    axis.plot(*found["default"], "o", color=COLOURS["NoLoCo"], mec="w", ms=9,
+              label="the released code's values")
+    axis.plot(*tiny, "s", color=COLOURS["DiLoCo"], mec="w", ms=9, clip_on=False,
+              label="our tiny runs' values")
+    axis.set(xlabel="alpha", ylabel="gamma = beta", xlim=(0, 0.95), ylim=(0, 4),
+             title=title_of(found, finding, "Growth of differences"))
+    axis.grid(False)
+    axis.legend(loc="upper right")
+    figure.colorbar(coloured, ax=axis, extend="both",
+                    label="log growth of differences per outer step")
     return figure
 
 
+def has_all_steps(found, part):
+    return not found.get("steps")
+
+
+PARTS = {"stability": Part(None, show_stability, None, {"stability": draw_stability},
+                           measure=map_growth, is_whole=has_all_steps)}
+
 if __name__ == "__main__":
-    headline(__doc__, {"stability": Part(None, table, draw, measure=stability)})
+    headline(__doc__, PARTS)

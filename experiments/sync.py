@@ -1,23 +1,25 @@
 """What bench_sync.py found: its tables and pictures; and the row of one byte a weight.
 
-    python -m experiments.sync --out .                                      tables and pictures of results/
-    torchrun --nproc-per-node 8 -m experiments.sync [bench_sync's options]  its measurement and that row
+    python -m experiments.sync --out .                  tables and pictures of results/
+    torchrun --nproc-per-node 8 -m experiments.sync     its measurement (its options), and that row
 """
 import sys
 from pathlib import Path
 
 import bench_sync
 from bench_sync import Timed, quartiles
-from experiments.pictures import COLOURS, WIDTH, kept, label_ends, picture
+from experiments.pictures import COLOURS, WIDTH, label_ends, picture
+from experiments.results import kept_result
 from gossip.onebyte import OneByte
 from noloco import NoLoCo
 from plumbing.options import Parser
 from plumbing.processes import Job
 
-SHADES = ("#BCBDDC", "#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")      # one per number of replicas
+SHADES = ("#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")    # one per number of replicas
+COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; tables have 4 too
 
 
-def methods(o, params):
+def methods_and_one_byte(o, params):
     """Beside bench_sync's: one byte a weight."""
     rows = bench_sync.methods(o, params)
     short = NoLoCo(params, inner_steps=1, seed=o.seed, codec=OneByte())
@@ -26,71 +28,120 @@ def methods(o, params):
     return rows
 
 
-# ---------------------------------------------------------------- the pictures
+# ---------------------------------------------------------------- the simulated picture
 
 
-def draw_simulated(plt, r):
-    figure, (a, b, c) = plt.subplots(3, 1, figsize=(WIDTH, 11.5))
-
-    def line(axis, x, points, colour, name):
-        value, error = zip(*points)
-        two = [2 * e for e in error]
-        axis.errorbar(x, value, two, color=colour, marker="o", capsize=2, lw=1.2, label=name)
-
-    for colour, n in zip(SHADES, r["ratio"]):
-        line(a, r["spreads"], r["ratio"][n], colour, f"{n} replicas")
-        line(b, r["inner_steps"], r["training"]["NoLoCo"][n][1], colour, f"{n} replicas")
-    names = {"tree": "tree", "ring": "ring", "halving and doubling": "halving\nand doubling",
-             "pair, two exchanges (paper)": "pair, two exchanges\n(paper)",
-             "NoLoCo here, one exchange": "NoLoCo here,\none exchange"}
-    for colour, (name, text) in zip((*SHADES[:3], "#555555", COLOURS["NoLoCo"]), names.items()):
-        by = r["seconds"][name]
-        line(c, [int(n) for n in by], list(by.values()), colour, text)
-    a.set(xlabel="std(t) / t_c of a message", ylabel="time, tree all-reduce / pair", ylim=(0, 65),
-          title="A  Simulated: a pair averages 10 times as fast as a tree of 1024, more if messages vary\n"
-                "(bars: two standard errors)")
-    b.set(xlabel="inner steps per outer step", ylabel="training time, DiLoCo / NoLoCo",
-          title="B  Simulated: DiLoCo waits for the slowest of all replicas, NoLoCo for a partner\n"
-                "(500 outer steps, exchange time left out)")
-    c.set(xscale="log", yscale="log", xlabel="replicas", ylabel="seconds per synchronisation",
-          title=f"C  Simulated: with bytes an all-reduce is closer\n({r['params'] / 1e6:g}M fp32 weights, "
-                f"{r['mbit']:g} Mbit/s, {1000 * r['latency_seconds']:g} ms, std(t) / t_c {r['spread']:g})")
-    c.set_xticks(r["counts"], [str(n) for n in r["counts"]])
-    c.minorticks_off()
-    for axis in (a, b, c):
+def draw_simulated(plt, found):
+    figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 11.5))
+    draw_over_tree(axes[0], found)
+    draw_over_diloco(axes[1], found)
+    draw_with_bytes(axes[2], found)
+    for axis in axes:
         label_ends(axis)
     return figure
 
 
+def line(axis, x, points, colour, name):
+    """points: (value, its standard error)."""
+    values = [value for value, _ in points]
+    two = [2 * error for _, error in points]
+    axis.errorbar(x, values, two, color=colour, marker="o", capsize=2, lw=1.2, label=name)
+
+
+def draw_over_tree(axis, found):
+    for colour, n in zip(SHADES, COUNTS):
+        line(axis, found["spreads"], found["ratio"][n], colour, f"{n} replicas")
+    axis.set(xlabel="std(t) / t_c of a message", ylabel="time, tree all-reduce / pair",
+             ylim=(0, None),
+             title="A  Simulated: a pair averages 10 times as fast as a tree of 1024, more if "
+             "messages vary\n(bars: two standard errors)")
+
+
+def draw_over_diloco(axis, found):
+    """From many inner steps to few, so that the lines end apart."""
+    for colour, n in zip(SHADES, COUNTS):
+        ratios = found["training"]["NoLoCo"][n][1]
+        line(axis, found["inner_steps"][::-1], ratios[::-1], colour, f"{n} replicas")
+    axis.set_xscale("log")
+    ticks = (100, 50, 20, 10, 5, 2, 1)
+    axis.set(xlabel="inner steps per outer step (fewer to the right)", xlim=(150, 0.9),
+             xticks=ticks, xticklabels=ticks, ylabel="training time, DiLoCo / NoLoCo",
+             title="B  Simulated: DiLoCo waits for the slowest of all replicas, NoLoCo for a "
+             "partner\n(500 outer steps, exchange time left out)")
+    axis.minorticks_off()
+
+
+def draw_with_bytes(axis, found):
+    names = {"tree": "tree", "ring": "ring", "halving and doubling": "halving\nand doubling",
+             "pair, two exchanges (paper)": "pair, two exchanges\n(paper)",
+             "NoLoCo here, one exchange": "NoLoCo here,\none exchange"}
+    colours = (SHADES[0], SHADES[2], SHADES[4], "#555555", COLOURS["NoLoCo"])
+    for colour, (name, text) in zip(colours, names.items()):
+        seconds = found["seconds"][name]
+        line(axis, [int(n) for n in seconds], list(seconds.values()), colour, text)
+    ticks = (5, 10, 50, 100, 500)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set(xlabel="replicas", ylabel="seconds per synchronisation",
+             title="C  Simulated: with bytes an all-reduce is closer\n"
+             f"({found['params'] / 1e6:g}M fp32 weights, {found['mbit']:g} Mbit/s, "
+             f"{1000 * found['latency_seconds']:g} ms, std(t) / t_c {found['spread']:g})")
+    axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
+    axis.set_yticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
+
+
+# ---------------------------------------------------------------- the measured picture
+
+
 def draw_measured(plt, found):
     """Bars of the same rows for each number of processes."""
-    names = [name for name in found[0]["rows"] if "delayed" not in name][::-1]
-    figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 5), sharey=True,
-                                squeeze=False)
-    for axis, r in zip(axes.flat, found):
-        rows = [quartiles(r["rows"][name]["seconds"]) for name in names]
-        error = [[middle - low for low, middle, _ in rows], [high - middle for _, middle, high in rows]]
-        colours = [COLOURS.get(name.split(",")[0].split(":")[0], "#999999") for name in names]
-        axis.barh(names, [middle for _, middle, _ in rows], 0.7, xerr=error, capsize=2, color=colours,
-                  ecolor="#777777")
-        axis.set(xlabel="seconds", title=f"{r['replicas']} processes, {r['params'] / 1e6:g}M weights in fp32")
-    figure.suptitle("Measured: NoLoCo's outer step is faster than DiLoCo's between 8 processes\n"
-                    f"(medians, quartiles; grey: floors; the rest: whole outer steps; {found[0]['device']})",
-                    fontsize=10.5)
+    names = [name for name in found[0]["rows"] if "delayed" not in name and "memcpy" not in name]
+    names.reverse()
+    figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 4.4), sharey=True, squeeze=False)
+    for axis, measured in zip(axes.flat, found):
+        quarters = [quartiles(measured["rows"][name]["seconds"]) for name in names]
+        middles = [middle for _, middle, _ in quarters]
+        below = [middle - low for low, middle, _ in quarters]
+        above = [high - middle for _, middle, high in quarters]
+        axis.barh(names, middles, 0.7, xerr=[below, above], capsize=2, ecolor="#777777",
+                  color=[bar_colour(name) for name in names])
+        axis.set(xlabel="seconds", title=f"{measured['replicas']} processes, "
+                 f"{measured['params'] / 1e6:g}M weights in fp32")
+    figure.suptitle(f"{measured_finding(found)}\n(medians, bars: quartiles; grey: the bare "
+                    f"messages; the rest: whole outer steps; {found[0]['device']})",
+                    x=0.01, ha="left")
     return figure
 
 
-def show(argv=None):
+def bar_colour(name):
+    method = name.split(",")[0].split(":")[0]
+    return COLOURS.get(method, "#999999")
+
+
+def measured_finding(found):
+    """What the largest number of processes shows."""
+    most = max(found, key=lambda measured: measured["replicas"])
+    diloco = quartiles(most["rows"]["DiLoCo"]["seconds"])[1]
+    noloco = quartiles(most["rows"]["NoLoCo"]["seconds"])[1]
+    relation = "faster" if noloco < diloco else "not faster"
+    return (f"Measured: NoLoCo's outer step is {relation} than DiLoCo's between {most['replicas']} "
+            "processes")
+
+
+def show_sync(argv=None):
     p = Parser(__doc__)
     p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
-    p.add_argument("--plot", action="store_true", help="the same: this program measures under torchrun only")
+    p.add_argument("--plot", action="store_true",
+                   help="the same: this program measures under torchrun only")
     o = p.parse_args(argv)
-    simulated = kept(o.out, "sync_simulated")
+    simulated = kept_result(o.out, "sync_simulated")
     bench_sync.print_simulated(simulated)
     picture(o.out, "sync_simulated", draw_simulated, simulated)
-    measured = [kept(o.out, file.stem) for file in sorted(Path(o.out, "results").glob("sync_measured_*"))]
-    for r in measured:
-        bench_sync.print_measured(r)
+    files = sorted(Path(o.out, "results").glob("sync_measured_*"))
+    measured = [kept_result(o.out, file.stem) for file in files]
+    for found in measured:
+        bench_sync.print_measured(found)
     if measured:
         picture(o.out, "sync_measured", draw_measured, measured)
 
@@ -98,6 +149,6 @@ def show(argv=None):
 if __name__ == "__main__":
     job = Job()
     if job.world > 1:
-        bench_sync.measure(bench_sync.parse(sys.argv[1:]), methods)
+        bench_sync.measure(bench_sync.parse(sys.argv[1:]), methods_and_one_byte)
     else:
-        job.together(show)
+        job.together(show_sync)

@@ -44,7 +44,7 @@ def _bench(rank, world, argv):
         return post(ops)
 
     noloco.dist.batch_isend_irecv = counted
-    measure = lambda argv: bench_sync.measure(bench_sync.parse(argv), sync.methods)
+    measure = lambda argv: bench_sync.measure(bench_sync.parse(argv), sync.methods_and_one_byte)
     return *captured(rank, world, measure, argv), sent
 
 

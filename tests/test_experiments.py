@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import pathlib
 import time
 import types
 from collections import Counter
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import train
-from experiments import failure, losses, network, replicas, runs, skip, stability, sync, together
+from experiments import (clock, comparing, failure, fleet, harness, losses, network, noise, pictures,
+                         replicas, results, skip, stability, sync, together, variations)
 from noloco import outer_update
 from plumbing.options import layout
 from gossip.window import gamma_bound
@@ -22,7 +24,8 @@ from tests.harness import HERE, SMALL, checkpoint, metrics, options, run
 
 @pytest.mark.parametrize("replicas, n", [(4, 2), (5, 2), (6, 3), (4, 4)])
 def test_moment_recursion_equals_the_average_over_all_groupings(replicas, n):
-    """One outer step of N2 and N3 with Delta = -p phi, for every order that replicas can be drawn in."""
+    """One outer step of N2 and N3 with Delta = -p phi, for every order that replicas can be drawn
+    in."""
     alpha, beta, gamma, pull = 0.6, 0.8, 1.1, 0.3
     draw = torch.randn(2, replicas, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     x, d = draw - draw.mean(1, keepdim=True)
@@ -61,8 +64,8 @@ def test_spectral_radius_crosses_one_exactly_at_the_bound():
 def test_all_reduce_seconds_by_hand():
     whole = [[0, 9, 2], [9, 0, 3], [2, 3, 0]]
     part = lambda by: [[x / by for x in row] for row in whole]
-    # Two rounds of 9 / 3, or of (9 + 3) / 3 where a rank's messages queue; a ring: four of 3. Then mostly
-    # latency: whole vectors, once.
+    # Two rounds of 9 / 3, or of (9 + 3) / 3 where a rank's messages queue; a ring: four of 3. Then
+    # mostly latency: whole vectors, once.
     cases = ([0, 1, 2], 3, max), ([0, 1, 2], 3, sum), ([0, 1, 2], 1.5, max), ([0, 2], 2, max)
     assert [together.all_reduce_seconds(r, whole, part(by), way) for r, by, way in cases] == [6, 8, 9, 2]
     slow = [[400 if {i, j} == {0, 2} else 4 for j in range(4)] for i in range(4)]
@@ -72,17 +75,69 @@ def test_all_reduce_seconds_by_hand():
 
 def test_steps_take_what_they_hold_and_losses_lie_on_straight_lines():
     curves = dict(step=[1, 2, 3], seconds=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], sync_bytes=[0, 0, 0])
-    run = runs.Result(dict(command="--seed 1 --wire bf16 --wire int8 --seed 3", ranks=1, curves=curves))
+    run = results.RunResult(dict(command="--seed 1 --wire bf16 --wire int8 --seed 3", ranks=1, curves=curves))
     assert (run.wire, run.seed) == ("int8", 3)
     found = {"half": 10.0, "DDP, int8": 12.0, "NoLoCo, int8": 14.0}
     assert [together.a_step(found, "half", m) for m in [*together.METHODS][1:]] == [22, 16, 17, 24, 10, 10]
-    assert [runs.reaches(loss, run.losses, curves["seconds"]) for loss in (1.5, 0.9)] == [25, None]
-    assert [runs.loss_at(second, run) for second in (5, 15, 40)] == pytest.approx([3.0, 2.5, 1.0])
+    assert [results.reaches(loss, run.losses, curves["seconds"]) for loss in (1.5, 0.9)] == [25, None]
+    assert [results.loss_at(second, run) for second in (5, 15, 40)] == pytest.approx([3.0, 2.5, 1.0])
 
 
-def test_intervals_and_predicted_seconds_by_hand():
-    assert runs.interval_of([1.0, 2.0, 3.0], ".3f") == "2.000 [-0.484, 4.484], undecided"      # t is 4.303
-    assert runs.interval_of([-1.0, -2.0, -3.0, -2.0], ".1f") == "-2.0 [-3.3, -0.7], better"
+def test_half_widths_are_those_of_the_printed_table():
+    """Student's t at 97.5%, by degrees of freedom, as printed in any textbook."""
+    printed = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262,
+               10: 2.228, 11: 2.201, 12: 2.179, 15: 2.131, 19: 2.093, 24: 2.064, 29: 2.045, 60: 2.000,
+               120: 1.980}
+    assert {n: round(comparing.half_width(n), 3) for n in printed} == printed
+    assert comparing.share_within(2.228, 10) == pytest.approx(0.95, abs=1e-4)
+    assert comparing.share_within(2.0, 3) == pytest.approx(1 - 0.1393, abs=1e-4)
+    many = comparing.Comparison([0.1 * (-1) ** i + 1 for i in range(40)])     # any number of seeds
+    assert many.interval[0] == pytest.approx(1 - 2.0227 * many.error, rel=1e-4)
+
+
+def test_comparisons_by_hand():
+    three = comparing.Comparison([1.0, 2.0, 3.0], ".3f")
+    assert str(three) == "2.000 [-0.484, 4.484]" and three.verdict == "cannot tell"     # t is 4.303
+    four = comparing.Comparison([-1.0, -2.0, -3.0, -2.0], ".1f")
+    assert str(four) == "-2.0 [-3.3, -0.7]" and four.verdict == "better"
+    assert four.p == pytest.approx(0.0163, abs=1e-4)                    # t = 4.899, 3 degrees of freedom
+    one = comparing.Comparison([0.25])
+    assert str(one) == "+0.250" and one.p is None and one.interval is None and one.verdict == "one seed"
+    assert comparing.Comparison([1.0, 1.0]).p == 0 and comparing.Comparison([0.0, 0.0]).p == 1
+
+
+def test_holm_against_a_worked_example():
+    """At 5%: 0.005 <= 0.05/4, 0.01 <= 0.05/3, 0.03 > 0.05/2 ends it, so 0.04 <= 0.05 no longer
+    counts."""
+    assert comparing.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
+    assert comparing.holm([0.04]) == [True] and comparing.holm([]) == []
+    assert comparing.holm([0.02, 0.02, 0.02]) == [False] * 3
+
+
+def test_a_table_says_what_survives_among_how_many_comparisons(capsys):
+    table = comparing.Table("method", "seconds", "over DDP's")
+    table.add("DDP", "1.0", None)
+    table.add("sure", "2.0", comparing.Comparison([1.00, 1.01, 0.99, 1.00]))
+    table.add("alone", "3.0", comparing.Comparison([-1.0, -2.0, -3.0, -2.0]))
+    table.add("neither", "4.0", comparing.Comparison([1.0, -1.0, 0.5, -0.5]))
+    table.add("one seed", "5.0", comparing.Comparison([1.0]))
+    for _ in range(3):
+        table.add("more", "6.0", comparing.Comparison([1.0, -1.0, 0.5, -0.4]))
+    table.end()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["| method | seconds | over DDP's |", "|---|---|---|", "| DDP | 1.0 |  |"]
+    assert lines[3].endswith(", worse |") and lines[4].endswith(", better alone |")
+    assert lines[5].endswith("] |") and lines[6] == "| one seed | 5.0 | +1.000 |"
+    assert lines[11] == ('* "over DDP\'s": 6 comparisons, intervals that leave out zero: 2, after Holm\'s '
+                         'correction: 1: sure.')
+
+
+def test_no_table_for_readers_has_more_than_five_columns(capsys):
+    for head in heads_of(printed_tables(capsys)):
+        assert head.count("|") - 1 <= 5, head
+
+
+def test_predicted_seconds_by_hand():
     # 8.92 Mbit a byte: a ring of eight takes 14 messages, codes 2; a pair shares its slower link
     found = [next(network.predicted(*how)) for how in (
         ("DDP", "fp32", "50 Mbit/s, 25 ms"), ("DiLoCo", "int8", "50 Mbit/s, 25 ms"),
@@ -92,7 +147,8 @@ def test_intervals_and_predicted_seconds_by_hand():
 
 
 def test_a_clock_gives_the_steps_that_fit():
-    """11 steps in 30 s, then steps of 2.5 s; at a slower pace, here or elsewhere, fewer. Rank 0 decides.
+    """11 steps in 30 s, then steps of 2.5 s; at a slower pace, here or elsewhere, fewer. Rank 0
+    decides.
 
     With --survive its pace alone counts, and the others read its numbers.
     """
@@ -100,7 +156,7 @@ def test_a_clock_gives_the_steps_that_fit():
                     share=lambda key, pace: [pace, 0.2 if "slow" in key else 9.0])
     o = types.SimpleNamespace(inner_steps=3, delay=2, steps=10**6, eval_every=10**6, warmup=20)
     of_rank = types.SimpleNamespace(o=o, job=job)
-    meter = network.Clock(run=of_rank, own=types.SimpleNamespace(clock=100.0, half="test"))
+    meter = clock.Clock(run=of_rank, own=types.SimpleNamespace(clock=100.0, half="test"))
     for of_rank.step, seconds in ((10, 30.0), (20, 55.0)):
         meter.clock = time.perf_counter() - seconds
         meter.add(0.0, 0, None, 2.5)
@@ -112,14 +168,14 @@ def test_a_clock_gives_the_steps_that_fit():
     assert o.steps == 29                            # 8 steps in 40 s
     assert len({call.args[0] for call in job.agree_on.call_args_list}) == 4
     job.store, of_rank.step = torch.distributed.HashStore(), 21
-    network.Leading(run=of_rank, own=meter.own, begun=meter.begun).fit("a slow host", 60.0, 21)
+    clock.Leading(run=of_rank, own=meter.own, begun=meter.begun).fit("a slow host", 60.0, 21)
     o.steps = o.eval_every = 10**6
-    network.Following(run=of_rank).add(0.0, 0, None, 2.5)
+    clock.Following(run=of_rank).add(0.0, 0, None, 2.5)
     assert (o.steps, o.eval_every) == (35, 6)
 
 
 def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing(trained, tmp_path):
-    trained(2, "--clock", 2.0, "--inner-steps", 3, "--delay", 1, "--warmup", 6, main=network.clocked)
+    trained(2, "--clock", 2.0, "--inner-steps", 3, "--delay", 1, "--warmup", 6, main=clock.clocked)
     *steps, last = [row["step"] for row in metrics(tmp_path / "runs/x")]
     assert steps[0] > 6 and last % 3 == 1 and not any(step % 3 for step in steps)
     assert len({b - a for a, b in zip(steps, steps[1:])}) <= 1
@@ -128,13 +184,11 @@ def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["steps"] == last
 
 
-PARTS = {       # name: (its runs, its table)
-    "convergence": (losses.runs, losses.table),
-    **{part: (getattr(network, f"{part}_runs"), getattr(network, f"show_{part}"))
-       for part in ("tries", "grid", "latency", "pipeline")},
-    **{part.__name__.split(".")[1]: (part.runs, part.table) for part in (failure, skip, together)},
-    "scale": (skip.scaled_runs, skip.scaled_table),
+PARTS = {
+    "convergence": losses.PARTS["convergence"], "failure": failure.PARTS["failure"], **network.PARTS,
+    **skip.PARTS, **together.PARTS, **variations.PARTS,
 }
+WITHOUT_RUNS = {**replicas.PARTS, **stability.PARTS, **noise.PARTS}     # of train.py
 
 
 def given(command):
@@ -148,64 +202,188 @@ def given(command):
 def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps, monkeypatch):
     for module in (skip, together):
         monkeypatch.setattr(module, "makespan", lambda *_: 50.0)        # planning takes seconds
-    kinds = list(PARTS[name][0](steps))
+    monkeypatch.setattr(variations, "train_tokenizer", lambda: None)
+    kinds = list(PARTS[name].settings(steps))
     assert len({kind.label for kind in kinds}) == len(kinds) > 1
-    rows = {} if steps else runs.kept(HERE, f"headline_{name}")["runs"]
+    rows = {} if steps else results.kept_result(HERE, f"headline_{name}")["runs"]
     for kind in kinds:
-        argv = f"--name x {runs.SMALL} {kind.options} --seed 1".split()
+        argv = f"--name x {harness.SMALL} {kind.options} --seed 1".split()
         layout(train.parse(argv, kind.processes), kind.processes)
         for row in rows.get(kind.label, [])[:1]:
             now = given(" ".join([kind.program, *argv]))
             assert now == given(row["command"]), kind.label     # as what results/ was made with
 
 
-def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch, tmp_path):
-    """Every row of a docs table whose head a program prints is a row that it prints from results/."""
+def printed_tables(capsys):
+    """What all programs print from results/ for readers, line by line."""
+    for name, part in (PARTS | WITHOUT_RUNS).items():
+        part.show(harness.load_part(part, name, HERE))
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+def heads_of(lines):
+    return [line for line, below in zip(lines, lines[1:]) if below.startswith("|---")]
+
+
+def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch):
+    """Every row of a docs table whose head a program prints is a row that it prints from
+    results/."""
     monkeypatch.setattr(sync, "picture", lambda *_: None)
-    tables = dict(stability=stability.table, delay=replicas.show_delay, many=replicas.show_many)
-    for name, table in (tables | {name: table for name, (_, table) in PARTS.items()}).items():
-        table(runs.kept(HERE, f"headline_{name}"))
-    sync.show(["--out", str(HERE)])
-    printed = {line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
+    lines = printed_tables(capsys)
+    sync.show_sync(["--out", str(HERE)])
+    lines += [line.strip() for line in capsys.readouterr().out.splitlines()]
+    heads, printed = set(heads_of(lines)), {line for line in lines if line.startswith("| ")}
     checked = Counter()
     for file in (HERE / "README.md", *HERE.glob("docs/*.md")):
         lines = [line.strip() for line in file.read_text().splitlines()]
-        for i, line in enumerate(lines):
-            if line in printed and lines[i + 1].startswith("|---"):
-                rows = [*itertools.takewhile(lambda row: row.startswith("|"), lines[i + 2:])]
+        for i, line in enumerate(lines[:-1]):
+            if line in heads and lines[i + 1].startswith("|---"):
+                rows = list(itertools.takewhile(lambda row: row.startswith("|"), lines[i + 2:]))
                 assert rows and [row for row in rows if row not in printed] == [], (file.name, line)
                 checked[file.name] += 1
     assert checked["results.md"] >= 7 and checked["speed.md"] >= 3, checked
 
 
 def test_skip_simulates_the_network_that_its_table_was_made_on():
-    found = runs.kept(HERE, "headline_skip")["seconds"]
-    assert skip.seconds() == {label: pytest.approx(sync) for label, sync in found.items()}
+    found = results.kept_result(HERE, "headline_skip")["seconds"]
+    expected = {label: pytest.approx(sync) for label, sync in found.items()}
+    assert skip.all_reduce_seconds_by_stages() == expected
 
 
-def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(monkeypatch, tmp_path):
-    """Two runs of two seeds, of which only the commands are told."""
+@pytest.fixture
+def pretended(monkeypatch, tmp_path):
+    """Runs are only told, in tmp_path: a function that gives the losses of a command's
+    evaluations."""
     monkeypatch.chdir(tmp_path)
 
     def torchrun(processes, *words, **_):
         folder = tmp_path / "runs" / words[words.index("--name") + 1]
         folder.mkdir(parents=True)          # an error where it runs again
-        row = dict.fromkeys(runs.KEPT, 1.0) | dict(step=int(words[words.index("--steps") + 1]))
-        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        last = [i for i, word in enumerate(words) if word == "--steps"][-1]
+        with open(folder / "metrics.jsonl", "w") as file:
+            for share in (0.5, 1.0):
+                row = dict.fromkeys(harness.KEPT, 1.0) | dict(step=int(words[last + 1]) * share)
+                print(json.dumps(row | dict(heldout_loss=5.0 - share, tokens=100 * share)), file=file)
 
-    monkeypatch.setattr(runs, "torchrun", torchrun)
-    kinds = [runs.Run("a b", "--steps 4"), runs.Run("c", "--steps 4", after=lambda folder: dict(mean=2.0))]
-    part, o = runs.Part(lambda steps: kinds, None), types.SimpleNamespace(seeds=[0, 5], steps=4, only="")
-    found = runs.run_all("x", part, o)
-    assert runs.run_all("x", part, o)["runs"] == found["runs"]
+    monkeypatch.setattr(harness, "torchrun", torchrun)
+
+
+def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(pretended, tmp_path):
+    """Two runs of two seeds, of which only the commands are told."""
+    kinds = [harness.Setting("a b", "--steps 4"),
+             harness.Setting("c", "--steps 4", after=lambda folder: dict(mean=2.0))]
+    part, o = harness.Part(lambda steps: kinds, None), types.SimpleNamespace(seeds=[0, 5], steps=4, only="")
+    found = harness.run_all("x", part, o)
+    assert harness.run_all("x", part, o)["runs"] == found["runs"]
     names = [f"headline-x-{run}-of-4-steps" for run in ("a-b-0", "a-b-5", "c-0", "c-5")]
     assert sorted(p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
-    assert [(runs.Result(r).seed, *r["curves"]["step"]) for r in found["runs"]["a b"]] == [(0, 4), (5, 4)]
+    read = [results.RunResult(row) for row in found["runs"]["a b"]]
+    assert [(run.seed, run.steps[-1]) for run in read] == [(0, 4), (5, 4)]
+
+
+def titles(figure):
+    """All that is written over a figure and its axes."""
+    above = [figure._suptitle.get_text()] if figure._suptitle else []
+    for axis in figure.axes:
+        above += [axis.get_title(), axis.get_title(loc="left")]
+    return " ".join(above)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """{name: figure} of all pictures that are drawn, which go to no file."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("agg")
+    drawn = {}
+    monkeypatch.setattr(harness, "picture",
+                        lambda out, name, draw, found: drawn.update({name: draw(plt, found)}))
+    yield drawn
+    plt.close("all")
+
+
+def command(monkeypatch, parts, *words):
+    """The command of an experiment, in this process."""
+    monkeypatch.setattr("sys.argv", ["experiment", *words])
+    harness.headline("an experiment", parts)
+
+
+def test_a_short_reproduction_states_no_finding_and_its_lines_are_seen(pretended, figures, monkeypatch):
+    """`experiments.losses --steps 20 --seeds 0`, whose losses are far above those of the whole
+    runs."""
+    command(monkeypatch, losses.PARTS, "--steps", "20", "--seeds", "0")
+    figure = figures["headline_convergence"]
+    assert "a try: 20 steps" in titles(figure) and "over DDP" not in titles(figure)
+    low, high = figure.axes[0].get_ylim()
+    for line in figure.axes[0].lines:
+        assert low < min(line.get_ydata()) < high
+    assert "range of 1 seed;" in figure.axes[0].get_xlabel()
+
+
+def test_the_whole_runs_pictures_state_their_findings(figures, monkeypatch):
+    """From this repository's results/: every part's, each with at most five labels."""
+    for name, part in (PARTS | WITHOUT_RUNS).items():
+        if part.pictures:
+            command(monkeypatch, {name: part}, "--plot", "--out", str(HERE))
+    assert len(figures) >= 10
+    for name, figure in figures.items():
+        assert "a try" not in titles(figure), name
+        for axis in figure.axes:
+            assert len(axis.get_legend_handles_labels()[1]) <= 5, name
+
+
+def test_only_shows_what_it_ran(pretended, monkeypatch, capsys):
+    command(monkeypatch, losses.PARTS, "--only", "8x1 NoLoCo", "--steps", "4", "--seeds", "3")
+    out = capsys.readouterr().out
+    assert "| 8x1 NoLoCo, every 2 steps | 1 | 4 | 4.000 |" in out and "4x2" not in out
+    assert not (pathlib.Path("runs") / "results").exists()         # the plain command collects it
+
+
+# ---------------------------------------------------------------- labels
+
+
+def labelled(ends):
+    """{label: (its middle, its end's height, its height)} in points of the screen, of lines that
+    end so."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("agg")
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
+    for name, end in ends.items():
+        axis.plot([0, 1], [0.5, end], label=name)
+    axis.set(ylim=(0, 1), xlabel="x", title="two\nlines")
+    pictures.label_ends(axis)
+    figure.canvas.draw()
+    places = {}
+    for text in axis.texts:
+        box = text.get_window_extent()
+        end = axis.transData.transform((1, ends[text.get_text()]))[1]
+        places[text.get_text()] = (box.y0 + box.y1) / 2, end, box.height
+    plt.close(figure)
+    return places
+
+
+def test_a_label_stands_at_its_lines_end():
+    """Within a line's height, where no neighbour pushes it: today's were up to 0.18 nats off."""
+    for middle, end, height in labelled({"a": 0.1, "b": 0.5, "c": 0.93, "two\nlines": 0.3}).values():
+        assert abs(middle - end) < height / 2
+
+
+def test_labels_that_would_overlap_push_each_other_no_farther_than_they_must():
+    places = labelled({"far": 0.9, "lower": 0.5, "upper": 0.505, "a\nb": 0.51})
+    middle, end, height = places["far"]
+    assert abs(middle - end) < height / 2                           # it is not pushed
+    ordered = sorted(places.items(), key=lambda item: item[1][1])
+    assert [name for name, _ in ordered] == ["lower", "upper", "a\nb", "far"]
+    block = [place for _, place in ordered[:3]]
+    for (below, _, low), (above, _, high) in zip(block, block[1:]):
+        assert above - below == pytest.approx((low + high) / 2, abs=1)      # they touch
+    shift = sum(middle - end for middle, end, _ in block) / 3
+    assert abs(shift) < 1                                           # as a block they lie at their ends
 
 
 def test_losing_drops_what_visits_the_victim(trained, tmp_path):
-    """In every iteration one of the two replicas of stage 1 dies, and half of the 4 microbatches with it."""
+    """In every iteration one of the two replicas of stage 1 dies, and half of the 4 microbatches
+    with it."""
     trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failure.lose, 1.0))
     row = metrics(tmp_path / "runs/x")[-1]
     assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
@@ -215,10 +393,9 @@ def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
     """One byte, delayed, Adam and Muon: train.py's held-out loss."""
     small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", 6]
     for i, (trial, *optimizer) in enumerate((
-            (replicas.Trial("noloco", 2, 1, "int8"), "--optimizer", "muon"), (replicas.Trial("noloco", 3),),
-            (replicas.Trial("diloco", 2),), (replicas.Trial("ddp"),))):
-        fleet = replicas.Fleet(options(*small, *optimizer), [trial], 4, [0], "cpu")
-        (found,) = fleet.train()
+            (fleet.Trial("noloco", 2, 1, "int8"), "--optimizer", "muon"), (fleet.Trial("noloco", 3),),
+            (fleet.Trial("diloco", 2),), (fleet.Trial("ddp"),))):
+        (found,) = fleet.Fleet(options(*small, *optimizer), [trial], 4, [0], "cpu").train()
         outer = ["--wire", trial.wire, "--inner-steps", trial.every] if trial.method != "ddp" else []
         outer += ["--delay", trial.delay] if trial.delay else []
         run(4, *small, *optimizer, "--method", trial.method, *outer, "--name", f"x{i}", cwd=tmp_path)

@@ -1,0 +1,277 @@
+"""Many replicas in one process: every method on the same batches, on one GPU or on a CPU.
+
+The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes
+all gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1). Here only NoLoCo has
+one byte a weight. Groups, Adam, the data's order and the learning rate are those of train.py, so a
+trial's loss is that of `torchrun ... train.py` with the same options, up to rounding
+(tests/test_experiments.py compares them). Nothing is sent.
+"""
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parameters_to_vector
+from tqdm import tqdm
+
+import train
+from model import Llama
+from noloco import random_groups
+from plumbing.data import heldout_sequences, load_corpus, reader_of
+from plumbing.inner import Inner, adam
+from gossip.onebyte import MARGIN
+
+AT_ONCE = 1 << 17                           # tokens whose gradients are computed in one call
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method."""
+    method: str                 # ddp, diloco or noloco
+    every: int = 1              # m
+    delay: int = 0              # D
+    wire: str = "fp32"
+    group: int = 2              # n
+
+
+# ---------------------------------------------------------------- outer steps
+
+
+class ManyOuters:
+    """The outer steps of one trial. theta: (seeds, N, P), which changes in place; lengths: of its
+    tensors."""
+
+    def __init__(self, trial, theta, seeds, lengths):
+        self.trial = trial
+        self.theta = theta
+        self.seeds = seeds
+        self.lengths = lengths
+        self.phi = theta.clone()
+        self.counts = torch.tensor(lengths, device=theta.device)
+        self.steps = 0
+        self.flying = None          # (theta when it left, the mean that will arrive)
+
+    def step(self):
+        """After an inner step: what arrives is merged, then what is due departs."""
+        self.steps += 1
+        t = self.trial
+        if self.flying and (self.steps - t.delay) % t.every == 0:
+            self.land()
+        if self.steps % t.every == 0:
+            self.flying = self.theta.clone(), self.means()
+            if not t.delay:
+                self.land()
+
+    def land(self):
+        """phi is the mean of what was sent; what was learnt since stays."""
+        sent, self.phi = self.flying
+        torch.add(self.phi, self.theta - sent, out=self.theta)
+        self.flying = None
+
+    def means(self):
+        """Each replica's mean theta: over all replicas (DiLoCo), or its group."""
+        if self.trial.method == "diloco":
+            return self.theta.mean(1, keepdim=True)
+        groups = self.groups()                                      # (seeds, N, n)
+        seed = torch.arange(groups.shape[0], device=groups.device)
+        replica = torch.arange(groups.shape[1], device=groups.device)
+        there = seed[:, None, None], groups
+        if self.trial.wire == "fp32":
+            return self.theta[there].mean(2)
+        codes, scales = self.encoded()
+        own = self.theta[:, :, None]
+        thetas = decoded(codes[there], scales[there], own)
+        mine = groups == replica[:, None]
+        return torch.where(mine[..., None], own, thetas).mean(2)
+
+    def groups(self):
+        """(seeds, N, n): the group of each replica."""
+        found, count = [], self.theta.shape[1]
+        outer = self.steps // self.trial.every - 1
+        for seed in self.seeds:
+            groups = random_groups(range(count), self.trial.group, outer, seed)
+            of = {i: group for group in groups for i in group}
+            found.append([of[i] for i in range(count)])
+        return torch.tensor(found, device=self.theta.device)
+
+    def encoded(self):
+        """M1 and M2 of one byte a weight: each weight's code and scale."""
+        moved = self.largest(self.theta - self.phi)
+        size = self.largest(self.theta)
+        scales = torch.maximum(moved * (MARGIN / 256), size * 2**-22).clamp(min=1e-30)
+        scales = scales.repeat_interleave(self.counts, -1, output_size=self.theta.shape[-1])
+        return (self.theta / scales).round() % 256, scales
+
+    def largest(self, vectors):
+        """(seeds, N, tensors): the largest magnitude in each tensor."""
+        parts = vectors.abs().split(self.lengths, -1)
+        return torch.stack([part.amax(-1) for part in parts], -1)
+
+
+def decoded(codes, scales, own):
+    """M3 of one byte a weight."""
+    return scales * (codes + 256 * ((own / scales - codes) / 256).round())
+
+
+# ---------------------------------------------------------------- all models of a part
+
+
+class ManyMuons:
+    """torch.optim.Muon with its settings in plumbing/inner.py, for the matrices of many models at
+    once."""
+
+    def __init__(self, matrices, grads):
+        # Private; tried with torch 2.11 and 2.13.
+        from torch.optim._muon import _zeropower_via_newtonschulz as orthogonal
+        settings = dict(ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5, eps=1e-7)
+        self.orthogonal = vmap(partial(orthogonal, **settings))
+        # Each is (models, rows, columns): weights, gradients, momentum.
+        self.parts = [(w, g, torch.zeros_like(g)) for w, g in zip(matrices, grads)]
+
+    def step(self, lr):
+        """Leaves gradients of zero, by which Adam moves nothing."""
+        for w, g, momentum in self.parts:
+            momentum.lerp_(g, 0.05)
+            update = self.orthogonal(g.lerp(momentum, 0.95))
+            w.add_(update, alpha=-0.2 * lr * max(w.shape[1:]) ** 0.5)
+            g.zero_()
+
+
+class Fleet:
+    """N replicas of every trial with every seed, trained in step. o: train.Options."""
+
+    def __init__(self, o, trials, replicas, seeds, device):
+        self.o = o
+        self.trials = trials
+        self.seeds = seeds
+        self.N = replicas
+        self.device = device
+        corpus = load_corpus(o)
+        self.digest = corpus.digest
+        self.heldout = heldout_sequences(corpus, o.eval_sequences, o.seq_len).to(device)
+        self.readers = []                                           # seed by seed, each replica's
+        for seed in seeds:
+            for place in range(replicas):
+                self.readers.append(reader_of(corpus, o.seq_len, seed, place, replicas))
+        self.make_models()
+        self.make_optimizers()
+
+    def make_models(self):
+        """theta and its gradient: (trials, seeds, N, P). The first weights depend on the seed
+        alone."""
+        models = [Llama(train.whole_config(self.o), seed=seed) for seed in self.seeds]
+        first = torch.stack([parameters_to_vector(model.parameters()).detach() for model in models])
+        self.model = models[0].to(self.device)
+        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        self.lengths = [p.numel() for p in self.model.parameters()]
+        first = first.to(self.device)[None, :, None]
+        self.theta = first.repeat(len(self.trials), 1, self.N, 1)
+        self.theta.grad = self.grad = torch.zeros_like(self.theta)
+        self.loss, self.gradient = loss_and_gradient(self.model, self.device)
+
+    def make_optimizers(self):
+        self.adam = Inner(adam([self.theta], self.o.beta2))
+        self.muon = None
+        if self.o.optimizer == "muon":
+            theta, grads = self.named(self.theta), self.named(self.grad)
+            inside = [name for name, shape in self.shapes.items()
+                      if "layers" in name and len(shape) == 2]
+            matrices = [theta[name] for name in inside]
+            self.muon = ManyMuons(matrices, [grads[name] for name in inside])
+        self.outers = []
+        for trial, vectors in zip(self.trials, self.theta):
+            if trial.method != "ddp":
+                self.outers.append(ManyOuters(trial, vectors, self.seeds, self.lengths))
+
+    def named(self, vectors):
+        """{name: (models, *shape)}, views of vectors (..., P)."""
+        parts = vectors.view(-1, vectors.shape[-1]).split(self.lengths, 1)
+        views = {}
+        for part, (name, shape) in zip(parts, self.shapes.items()):
+            views[name] = part.unflatten(1, shape)
+        return views
+
+    def step(self, number):
+        """One step of all models: gradients, the inner optimizer, the outer steps that are due."""
+        self.fill_gradients()
+        for trial, g in zip(self.trials, self.grad):
+            if trial.method == "ddp":
+                g.copy_(g.mean(1, keepdim=True).expand_as(g))
+        norm = torch.linalg.vector_norm(self.grad, dim=-1, keepdim=True)
+        self.grad.mul_((self.o.clip / norm).clamp(max=1.0))
+        lr = train.schedule(number, self.o)
+        if self.muon:
+            self.muon.step(lr)
+        self.adam.step(lr)
+        for outer in self.outers:
+            outer.step()
+
+    def fill_gradients(self):
+        """Each replica's batch is the same in all trials."""
+        tokens = torch.stack([reader.next(self.o.batch) for reader in self.readers])
+        tokens = tokens.to(self.device)
+        tokens = tokens.expand(len(self.trials), *tokens.shape).flatten(0, 1)   # (models, B, T + 1)
+        weights, grads = self.named(self.theta), self.named(self.grad)
+        room = min(len(tokens), max(1, AT_ONCE // tokens[0].numel()))
+        last = len(tokens) - room
+        for start in [*range(0, last, room), last]:     # the last overlaps: all have one shape
+            some = slice(start, start + room)
+            own = {name: w[some] for name, w in weights.items()}
+            for name, gradient in self.gradient(own, tokens[some]).items():
+                grads[name][some] = gradient
+
+    @torch.no_grad()
+    def evaluate(self, vectors):
+        """Held-out nats per token (...) of the models with weights vectors (..., P)."""
+        weights, found = self.named(vectors), []
+        some = max(1, 2 * AT_ONCE // self.heldout.numel())
+        for a in range(0, vectors.shape[:-1].numel(), some):
+            part = {name: w[a:a + some] for name, w in weights.items()}
+            found.append(vmap(self.loss, in_dims=(0, None))(part, self.heldout))
+        return torch.cat(found).view(vectors.shape[:-1])
+
+    def train(self):
+        """A row for each trial and seed. losses: the last one, the mean over the replicas; merged:
+        that of the model with the mean of their weights."""
+        for number in tqdm(range(self.o.steps), dynamic_ncols=True):
+            self.step(number)
+        last = self.evaluate(self.theta).mean(-1).cpu()             # (trials, seeds)
+        merged = self.evaluate(self.theta.mean(2)).cpu()            # (trials, seeds)
+        rows = []
+        for i, trial in enumerate(self.trials):
+            for s, seed in enumerate(self.seeds):
+                rows.append(dict(
+                    trial=asdict(trial), seed=seed, replicas=self.N, optimizer=self.o.optimizer,
+                    tokens=self.o.batch * self.o.seq_len, lr=self.o.lr,
+                    losses=[round(float(last[i, s]), 5)], merged=round(float(merged[i, s]), 5)))
+        return rows
+
+
+class Whole(torch.nn.Module):
+    """A Llama's mean loss as one call."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        with sdpa_kernel(SDPBackend.MATH):              # the fused ones know no vmap
+            x = self.model.blocks(self.model.embed(tokens[:, :-1]))
+        return self.model.loss(x, tokens[:, 1:]) / tokens[:, 1:].numel()
+
+
+def loss_and_gradient(model, device):
+    """Functions of many models' weights {name: (models, ...)}: the mean loss, and its gradient for
+    tokens (models, B, T + 1)."""
+    whole = Whole(model)
+
+    def loss(weights, tokens):
+        named = {f"model.{name}": w for name, w in weights.items()}
+        return functional_call(whole, named, (tokens,))
+
+    gradient = vmap(grad(loss))
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")              # TF32
+        gradient = torch.compile(gradient, dynamic=False)
+    return loss, gradient
