@@ -41,7 +41,8 @@ from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import FastLlama
 from plumbing.inner import Inner, adam, muon
 from plumbing.lanes import lanes
-from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
+from plumbing.options import (METHODS, MODELS, gamma_of, integers, layout, option, parse_options,
+                              steps_or_half, whole_config)
 from plumbing.overlap import overlapping
 from plumbing.processes import Job, complain, restarts
 from plumbing.report import Meter, banner
@@ -62,16 +63,21 @@ class Options:
     gamma: float = option(None, "pull between slow weights (N2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)", least=2)
     wire: str = option("fp32", "of a weight, Delta or gradient", choices=["fp32", "bf16", "int8"])
-    delay: steps_or_half = option(0, "inner steps that messages travel; half: m // 2; 0: the paper's")
+    delay: int = option(0, "inner steps that messages travel; half: m // 2; 0: the paper's",
+                        parse=steps_or_half)
     # the pipeline
-    stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)")
-    layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)")
+    stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)",
+                          parse=integers)
+    layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)",
+                                    parse=integers)
     routing: str = option(None, "paths: random at every boundary, always the same, or planned (default: "
                                 "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
     unscaled: bool = option(False, "with --skip, evaluate as the papers do, without the rho rule (planning/)")
-    links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
-    replan: float = option(0.0, "plan anew where the plan takes this share longer than a new one (0: never)")
+    links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them",
+                        planned=True)
+    replan: float = option(0.0, "plan anew where the plan takes this share longer than a new one (0: never)",
+                           planned=True)
     microbatches: int = option(2, "microbatches per origin and step", least=1)
     batch: int = option(4, "sequences per microbatch", least=1)
     # the model
@@ -387,12 +393,15 @@ def evaluate(pipeline, stages, corpus, o):
 
 def make_outer(job, o, params, replicas, inner, kinds=KINDS, **more):
     """None for ddp and local. kinds: a class for each method and wire. more: what these classes also take."""
-    if o.method not in kinds:
+    if o.method not in ("noloco", "diloco"):
         return None
     settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, **more)
     if o.method == "noloco":
         settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
     wire = o.wire if len(replicas) > 1 else "fp32"
+    if wire not in kinds.get(o.method, {}):         # or replicas would train alone, in silence
+        raise ValueError(f"no class for --method {o.method} --wire {wire} --delay {o.delay}, "
+                         f"beta {o.beta}, gamma {gamma_of(o)}")
     return kinds[o.method][wire](params, replicas, **settings)
 
 
@@ -443,7 +452,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
         for layer in model.model.layers.values():
             layer.compile()
     # theta flies on, or phi goes ahead (plumbing/overlap.py)
-    more = overlapping(o) if o.delay or o.gamma != o.beta else {}
+    more = overlapping(o) if o.delay or gamma_of(o) != o.beta else {}
     run.outer = make_outer(job, o, model.parameters(), replicas, inner, **more)
     run.average = AVERAGES[o.wire](replicas) if o.method == "ddp" and len(replicas) > 1 else None
     run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))

@@ -12,6 +12,7 @@ import pytest
 import bench_sync
 import train
 from experiments import pictures
+from plumbing.options import gamma_of
 from plumbing.processes import BadInput
 from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused
 from tools import emulate, export, hosts, partial, prepare
@@ -25,7 +26,8 @@ FILES = {
     "torn/config.json": b'{"method": "nol', "foreign/config.json": b'{"unknown": 1}',
     "lr/config.json": b'{"lr": "fast"}', "ways/config.json": b'{"method": "fedavg"}',
     "stages/config.json": b'{"stages": [2, "2"]}', "batch/config.json": b'{"batch": 4.0}',
-    "tied/config.json": b'{"tied": 1}',
+    "tied/config.json": b'{"tied": 1}', "nothing/config.json": b"{}",
+    "delayed/config.json": json.dumps(vars(options("--delay", "half"))).encode(),
     "list.json": b"[]", "one.json": b'{"delay": [[0]], "compute": 1}',
     "three.json": json.dumps(dict(delay=[[1] * 3] * 3, compute=1, stages=[[2], [1]])).encode(),
     "long.txt": b"long enough " * 500, "pictures/x.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
@@ -89,7 +91,28 @@ def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, trai
                                          ("--model small --method diloco", (100, 0.3, 0.7, 0.7))])
 def test_the_outer_settings_are_the_papers_but_for_tiny(argv, outer):
     o = options(*argv.split())
-    assert (o.inner_steps, o.alpha, o.beta, o.gamma) == outer
+    assert (o.inner_steps, o.alpha, o.beta, gamma_of(o)) == outer
+
+
+@pytest.mark.parametrize("given, gamma", [([], 0.5), (["--gamma", 0.6], 0.6)])
+def test_gamma_is_beta_also_where_a_run_resumes_with_another_beta(given, gamma, tmp_path):
+    """It was 0.7, and the run would have gone on with gamma 0.7 beside its beta of 0.5."""
+    o = options("--beta", 0.7, *given)
+    (tmp_path / "config.json").write_text(json.dumps(vars(o)))
+    resumed = options("--resume", tmp_path, "--beta", 0.5)
+    assert (gamma_of(o), gamma_of(resumed)) == (gamma if given else 0.7, gamma)
+
+
+def test_an_older_config_with_a_gamma_for_diloco_goes_on_without_it(tmp_path):
+    o = dict(vars(options("--method", "diloco")), gamma=1.0)
+    (tmp_path / "config.json").write_text(json.dumps(o))
+    assert gamma_of(options("--resume", tmp_path, "--beta", 0.5)) == 0.5
+
+
+def test_a_method_without_a_class_is_an_error_and_never_trains_alone():
+    o = options("--method", "diloco")
+    with pytest.raises(ValueError, match="no class for --method diloco --wire fp32"):
+        train.make_outer(None, o, [], [0, 1], None, kinds={"noloco": {}})
 
 
 def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_defaults():
