@@ -41,6 +41,7 @@ from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import FastLlama
 from plumbing.inner import Inner, adam, muon
 from plumbing.lanes import lanes
+from plumbing.memory import refuse_too_large
 from plumbing.options import (METHODS, MODELS, gamma_of, integers, layout, option, parse_options,
                               steps_or_half, whole_config)
 from plumbing.overlap import overlapping
@@ -440,6 +441,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     stage = next(s for s, ranks in enumerate(stages) if job.rank in ranks)
     replicas, ends = stages[stage], stage == 0
     config = job.together(whole_config, o)
+    refuse_too_large(job, o, config, stages, layers)
     if o.links and not o.resume:
         job.together(read_links, o.links, stages)                       # refused before any work
     corpus, reader = job.together(load_data, o, job.rank, stages[0])

@@ -12,7 +12,8 @@ import pytest
 import bench_sync
 import train
 from experiments import pictures
-from plumbing.options import gamma_of
+from plumbing import memory
+from plumbing.options import gamma_of, whole_config
 from plumbing.processes import BadInput
 from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused
 from tools import emulate, export, hosts, partial, prepare
@@ -21,7 +22,8 @@ PROGRAMS = {main.__module__: main for main in (bench_sync.main, emulate.main, ex
                                                partial.main, prepare.main)}
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",
-    "short.txt": b"too short " * 60, "tokens.bin": b"\x01\0\x60\xea" * 2000,
+    "hollow/a.bin": b"\1\0" * 2000, "hollow/b.bin": b"", "blank/a.txt": b"", "blank/b.txt": b"",
+    "tiny.txt": b"too tiny", "short.txt": b"too short " * 60, "tokens.bin": b"\x01\0\x60\xea" * 2000,
     "c4.json.gz": gzip.compress(b'{"text": "one"}'),
     "torn/config.json": b'{"method": "nol', "foreign/config.json": b'{"unknown": 1}',
     "lr/config.json": b'{"lr": "fast"}', "ways/config.json": b'{"method": "fedavg"}',
@@ -92,6 +94,45 @@ def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, trai
 def test_the_outer_settings_are_the_papers_but_for_tiny(argv, outer):
     o = options(*argv.split())
     assert (o.inner_steps, o.alpha, o.beta, gamma_of(o)) == outer
+
+
+@pytest.mark.parametrize("environment, error", [
+    ("WORLD_SIZE=2", "WORLD_SIZE=2 is set without RANK and MASTER_ADDR and MASTER_PORT: unset it"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost", "WORLD_SIZE=2 is set without MASTER_PORT: unset it"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT=x in the environment is no"),
+    ("RANK=x", "RANK=x in the environment is no whole number"),
+    ("RANK=1", "RANK=1 must be below WORLD_SIZE=1: unset both for one process"),
+    ("WORLD_SIZE=-1", "WORLD_SIZE=-1 in the environment is no whole number")])
+def test_an_environment_that_no_torchrun_made_is_one_line(environment, error, files, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for assignment in environment.split():
+        monkeypatch.setenv(*assignment.split("="))
+    assert error in error_of(train.main)
+
+
+def test_a_run_that_a_machine_cannot_hold_is_refused_before_anything_is_allocated(files, monkeypatch):
+    """The ranks of one machine count together."""
+    monkeypatch.setattr(memory, "free_bytes", lambda: 50e9)
+    monkeypatch.setattr(train, "load_data", None)           # what would come next
+    error = error_of(train.main, "--model", "medium")
+    assert "1 ranks on one machine need about 96.4 GB of memory, and 50.0 GB are free" in error
+    # two ranks of 4 vectors, with a microbatch in flight on the second stage
+    line = refused(2, "--model", "small", "--stages", "1,1", cwd=Path(), main=_in_5_gb)
+    assert "2 ranks on one machine need about " in line
+
+
+def _in_5_gb(argv):
+    memory.free_bytes = lambda: 5e9
+    train.main(argv)
+
+
+@pytest.mark.parametrize("argv, megabytes", [("", 60), ("--model small --vocab 32000 --batch 1", 5769)])
+def test_the_memory_reckoned_is_what_speed_md_says(argv, megabytes):
+    """Of a rank that holds all layers, one of several replicas, with one microbatch in flight."""
+    o = options(*argv.split())
+    needed = memory.bytes_needed(o, whole_config(o), o.layers, True, replicas=2, in_flight=1)
+    assert needed / 1e6 == pytest.approx(megabytes, rel=0.01)
 
 
 @pytest.mark.parametrize("given, gamma", [([], 0.5), (["--gamma", 0.6], 0.6)])
