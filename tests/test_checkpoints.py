@@ -17,8 +17,8 @@ import train
 from plumbing import checkpoints, signals
 from plumbing.processes import BadInput, Job
 from plumbing.report import Log
-from tests.harness import (SMALL, assert_same, captured, checkpoint, metrics, options, processes, refused,
-                           run, store_host, train_main)
+from tests.harness import (SMALL, assert_same, captured, checkpoint, fork, metrics, options, processes,
+                           rank_process, refused, run, store_host, train_main)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,11 @@ def _dies(rank, world, argv):
 
 def test_a_crashed_run_is_resumable_at_once(corpus, tmp_path):
     argv = ["--steps", 5, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]
-    assert processes(1, _dies, argv, cwd=tmp_path, fallen=[0]) == [None]
+    _, theirs = fork.Pipe()
+    child = fork.Process(target=rank_process, args=(theirs, 0, 1, 0, False, str(tmp_path), _dies, [argv]))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
     assert (tmp_path / "runs/x/lock").exists()
     assert "runs/x, from step 2" in run(1, "--resume", "runs/x", cwd=tmp_path)
 
