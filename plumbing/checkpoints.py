@@ -1,4 +1,6 @@
-"""Every rank writes its own part, whole or not at all. A run resumes from a step that all ranks hold.
+"""Checkpoints: every rank writes its own part, whole or not at all.
+
+A run resumes from the newest step of which all ranks hold a part.
 
     runs/NAME/checkpoints/00000600/rank3.pt       rank 3's part of step 600
     runs/NAME/checkpoints/00000600/rank2.dead     rank 2 was dead: any replica's part will do for it
@@ -33,7 +35,8 @@ class Checkpoints:
     def parts(self, rank, replicas=()):
         """{step: file} of a rank's parts here, in order.
 
-        replicas: ranks of its stage. Where the rank was dead, the part of one of them stands for its own.
+        replicas: the ranks of its stage. Where the rank was dead, a part of one of them stands
+        for its own.
         """
         found = {}
         for place in sorted(self.folder.glob("[0-9]" * 8)):
@@ -63,10 +66,11 @@ class Checkpoints:
         self.seal()
 
     def seal(self):
-        """Tell that this rank has written its part, and drop the parts that nobody needs. No rank waits.
+        """Tell that this rank has written its part, and drop the parts that nobody needs.
 
-        This rank keeps its last two parts, its part of the newest checkpoint that all ranks hold, and all
-        from the newest on that all living ranks hold. The first rank marks the dead where they have no part.
+        No rank waits. This rank keeps its last two parts, its part of the newest checkpoint that
+        all ranks hold, and all from the newest on that all living ranks hold. The first rank
+        marks the dead where they have no part.
         """
         held = list(self.parts(self.rank))
         self.tell_of_part(held[-1])
@@ -81,10 +85,10 @@ class Checkpoints:
 
     def tell_of_part(self, step):
         """Tell the other ranks, through the store, that this rank has a part of this step."""
-        self.job.store.set(f"saved/{step}/{self.rank}", "=")        # a store may refuse an empty value
+        self.job.store.set(f"saved/{step}/{self.rank}", "=")    # a store may refuse an empty value
 
     def newest_saved(self, steps, ranks):
-        """The newest of these steps of which all these ranks have told that they have a part, or 0."""
+        """The newest of these steps of which all these ranks told that they have a part, or 0."""
         newest = 0
         for step in steps:
             if self.job.store.check([f"saved/{step}/{r}" for r in ranks]):
@@ -92,14 +96,17 @@ class Checkpoints:
         return newest
 
     def mark_dead(self, steps, gone):
-        """Write the marks of the ranks that are gone, at each of these steps of which they have no part."""
+        """Mark the ranks that are gone, at each of these steps of which they have no part."""
         for step in steps:
             for r in gone:
                 if not self.job.store.check([f"saved/{step}/{r}"]):
                     (self.place(step) / f"rank{r}.dead").touch()
 
     def forget(self, steps):
-        """Remove this rank's parts of these steps, and the marks of the dead: the rest serves no rank."""
+        """Remove this rank's parts of these steps, and the marks of the dead.
+
+        What is left of them serves no rank.
+        """
         for step in steps:
             place = self.place(step)
             for file in [*place.glob(f"rank{self.rank}.*"), *place.glob("rank*.dead")]:
@@ -110,14 +117,14 @@ class Checkpoints:
     def lock(self, takeover=False):
         """Keep other runs out of this run's folder, until `unlock` or the end of this process.
 
-        Raises BadInput if another process has the lock. In a takeover (survive/standby.py) that is the
-        process that led before and hangs, or is cut off, and this one goes on.
+        Raises BadInput if another process has the lock. In a takeover (survive/standby.py) that
+        is the process that led before and hangs, or is cut off, and this one goes on.
 
-        A file that says "taken" would outlive a crash. The system's lock ends with the process, so a
-        crashed run can resume at once. A folder on NFS has one lock for all machines, as Linux asks the
-        server for it; the server frees the lock of a machine that crashed only after a while (NFSv4:
-        about 90 s). Some file systems refuse (Lustre without `-o flock`): then nothing is locked.
-        Machines without a common folder do not see each other's runs.
+        A file that says "taken" would outlive a crash. The system's lock ends with the process,
+        so a crashed run can resume at once. A folder on NFS has one lock for all machines, since
+        Linux asks the server for it. The server frees the lock of a machine that crashed only
+        after a while (NFSv4: about 90 s). Some file systems refuse (Lustre without `-o flock`):
+        then nothing is locked. Machines without a common folder do not see each other's runs.
         """
         folder = self.folder.parent
         self.lock_file = open(folder / "lock", "w")
@@ -126,7 +133,8 @@ class Checkpoints:
         except BlockingIOError:
             self.unlock()
             if not takeover:
-                raise BadInput(f"another process trains in {folder}: stop it first, or wait for its end")
+                raise BadInput(f"another process trains in {folder}: stop it first, or wait for "
+                               "its end")
             self.job.say([f"warning: the process that led before still has {folder}/lock"])
         except OSError as error:
             self.unlock()
@@ -141,11 +149,12 @@ class Checkpoints:
     # ---- reading
 
     def newest(self, replicas):
-        """(state, steps): this rank's part of the newest checkpoint of which every rank holds a sound part,
-        and the steps of this rank's newer parts, which training passes again.
+        """(state, steps) to resume from; every rank calls this.
 
-        state is None after a restart before the first checkpoint. Every rank calls this. Raises BadInput
-        where a run without such a checkpoint cannot begin anew.
+        state: this rank's part of the newest checkpoint of which every rank holds a sound part.
+        It is None after a restart before the first checkpoint. steps: of this rank's newer parts,
+        which training passes again. Raises BadInput where a run without a checkpoint cannot begin
+        anew.
         """
         held = self.parts(self.rank, replicas)
         sound, damaged = {}, []
@@ -163,7 +172,8 @@ class Checkpoints:
             self.tell_of_part(step)
         elif damaged or not restarts():
             lines = damaged[-1:]
-            lines.append(f"{self.folder.parent} has no checkpoint that all {self.job.world} ranks hold")
+            lines.append(f"{self.folder.parent} has no checkpoint that all {self.job.world} ranks "
+                         "hold")
             raise BadInput(", and ".join(lines))
         return sound.get(step), [other for other in held if other > step]
 
@@ -218,16 +228,19 @@ def go_on(run):
     plan = job.together(restore, run, state)
     steps = state.get("steps", run.o.steps)         # an older checkpoint does not say
     if steps != run.o.steps:
-        job.say([f"warning: --steps {run.o.steps}, and the run had {steps} before: its cosine is stretched, "
-                 f"so at step {run.step} the learning rate leaps"])
+        job.say([f"warning: --steps {run.o.steps}, and the run had {steps} before: its cosine is "
+                 f"stretched, so at step {run.step} the learning rate leaps"])
     return plan
 
 
 def restore(run, state):
-    """Put what `state_of` returned into the run. Returns its plan. Raises BadInput for other data."""
+    """Put what `state_of` returned into the run, and return its plan.
+
+    Raises BadInput if the checkpoint is of other data.
+    """
     if run.corpus and state["corpus"] != run.corpus.digest:
-        raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, then "
-                       f"{state['corpus']}): give the same --data or start a new run")
+        raise BadInput(f"the data differ from those of {run.folder} (corpus {run.corpus.digest}, "
+                       f"then {state['corpus']}): give the same --data or start a new run")
     run.step = state["step"]
     run.rho = rho_of(run.o, state)
     run.theta.copy_(state["theta"])
@@ -243,7 +256,10 @@ def restore(run, state):
 
 
 def rho_of(o, state):
-    """rho of each stage, as the checkpoint was evaluated; o: the options now, perhaps --unscaled."""
+    """rho of each stage, as the checkpoint was evaluated.
+
+    o: the options now, perhaps --unscaled.
+    """
     if o.unscaled or not state.get("rho"):
         return [1.0] * len(o.stages)
     return state["rho"]
@@ -261,14 +277,17 @@ def take_folder(o, job):
 
 
 def new_folder(o):
-    """The name of a folder in runs/, taken by its config.json. A restarted run finds its folder again."""
+    """The name of a folder in runs/, which this takes by making its config.json.
+
+    A restarted run finds its folder again. Raises BadInput if another run has it.
+    """
     stages = "x".join(str(size) for size in o.stages)
     name = o.name or f"{o.method}-{stages}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = Path("runs", name, "config.json")
     forbid((config.exists() and not restarts(),
             f"{config.parent} exists: go on with --resume {config.parent}, or give another --name"))
     config.parent.mkdir(parents=True, exist_ok=True)
-    config.touch(exist_ok=restarts() > 0)       # of two runs that begin at once the second fails here
+    config.touch(exist_ok=restarts() > 0)   # of two runs that begin at once the second fails here
     return name
 
 

@@ -1,7 +1,7 @@
 """The tokens of a run, from text or from nanoGPT's token files, and an origin's own part of them.
 
-`load_data` is what a trainer calls; tools/prepare.py writes token files. Only the split of the data depends
-on the number of origins.
+`load_data` is what a trainer calls; tools/prepare.py writes token files. Only the split of the data
+depends on the number of origins.
 """
 import hashlib
 import os
@@ -17,8 +17,10 @@ from torch.utils.data import ConcatDataset
 from plumbing.huggingface import named_end
 from plumbing.processes import BadInput, forbid
 
-ENDS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"]       # of a tokenizer that names none
-HELDOUT = r"(^|[^a-z])val(id|idation)?([^a-z]|$)"       # in a name: nanoGPT's val.bin, C4's c4-validation.*
+# What may end a document where a tokenizer does not name its end token.
+ENDS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"]
+# In the name of a held-out file: nanoGPT's val.bin, C4's c4-validation.*
+HELDOUT = r"(^|[^a-z])val(id|idation)?([^a-z]|$)"
 
 
 @dataclass
@@ -26,14 +28,15 @@ class Corpus:
     train: list             # tensors of tokens (1-D, any integer type)
     heldout: torch.Tensor
     digest: str             # losses compare only between runs with the same
-    bytes_per_token: float  # of the held-out part (one file: of the file); None when only tokens are known
+    bytes_per_token: float  # of the held-out part (one file: of the file); None of token files
     end: int                # id of the token that ends a document; None when unknown
 
 
 def load_data(o, rank, origins):
-    """(corpus, reader): the data, and the sequences of this origin's own part; (None, None) on other ranks.
+    """(corpus, reader): the data, and the sequences of this origin's own part of them.
 
-    o: data, tokenizer, vocab, seq_len, batch, eval_sequences and seed. origins: ranks. Raises BadInput.
+    o: data, tokenizer, vocab, seq_len, batch, eval_sequences and seed. origins: ranks; all others
+    get (None, None). Raises BadInput.
     """
     if rank not in origins:
         return None, None
@@ -51,9 +54,10 @@ def reader_of(corpus, seq_len, seed, place, origins):
 
 
 def load_corpus(o):
-    """Training and held-out tokens, from disjoint files; from one file, disjoint ranges. Raises BadInput.
+    """The Corpus of o.data: training and held-out tokens from disjoint files.
 
-    Text is read and tokenised here; token files are mapped into memory.
+    Of a single file they are disjoint ranges. Text is read and tokenised here, token files are mapped
+    into memory. Raises BadInput.
     """
     root, files, kind = find_files(o.data)
     tokenizer = load_tokenizer(o.tokenizer)
@@ -63,28 +67,31 @@ def load_corpus(o):
     digest = hashlib.sha256(Path(o.tokenizer).read_bytes() if o.tokenizer else b"")
     train_files, held_files = split(root, files, named=bool(o.data))
     if kind == "bin":
-        digest.update(str(sizes(root, files)).encode())         # they are too large to read for this
+        digest.update(str(sizes(root, files)).encode())     # they are too large to read for this
         train, held = map_tokens(train_files), map_tokens(held_files)
         per_token = None
     else:
         train = [read_texts(train_files, tokenizer, digest)]
         held = [read_texts(held_files, tokenizer, digest)]
-        text_bytes = sum(path.stat().st_size + 1 for path in held_files)        # and one for each end
+        text_bytes = sum(path.stat().st_size + 1 for path in held_files)    # and one for each end
         per_token = text_bytes / len(held[0])
     if len(files) == 1:
         whole = held[0]
         count = max(o.seq_len + 1, len(whole) // 20)
         train, held = [whole[:-count]], [whole[-count:]]
     heldout = held[0]
-    if len(held) > 1:                               # of mapped files no more than an evaluation needs
+    if len(held) > 1:           # of mapped files no more than an evaluation needs
         needed = (o.eval_sequences + o.batch) * o.seq_len + 1
         heldout = torch.cat([part[:needed] for part in held])
     top = max(largest(part) for part in [*train, heldout])
     forbid(
         (len(heldout) <= o.seq_len,
-         f"{o.data or root} has {len(heldout)} held-out tokens: give more data or a smaller --seq-len"),
-        (top >= o.vocab, f"the data has token {top}: give --vocab {top + 1} or more, not {o.vocab}"))
-    return Corpus(train, heldout, digest.hexdigest()[:12], per_token, tokenizer.end if known else None)
+         f"{o.data or root} has {len(heldout)} held-out tokens: give more data or a smaller "
+         "--seq-len"),
+        (top >= o.vocab,
+         f"the data has token {top}: give --vocab {top + 1} or more, not {o.vocab}"))
+    end = tokenizer.end if known else None
+    return Corpus(train, heldout, digest.hexdigest()[:12], per_token, end)
 
 
 def largest(tokens):
@@ -105,9 +112,10 @@ def heldout_sequences(corpus, count, seq_len):
 
 
 def find_files(data):
-    """(the folder that paths are relative to, files, bin or text) of --data, else the standard library.
+    """(the folder that paths are relative to, files, "bin" or "text") of --data.
 
-    Raises BadInput without a readable file, without anything in them, and for files of both kinds.
+    Without --data they are those of the standard library. Raises BadInput where a file is
+    missing, not readable, or empty, and for files of both kinds.
     """
     if not data:
         root, files = standard_library()
@@ -134,7 +142,10 @@ def is_hidden(path):
 
 
 def standard_library():
-    """The .py files of the running Python's own library: real text, on every machine, nothing to download."""
+    """(its folder, the .py files) of the running Python's own library.
+
+    It is real text, and on every machine, so that nobody needs to download data.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     # not its own, and near-duplicate tables
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}
@@ -144,7 +155,8 @@ def standard_library():
             files += [path for path in (top, *top.rglob("*.py")) if path.suffix == ".py"]
     files = [path for path in files if left_out.isdisjoint(path.relative_to(root).parts)]
     size = sum(path.stat().st_size for path in files)
-    forbid((size < 5e6, f"the standard library in {root} has under 5 MB of .py text: give --data TEXT"))
+    forbid((size < 5e6,
+            f"the standard library in {root} has under 5 MB of .py text: give --data TEXT"))
     return root, sorted(files)
 
 
@@ -175,11 +187,11 @@ def sizes(root, files):
 
 
 def read_text(path):
-    """The bytes of a text file. Raises BadInput for a binary one, which has a zero byte near its start."""
+    """The bytes of a text file. Raises BadInput for a binary one: it has a zero near its start."""
     text = path.read_bytes()
     forbid((b"\0" in text[:8192],
-            f"{path} is no text file, its first bytes include a zero: keep text alone there, and write "
-            "C4's shards as .bin files once: python -m tools.prepare FOLDER OUT"))
+            f"{path} is no text file, its first bytes include a zero: keep text alone there, and "
+            "write C4's shards as .bin files once: python -m tools.prepare FOLDER OUT"))
     return text
 
 
@@ -197,18 +209,22 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json. size: 1 + the largest id; end: id of the token that ends a document."""
+    """A Hugging Face tokenizer.json.
+
+    size: 1 + the largest id. end: id of the token that ends a document.
+    """
 
     def __init__(self, file):
         from tokenizers import Tokenizer
         self.inner = Tokenizer.from_file(file)
-        self.inner.encode_special_tokens = True     # a text that spells the end token does not end there
+        self.inner.encode_special_tokens = True     # a text that spells the end token goes on there
         self.size = max(self.inner.get_vocab().values(), default=0) + 1
         named = named_end(file)
         names = [named] if named else ENDS
         there = [name for name in names if self.inner.token_to_id(name) is not None]
         if not there:
-            raise ValueError(f"it has no {' or '.join(names)} to end a document (tokenizer_config.json)")
+            raise ValueError(f"it has no {' or '.join(names)} to end a document "
+                             "(tokenizer_config.json)")
         self.end = self.inner.token_to_id(there[0])
 
     def encode(self, texts):
@@ -219,7 +235,10 @@ class FileTokenizer:
 
 
 def load_tokenizer(file):
-    """The tokenizer of --tokenizer, by default bytes. Raises BadInput, ImportError without tokenizers."""
+    """The tokenizer of --tokenizer, by default bytes.
+
+    Raises BadInput, and ImportError without the tokenizers package.
+    """
     if not file:
         return ByteTokenizer()
     try:
@@ -250,7 +269,7 @@ def read_texts(paths, tokenizer, digest):
 
 
 class Reader:
-    """Sequences of one origin's part of the tokens in memory or mapped, in a fresh random order each epoch.
+    """Sequences of one origin's part of the tokens, in a fresh random order each epoch.
 
     `cursor`, the sequences read, is all its state. Raises BadInput for a part without a sequence.
     """

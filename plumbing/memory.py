@@ -4,8 +4,8 @@ docs/speed.md has the formula and what it was measured against. A rank holds, be
 
     4 (v P + n (m L a + V + 2 C) + C V) bytes,      a = 8 C + 2 K D + 4 F + H + 2
 
-for P parameters in v vectors, L layers, and m microbatches of n tokens in flight. The terms with V are those
-of a rank that holds the two ends. model.py has the other letters.
+for P parameters in v vectors, L layers, and m microbatches of n tokens in flight. The terms with
+V are those of a rank that holds the two ends. model.py has the other letters.
 """
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def bytes_needed(o, config, layers, ends, replicas, in_flight):
 
 
 def free_bytes():
-    """The memory that this machine can still give, with its swap; None where the system does not tell."""
+    """What this machine can still give, with its swap; None if the system does not tell."""
     table = Path("/proc/meminfo")
     if not table.exists():                      # not Linux
         return None
@@ -77,6 +77,6 @@ def refuse_too_large(job, o, config, stages, layers):
         sums[2] += 1
     for total, free, ranks in machines.values():
         if free is not None and total > free:
-            job.refuse(f"{ranks} ranks on one machine need about {total / GB:.1f} GB of memory, and "
-                       f"{free / GB:.1f} GB are free: start fewer here, or take a smaller --model, --vocab, "
-                       "--batch or --seq-len")
+            job.refuse(f"{ranks} ranks on one machine need about {total / GB:.1f} GB of memory, "
+                       f"and {free / GB:.1f} GB are free: start fewer here, or take a smaller "
+                       "--model, --vocab, --batch or --seq-len")

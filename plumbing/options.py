@@ -1,4 +1,7 @@
-"""Options: a dataclass whose fields carry their help, from the command line and a run's config.json."""
+"""Options: a dataclass whose fields carry their help.
+
+They come from the command line and from a run's config.json.
+"""
 import argparse
 import json
 import os
@@ -26,15 +29,17 @@ METHODS = {
     "ddp": dict(wire="fp32"),
     "local": dict(survive=0.0),
 }
-# The papers' values are for 25 000 steps; these are the best we found for a short run of a tiny model.
+# The papers' values are for 25 000 steps. These are the best that we found for short runs of tiny.
 TINY = {
     "noloco": dict(inner_steps=10, alpha=0.0, beta=1.0),
     "diloco": dict(inner_steps=20, alpha=0.0, beta=1.0),
 }
 # The first of --help.
-FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "skip", "name", "resume")
+FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "skip", "name",
+         "resume")
 # In the order of Config's fields.
-DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps", "tied")
+DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps",
+              "tied")
 # A checkpoint fits only a run that agrees in these, and in the hash of its corpus. It has the plan
 # that was made for the links.
 LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "delay", "model", "seq_len", "seed",
@@ -90,7 +95,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(Options, description):
-    """A Parser of all fields. What it returns lacks the options that the command line leaves out."""
+    """A Parser of all fields. What it returns lacks the options that nobody gave."""
     parser = Parser(description, argument_default=argparse.SUPPRESS)
     first = parser.add_argument_group("what most runs need")
     more = parser.add_argument_group("more")
@@ -124,8 +129,8 @@ def default_text(f):
 def parse_options(Options, argv, world, description):
     """The Options that the command line asks for. Raises BadInput.
 
-    Every option gets its value here but gamma (see `gamma_of`): config.json then says what ran, even
-    where a later version has other defaults.
+    Every option but gamma (see `gamma_of`) gets its value here. So config.json says what ran, even
+    where a later version of this program has other defaults.
     """
     parser = make_parser(Options, description)
     given = vars(parser.parse_args(argv))
@@ -185,13 +190,15 @@ def check(o, given):
         if f.type in (int, float) and value is not None and not least <= value < float("inf"):
             raise BadInput(f"{flag(f.name)} must be at least {least}, got {value}")
         if f.metadata["planned"] and given.get(f.name) and not planned:
-            raise BadInput(f"{flag(f.name)} is for planned paths: give --skip or --routing skippipe")
+            raise BadInput(f"{flag(f.name)} is for planned paths: give --skip or "
+                           "--routing skippipe")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     gamma = gamma_of(o)
     forbid(
         (not o.skip < 1, f"--skip must be below 1, got {o.skip}"),
         (o.skip and not planned, f"--skip needs a planned routing, not --routing {o.routing}"),
-        ("unscaled" in given and not o.skip, "--unscaled is for paths that skip stages: give --skip"),
+        ("unscaled" in given and not o.skip,
+         "--unscaled is for paths that skip stages: give --skip"),
         (not o.beta2 < 1, f"--beta2 must be below 1, got {o.beta2}"),
         (o.survive and (o.replan or o.delay), "--survive goes with neither --replan nor --delay"),
         (o.wire == "bf16" and o.method == "noloco",
@@ -242,7 +249,8 @@ def read_config(Options, parser, folder):
     except (OSError, ValueError, AttributeError, BadInput) as error:
         raise BadInput(f"{folder}: no readable config.json there: {error}")
     lacking = [name for name in ("method", "model", "stages") if name not in config]
-    forbid((lacking, f"{folder}: its config.json has no {' and no '.join(lacking)}: it is of no run"))
+    forbid((lacking,
+            f"{folder}: its config.json has no {' and no '.join(lacking)}: it is of no run"))
     return found
 
 
@@ -261,7 +269,7 @@ def layout(o, world):
     """stages, the ranks of each, and layers, the global layer numbers of each. Raises BadInput."""
     sizes, depths = o.stages, o.layers_per_stage
     count = len(sizes)
-    if depths is None:      # later stages first: origins also carry the embedding, the head and the loss
+    if depths is None:          # later stages first: origins also carry embedding, head and loss
         depths = [(o.layers + s) // count for s in range(count)]
     kept = round((1 - o.skip) * count)
     forbid(

@@ -1,4 +1,7 @@
-"""The processes of a run, and what they tell each other through the store that torchrun (or rank 0) hosts."""
+"""The processes of a run, and what they tell each other through a store.
+
+torchrun hosts the store, or rank 0 where there is no torchrun.
+"""
 import contextlib
 import fcntl
 import json
@@ -14,11 +17,12 @@ import torch.distributed as dist
 from plumbing.signals import Signals, next_command
 
 DAY = 86400.0       # seconds: no timeout in practice
-BROKEN = "Connection ", "Broken pipe", "ncclRemoteError"      # in the errors of Gloo and NCCL for a lost peer
+# What the errors of Gloo and NCCL say when a peer is lost.
+BROKEN = "Connection ", "Broken pipe", "ncclRemoteError"
 
 
 class BadInput(Exception):
-    """Something that the user can correct. The message is the one line that the first rank prints."""
+    """Something that the user can correct. The first rank prints the message, one line."""
 
 
 def forbid(*rules):
@@ -34,14 +38,20 @@ def restarts():
 
 
 def rank_and_world():
-    """(RANK, WORLD_SIZE) of the environment, as torchrun sets them: (0, 1) without. Raises BadInput."""
+    """RANK and WORLD_SIZE, which torchrun sets in the environment; else 0 and 1.
+
+    Raises BadInput where they make no sense.
+    """
     rank = whole_number("RANK", "0")
     world = whole_number("WORLD_SIZE", "1")
-    forbid((rank >= world, f"RANK={rank} must be below WORLD_SIZE={world}: unset both for one process, or "
-            "start several with torchrun"))
+    forbid((rank >= world,
+            f"RANK={rank} must be below WORLD_SIZE={world}: unset both for one process, or start "
+            "several with torchrun"))
     if world > 1:
-        lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        forbid((lacking, f"WORLD_SIZE={world} is set without {' and '.join(lacking)}: unset it for one "
+        needed = "RANK", "MASTER_ADDR", "MASTER_PORT"
+        lacking = [name for name in needed if name not in os.environ]
+        forbid((lacking,
+                f"WORLD_SIZE={world} is set without {' and '.join(lacking)}: unset it for one "
                 "process, or start several with torchrun, which sets them all"))
         whole_number("MASTER_PORT", "")
     return rank, world
@@ -57,7 +67,8 @@ def whole_number(name, default):
 class Job:
     """This process among the processes of the run.
 
-    rank, world; device; nccl: whether messages travel over NCCL. store: every rank reads and writes its keys.
+    rank, world; device; nccl: whether messages travel over NCCL. store: every rank reads and writes
+    its keys.
     The first rank, of `members`, is rank 0; in survive/ it may become another one.
     joining: whether this process takes a dead rank's place in a job that is training (survive/).
     """
@@ -65,13 +76,14 @@ class Job:
     patience = DAY      # seconds for a message that only the log waits for
 
     def __init__(self, argv=None):
-        """argv: the command line (None: sys.argv). If it has --help, only rank 0 goes on, to print the help.
+        """argv: the command line (None: sys.argv).
 
-        A process whose environment is wrong says so, and ends with status 2.
+        If that has --help, only rank 0 goes on, to print the help. A process whose environment is
+        wrong says so, and ends with status 2.
         """
         try:
             self.rank, self.world = rank_and_world()
-        except BadInput as error:               # without a rank there is no first rank that could tell
+        except BadInput as error:       # each process tells: nobody knows which is the first rank
             complain(str(error))
             sys.exit(2)
         self.device = torch.device("cpu")
@@ -83,7 +95,7 @@ class Job:
         self.events = []
         if self.world > 1:
             store, *_ = next(iter(dist.rendezvous("env://")))
-            # torchrun keeps its store over a restart: the keys of the processes before must not be read
+            # torchrun keeps its store over a restart: nobody may read the keys from before
             self.store = dist.PrefixStore(f"attempt{restarts()}", store)
         if self.rank > 0 and not {"-h", "--help"}.isdisjoint(sys.argv if argv is None else argv):
             sys.exit(0)
@@ -91,11 +103,11 @@ class Job:
     # ---- telling each other
 
     def key_of_call(self, name):
-        """The key for this call. The second call with a name has another one than the first, and so on.
+        """Count this call, and return its key: the name, and from the second call on a number, too.
 
-        Without that a fast rank would read what the others told in the call before. All ranks make the
-        calls with one name in the same order, so all count alike. The first key is the name itself:
-        survive/standby.py writes such keys by hand.
+        Without the number a fast rank would read what the others told in the call before. All
+        ranks make the calls with one name in the same order, so all count alike. The first key is
+        the name itself: survive/standby.py writes such keys by hand.
         """
         self.calls[name] = self.calls.get(name, 0) + 1
         if self.calls[name] == 1:
@@ -110,17 +122,18 @@ class Job:
         return [json.loads(text) for text in texts]
 
     def collect(self, name, value):
-        """On the first rank {rank: its value}, for the log; None on the other ranks, which do not wait."""
+        """On the first rank {rank: its value}, for the log. The others get None at once."""
         if self.leads:
             return dict(zip(self.members, self.share(name, value)))
         self.store.set(f"{self.key_of_call(name)}/{self.rank}", json.dumps(value))
         return None
 
     def together(self, function, *args, name=None):
-        """function(*args) on every rank. BadInput or OSError on any rank ends all ranks with status 2.
+        """function(*args) on every rank.
 
-        So does a missing package. The first rank prints its one line before. name: the same on all ranks
-        (default: that of the function).
+        BadInput, OSError or a missing package on any rank ends all ranks with status 2, after the
+        first rank has printed its one line. name: the same on all ranks (default: that of the
+        function).
         """
         result = None
         problem = ""
@@ -137,10 +150,10 @@ class Job:
         return result
 
     def refuse(self, line):
-        """Ends all ranks with status 2, after the first rank has printed the line. Every rank calls it."""
+        """Print the line on the first rank, then end all with status 2. Every rank calls this."""
         if self.leads:
             complain(line)
-        self.share("told", "")              # the line comes first: torchrun stops all when one rank leaves
+        self.share("told", "")      # the line comes first: torchrun stops all when one rank leaves
         Job.collect(self, "left", "")       # the first rank leaves last: it may host the store
         sys.exit(2)
 
@@ -186,7 +199,10 @@ class Job:
     # ---- groups
 
     def connect(self, o, group=True):
-        """Choose the device and the backend. Make the default process group (with Gloo only if `group`)."""
+        """Choose the device and the backend, and make the default process group.
+
+        group: whether Gloo, too, shall have one; in survive/ it has none.
+        """
         gpus = 0
         if o.device != "cpu" and torch.cuda.is_available():
             gpus = torch.cuda.device_count()
@@ -208,18 +224,20 @@ class Job:
         if group or self.nccl:
             # Lazily Gloo connects only pairs that talk, otherwise every pair at the start.
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1" if self.world > 64 else "0")
+            store = dist.PrefixStore("job", self.store)
             dist.init_process_group("nccl" if self.nccl else "gloo", rank=self.rank,
-                                    world_size=self.world, store=dist.PrefixStore("job", self.store))
+                                    world_size=self.world, store=store)
             dist.barrier()              # NCCL: the first use of a group must have every rank in it
 
     def refuse_loopback(self):
-        """Refuse hosts of which one would offer the others its loopback address: they could never connect."""
+        """Refuse a host that offers the others its loopback address: they could never connect."""
         found = self.share("host", [this_host(), self.together(gloo_interface)])
         hosts = {host for host, _ in found}
         for rank, (_, names) in enumerate(found):
             if len(hosts) > 1 and names.split(",")[0] in ("lo", "lo0"):
-                self.refuse(f"rank {rank} offers other hosts its loopback interface: give torchrun node 0's "
-                            "address as --master-addr, or on that host export GLOO_SOCKET_IFNAME=NAME")
+                self.refuse(f"rank {rank} offers other hosts its loopback interface: give torchrun "
+                            "node 0's address as --master-addr, or on that host export "
+                            "GLOO_SOCKET_IFNAME=NAME")
 
     def meet(self, key, ranks):
         """(the ranks that came, their Gloo group): a group for one use. Here all `ranks` come."""
@@ -229,10 +247,10 @@ class Job:
 
     @contextlib.contextmanager
     def rescue(self, run, save):
-        """Around training: an error ends this rank in one line, or in a traceback if its cause is unknown.
+        """Around training: an error ends this rank in one line, or in a traceback if its cause is
+        unknown. However training ends, the run's folder is unlocked.
 
-        save: writes a checkpoint (for survive/, which saves on an error). However training ends, the run's
-        folder is unlocked.
+        save: writes a checkpoint (for survive/, which saves on an error).
         """
         try:
             with Signals(self, run) as self.signals:
@@ -302,11 +320,12 @@ def this_machine():
 
 
 def gloo_interface():
-    """The network interface of all Gloo groups, torch's own too; call before init_process_group (Linux).
+    """The network interface of all Gloo groups, torch's own too (Linux).
 
-    GLOO_SOCKET_IFNAME names it (a comma list too). If unset, it becomes the interface from which this host
-    reaches MASTER_ADDR. Torch alone would take the address of the host's own name, on Debian 127.0.1.1.
-    Raises BadInput if this host has no such interface, or no way to MASTER_ADDR.
+    Call this before init_process_group. GLOO_SOCKET_IFNAME names the interface, or several with
+    commas. If unset, it becomes the interface from which this host reaches MASTER_ADDR. Torch
+    alone would take the address of the host's own name, on Debian 127.0.1.1. Raises BadInput if
+    this host has no such interface, or no way to MASTER_ADDR.
     """
     known = [name for _, name in socket.if_nameindex()]
     if "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -316,15 +335,16 @@ def gloo_interface():
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for name in names.split(","):
         if name and name not in known:
-            raise BadInput(f"GLOO_SOCKET_IFNAME={names}: a host has no {name}, only {', '.join(known)}")
+            raise BadInput(f"GLOO_SOCKET_IFNAME={names}: a host has no {name}, only "
+                           f"{', '.join(known)}")
     return names
 
 
 def interface_to_master(names):
-    """That of these interfaces from which this host reaches MASTER_ADDR; None if the system does not tell."""
+    """The name of the interface from which this host reaches MASTER_ADDR; None if none fits."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):      # all on this host
-        master = "127.0.0.1"
+    if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
+        master = "127.0.0.1"                                        # all ranks are on this host
     found = None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -349,8 +369,9 @@ def gloo_group(store, key, place, size, timeout):
     create = dist.ProcessGroupGloo.create_device
     default = dist.ProcessGroupGloo.create_default_device
     options = dist.ProcessGroupGloo._Options()
-    # A group has devices of its own, which end with it. After a timeout Gloo frees the connection, but a
-    # living device still calls it when the partner connects after all: the process would crash.
+    # A group has devices of its own, which end with it. After a timeout Gloo frees the
+    # connection, but a living device still calls it when the partner connects after all: the
+    # process would crash.
     names = gloo_interface().split(",")
     options._devices = [create(interface=name) if name else default() for name in names]
     options._threads = 1

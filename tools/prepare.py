@@ -3,10 +3,10 @@
     python -m tools.prepare c4/ OUT --tokenizer tokenizer.json
     python train.py --data OUT --tokenizer tokenizer.json --vocab 32000
 
-SOURCE is a folder of shards (.json.gz, a JSON document a line), or one shard. Tokens are uint16; the
-tokenizer's end token follows every document. val.bin gets the shards with val or validation in their
-name; without such names a 20th of the shards, chosen by a hash of their path, or of fewer than 20
-shards every 20th line. Memory holds 256 documents at a time.
+SOURCE is a folder of shards (.json.gz, a JSON document a line), or one shard. Tokens are uint16.
+The tokenizer's end token follows every document. val.bin gets the shards with val or validation
+in their name. Without such names it gets a 20th of the shards, chosen by a hash of their path; of
+fewer than 20 shards, every 20th line of each. Memory holds 256 documents at a time.
 """
 import gzip
 import json
@@ -30,13 +30,15 @@ def main(argv=None):
 def prepare(argv):
     parser = Parser(__doc__)
     parser.add_argument("source", help="C4's shards: a folder or a file")
-    parser.add_argument("out", type=empty_folder, help="a folder that does not exist yet, or is empty")
+    parser.add_argument("out", type=empty_folder,
+                        help="a folder that does not exist yet, or is empty")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer.json (default: bytes)")
     a = parser.parse_args(argv)
     root, files, _ = find_files(a.source)
     tokenizer = load_tokenizer(a.tokenizer)
     strange = [path for path in files if not path.name.endswith(".json.gz")]
-    forbid((strange, f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data"),
+    forbid((strange,
+            f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data"),
            (tokenizer.size > 1 << 16,
             f"{a.tokenizer} has {tokenizer.size} tokens: a .bin file holds at most 65536 (uint16)"))
     a.out.mkdir(parents=True, exist_ok=True)
@@ -66,14 +68,16 @@ def write_tokens(found, tokenizer, train, val):
 
 
 def heldout_shards(root, files):
-    """The shards that are held out as a whole; none where every 20th line is, since they are too few."""
+    """The shards that are held out as a whole; none if they are so few that every 20th line is."""
     if named_heldout(files) or len(files) >= 20:
         return split(root, files)[1]
     return []
 
 
 def documents(files, heldout):
-    """(held out or not, text as bytes) of each line; b"" without a text, and where a shard breaks off.
+    """Yields (held out or not, text as bytes) of each line; b"" without a text.
+
+    Where a shard breaks off, that counts as one line without a text.
 
     heldout: files; where there are none, every 20th line of each file.
     """
