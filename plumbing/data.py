@@ -56,8 +56,8 @@ def reader_of(corpus, seq_len, seed, place, origins):
 def load_corpus(o):
     """The Corpus of o.data: training and held-out tokens from disjoint files.
 
-    Of a single file they are disjoint ranges. Text is read and tokenised here, token files are mapped
-    into memory. Raises BadInput.
+    Of a single file they are disjoint ranges. Text is read and tokenised here, token files are
+    mapped into memory. Raises BadInput.
     """
     root, files, kind = find_files(o.data)
     tokenizer = load_tokenizer(o.tokenizer)

@@ -25,8 +25,8 @@ def save_pretrained(model, folder, positions, end=None):
 def save_tokenizer(folder, tokenizer, end):
     """The run's tokenizer beside the model, as tokenizer.json and tokenizer_config.json.
 
-    tokenizer: the file of --tokenizer. end: id of the token that ends a document. Raises ImportError
-    without tokenizers.
+    tokenizer: the file of --tokenizer. end: id of the token that ends a document. Raises
+    ImportError without tokenizers.
     """
     from tokenizers import Tokenizer
     name = Tokenizer.from_file(tokenizer).id_to_token(end)
@@ -37,7 +37,10 @@ def save_tokenizer(folder, tokenizer, end):
 
 
 def named_end(tokenizer):
-    """The token that ends a document, as tokenizer_config.json beside this tokenizer.json says, or None."""
+    """The token that ends a document, or None.
+
+    A tokenizer_config.json beside this tokenizer.json may name it.
+    """
     beside = Path(tokenizer).with_name("tokenizer_config.json")
     if not beside.exists():
         return None

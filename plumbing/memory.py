@@ -28,7 +28,9 @@ def vectors(o, replicas):
 
 def bytes_needed(o, config, layers, ends, replicas, in_flight):
     """Of a rank with so many layers. ends: whether it holds embedding, head and loss."""
-    C, V, F = config.hidden_size, config.vocab_size, config.intermediate_size
+    C = config.hidden_size
+    V = config.vocab_size
+    F = config.intermediate_size
     H = config.num_attention_heads
     KD = C // H * config.num_key_value_heads
     parameters = layers * (2 * C * C + 2 * C * KD + 3 * C * F + 2 * C)

@@ -117,8 +117,8 @@ def banner(run):
     yield (f"{o.steps} steps of {tokens} tokens per origin, {tokens * len(run.stages[0])} in all; "
            f"{o.optimizer}, peak rate {o.lr:g}, beta2 {o.beta2:g}")
     if o.inner_steps:
-        yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, gamma {gamma_of(o)}, "
-               f"weights travel in {o.wire}{f' for {o.delay} steps' if o.delay else ''}")
+        yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, "
+               f"gamma {gamma_of(o)}, weights travel in {o.wire}{f' for {o.delay} steps' if o.delay else ''}")
     yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, "
            f"corpus {corpus.digest}")
     sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]

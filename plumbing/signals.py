@@ -1,12 +1,14 @@
-"""Ctrl-C and SIGTERM stop all ranks after the same step. Rank 0 names ranks that give no sign of life.
+"""Ctrl-C and SIGTERM stop all ranks after the same step. Rank 0 names the ranks that are silent.
 
-Between two steps ranks cannot ask each other where to stop: a rank may be waiting in the middle of its
-step, where Python runs no signal handler. So each rank has a thread, which the signal wakes. It writes to
-the store the first step after which its rank can stop. All ranks train on to the largest of these steps.
+Between two steps ranks cannot ask each other where to stop: a rank may be waiting in the middle
+of its step, where Python runs no signal handler. So each rank has a thread, which the signal
+wakes. It writes to the store the first step after which its rank can stop. All ranks train on to
+the largest of these steps.
 
 A cut link breaks no connection. TCP repeats its packets for about a quarter of an hour (Linux:
-net.ipv4.tcp_retries2), and until then every rank that needs the lost rank stands still. So the thread
-also writes every few seconds that its rank lives, and rank 0's thread reads that of all ranks.
+net.ipv4.tcp_retries2), and until then every rank that needs the lost rank stands still. So the
+thread also writes every few seconds that its rank lives, and rank 0's thread reads that of all
+ranks.
 """
 import contextlib
 import os
@@ -44,7 +46,7 @@ class Signals:
         self.handlers = {}                                  # those from before
         for number in (signal.SIGINT, signal.SIGTERM):
             self.handlers[number] = signal.signal(number, self.handle)
-        self.ear, self.mouth = socket.socketpair()          # a signal's number comes in at the mouth
+        self.ear, self.mouth = socket.socketpair()      # a signal's number comes in at the mouth
         self.mouth.setblocking(False)
         self.before = signal.set_wakeup_fd(self.mouth.fileno())
         threading.Thread(target=self.listen, daemon=True).start()
@@ -64,13 +66,13 @@ class Signals:
 
     def handle(self, number, frame):
         if self.job.world == 1:
-            signal.signal(number, signal.SIG_DFL)           # a second Ctrl-C ends a single process at once
+            signal.signal(number, signal.SIG_DFL)       # a second Ctrl-C ends one process at once
 
     def listen(self):
         """The thread: it beats until a signal or the end of training comes."""
         while not wait([self.ear], BEAT):
             self.beat()
-        heard = self.ear.recv(1)                # the number of the signal; empty at the end of training
+        heard = self.ear.recv(1)            # a signal's number; empty at the end of training
         if heard:
             self.number = heard[0]
             self.last.set_result(self.agree())
@@ -78,7 +80,7 @@ class Signals:
     def agree(self):
         """The largest of the first steps after which each rank can stop.
 
-        The process ends here if a rank has not written its step in time, or is ending by an error (-1).
+        The process ends here if a rank has not written its step in time, or ends by an error (-1).
         """
         told = []
         with contextlib.suppress(RuntimeError):
@@ -108,10 +110,11 @@ class Signals:
     def say(self, more=""):
         self.run.log.bar.close()
         if self.job.leads:
-            print(f"stopped at step {self.run.step}{more}; {next_command(self.run)}", file=sys.stderr)
+            line = f"stopped at step {self.run.step}{more}; {next_command(self.run)}"
+            print(line, file=sys.stderr)
 
     def beat(self):
-        """Count this rank's beat in the store. At every tenth rank 0 names the ranks that are silent."""
+        """Count this rank's beat in the store. At every tenth rank 0 names the silent ranks."""
         with contextlib.suppress(RuntimeError):             # of a lost store; training reports it
             own = self.store.add(f"alive/{self.job.rank}", 1)
             if self.job.rank == 0 and self.job.needs_all and own % 10 == 0:
