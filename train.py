@@ -394,7 +394,7 @@ def evaluate(pipeline, stages, corpus, o):
 
 def make_outer(job, o, params, replicas, inner, kinds=KINDS, **more):
     """None for ddp and local. kinds: a class for each method and wire. more: what these classes also take."""
-    if o.method not in ("noloco", "diloco"):
+    if o.method in ("ddp", "local"):
         return None
     settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, **more)
     if o.method == "noloco":

@@ -152,8 +152,22 @@ def test_an_older_config_with_a_gamma_for_diloco_goes_on_without_it(tmp_path):
 
 def test_a_method_without_a_class_is_an_error_and_never_trains_alone():
     o = options("--method", "diloco")
-    with pytest.raises(ValueError, match="no class for --method diloco --wire fp32"):
-        train.make_outer(None, o, [], [0, 1], None, kinds={"noloco": {}})
+    o.method = "fedavg"
+    with pytest.raises(ValueError, match="no .* for --method fedavg"):
+        train.make_outer(None, o, [], [0, 1], None)
+
+
+@pytest.mark.parametrize("launched, beside", [(True, 3), (True, 0), (False, 3)])
+def test_survive_with_processes_that_one_torchrun_would_kill_together_is_a_warning(
+        launched, beside, corpus, tmp_path, monkeypatch):
+    """Workers started without torchrun (RANK, WORLD_SIZE) and a torchrun for each are as they should be."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 + beside))
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    code, said = captured(0, 1, train.main, ["--survive", 5, "--steps", 1, "--data", corpus, *SMALL])
+    line = "warning: when a process dies, torchrun ends the 3 beside it, and --survive cannot help: give each"
+    assert code == 0 and said.startswith(line) == (launched and beside > 0)
 
 
 def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_defaults():
