@@ -42,7 +42,7 @@ class Checkpoints:
         for place in sorted(self.folder.glob("[0-9]" * 8)):
             usable = [rank]
             if (place / f"rank{rank}.dead").exists():
-                usable = [*replicas, rank]
+                usable = [*replicas, rank]          # the last that is there counts: best its own
             for r in usable:
                 file = place / f"rank{r}.pt"
                 if file.exists():
@@ -157,15 +157,16 @@ class Checkpoints:
         anew.
         """
         held = self.parts(self.rank, replicas)
-        sound, damaged = {}, []
+        sound = {}
+        errors = []
         for step, file in held.items():
             try:
                 sound[step] = load(file)
             except BadInput as error:
-                damaged.append(str(error))
+                errors.append(str(error))
         sound_of_all = self.job.share("sound", list(sound))
-        damaged_of_all = self.job.share("damaged", damaged)
-        damaged = [line for lines in damaged_of_all for line in lines]
+        errors_of_all = self.job.share("damaged", errors)
+        damaged = [line for lines in errors_of_all for line in lines]
         step, lacking = self.whole(dict(enumerate(sound_of_all)))
         if step >= 0:
             self.job.say(f"warning: {why}; step {step} is taken" for why in damaged + lacking)
@@ -195,7 +196,7 @@ def load(file):
     """A part, mapped into memory. Raises BadInput if it is damaged or of another version."""
     try:
         state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
-    except Exception as error:
+    except Exception as error:      # damaged bytes make torch raise nearly anything
         raise BadInput(f"{file} is damaged ({one_line(error)[:100]})")
     if not isinstance(state, dict) or state.get("form") != FORM:
         raise BadInput(f"{file} was written by another version of this program")

@@ -140,9 +140,9 @@ def parse_options(Options, argv, world, description):
     found = read_config(Options, parser, given["resume"]) if "resume" in given else {}
     o = Options(**{**found, **given})
     take_defaults(o, world)
-    check(o, given)
     if found:
         check_resumed(o, given, found)
+    check(o, given)
     return o
 
 

@@ -67,9 +67,8 @@ def whole_number(name, default):
 class Job:
     """This process among the processes of the run.
 
-    rank, world; device; nccl: whether messages travel over NCCL. store: every rank reads and writes
-    its keys.
-    The first rank, of `members`, is rank 0; in survive/ it may become another one.
+    rank, world, device. nccl: whether messages travel over NCCL. store: every rank reads and writes
+    its keys. The first rank, of `members`, is rank 0; in survive/ it may become another one.
     joining: whether this process takes a dead rank's place in a job that is training (survive/).
     """
     needs_all = True    # training stops when a process is lost
