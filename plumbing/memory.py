@@ -79,6 +79,7 @@ def refuse_too_large(job, o, config, stages, layers):
         sums[2] += 1
     for total, free, ranks in machines.values():
         if free is not None and total > free:
-            job.refuse(f"{ranks} ranks on one machine need about {total / GB:.1f} GB of memory, "
-                       f"and {free / GB:.1f} GB are free: start fewer here, or take a smaller "
+            who = "1 rank needs" if ranks == 1 else f"{ranks} ranks on one machine need"
+            job.refuse(f"{who} about {total / GB:.1f} GB of memory, and "
+                       f"{free / GB:.1f} GB are free: start fewer here, or take a smaller "
                        "--model, --vocab, --batch or --seq-len")
