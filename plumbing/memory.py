@@ -66,20 +66,20 @@ def refuse_too_large(job, o, config, stages, layers):
 
     A process that joins is not counted: the run that it joins has its memory already.
     """
-    if job.joining or job.device.type != "cpu":
+    if job.joining:
         return
     stage = next(s for s, ranks in enumerate(stages) if job.rank in ranks)
     # A microbatch comes back for its backward pass 2 (stages left) tasks later (train.tasks).
     in_flight = min(o.microbatches, 2 * (len(stages) - stage))
-    needed = bytes_needed(o, config, len(layers[stage]), stage == 0, len(stages[stage]), in_flight)
-    machines = {}       # [bytes needed, bytes free, ranks] of each
-    for machine, rank_needs, free in job.share("memory", [this_machine(), needed, free_bytes()]):
-        sums = machines.setdefault(machine, [0, free, 0])
-        sums[0] += rank_needs
-        sums[2] += 1
-    for total, free, ranks in machines.values():
+    needed = 0
+    if job.device.type == "cpu":
+        needed = bytes_needed(o, config, len(layers[stage]), stage == 0, len(stages[stage]), in_flight)
+    found = job.share("memory", [this_machine(), needed, free_bytes()])
+    for machine in sorted({machine for machine, _, _ in found}):
+        needs = [needed for which, needed, _ in found if which == machine]
+        free = next(free for which, _, free in found if which == machine)
+        total = sum(needs)
         if free is not None and total > free:
-            who = "1 rank needs" if ranks == 1 else f"{ranks} ranks on one machine need"
-            job.refuse(f"{who} about {total / GB:.1f} GB of memory, and "
-                       f"{free / GB:.1f} GB are free: start fewer here, or take a smaller "
-                       "--model, --vocab, --batch or --seq-len")
+            who = "1 rank needs" if len(needs) == 1 else f"{len(needs)} ranks on one machine need"
+            job.refuse(f"{who} about {total / GB:.1f} GB of memory, and {free / GB:.1f} GB are free: "
+                       "start fewer here, or take a smaller --model, --vocab, --batch or --seq-len")
