@@ -73,7 +73,8 @@ def refuse_too_large(job, o, config, stages, layers):
     in_flight = min(o.microbatches, 2 * (len(stages) - stage))
     needed = 0
     if job.device.type == "cpu":
-        needed = bytes_needed(o, config, len(layers[stage]), stage == 0, len(stages[stage]), in_flight)
+        needed = bytes_needed(o, config, len(layers[stage]), ends=stage == 0,
+                              replicas=len(stages[stage]), in_flight=in_flight)
     found = job.share("memory", [this_machine(), needed, free_bytes()])
     for machine in sorted({machine for machine, _, _ in found}):
         needs = [needed for which, needed, _ in found if which == machine]
@@ -81,5 +82,5 @@ def refuse_too_large(job, o, config, stages, layers):
         total = sum(needs)
         if free is not None and total > free:
             who = "1 rank needs" if len(needs) == 1 else f"{len(needs)} ranks on one machine need"
-            job.refuse(f"{who} about {total / GB:.1f} GB of memory, and {free / GB:.1f} GB are free: "
-                       "start fewer here, or take a smaller --model, --vocab, --batch or --seq-len")
+            job.refuse(f"{who} about {total / GB:.1f} GB of memory, and {free / GB:.1f} GB are "
+                       "free: start fewer here, or take a smaller --model, --vocab, --batch or --seq-len")
