@@ -83,4 +83,5 @@ def refuse_too_large(job, o, config, stages, layers):
         if free is not None and total > free:
             who = "1 rank needs" if len(needs) == 1 else f"{len(needs)} ranks on one machine need"
             job.refuse(f"{who} about {total / GB:.1f} GB of memory, and {free / GB:.1f} GB are "
-                       "free: start fewer here, or take a smaller --model, --vocab, --batch or --seq-len")
+                       "free: start fewer here, or take a smaller --model, --vocab, --batch or "
+                       "--seq-len")
