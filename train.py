@@ -43,7 +43,9 @@ from plumbing.data import heldout_sequences, load_data
 from plumbing.fast import FastLlama
 from plumbing.inner import Inner, adam, muon
 from plumbing.lanes import lanes
-from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
+from plumbing.memory import refuse_too_large
+from plumbing.options import (METHODS, MODELS, integers, layout, option, parse_options,
+                              steps_or_half, whole_config)
 from plumbing.processes import Job, complain, restarts
 from plumbing.report import Meter, banner
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
@@ -62,16 +64,21 @@ class Options:
     gamma: float = option(None, "pull between slow weights (N2; default: beta, as in the released code)")
     group_size: int = option(None, "replicas that average with each other in an outer step (n)", least=2)
     wire: str = option("fp32", "of a weight, Delta or gradient", choices=["fp32", "bf16", "int8"])
-    delay: steps_or_half = option(0, "inner steps that messages travel; half: m // 2; 0: the paper's")
+    delay: int = option(0, "inner steps that messages travel; half: m // 2; 0: the paper's",
+                        parse=steps_or_half)
     # the pipeline
-    stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)")
-    layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)")
+    stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)",
+                          parse=integers)
+    layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)",
+                                    parse=integers)
     routing: str = option(None, "paths: random at every boundary, always the same, or planned (default: "
                                 "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
     unscaled: bool = option(False, "with --skip, evaluate as the papers do, without the rho rule (planning/)")
-    links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them")
-    replan: float = option(0.0, "plan anew where the plan takes this share longer than a new one (0: never)")
+    links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them",
+                        planned=True)
+    replan: float = option(0.0, "plan anew where the plan takes this share longer than a new one (0: never)",
+                           planned=True)
     microbatches: int = option(2, "microbatches per origin and step", least=1)
     batch: int = option(4, "sequences per microbatch", least=1)
     # the model
@@ -431,6 +438,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     stage = next(s for s, ranks in enumerate(stages) if job.rank in ranks)
     replicas, ends = stages[stage], stage == 0
     config = job.together(whole_config, o)
+    refuse_too_large(job, o, config, stages, layers)
     if o.links and not o.resume:
         job.together(read_links, o.links, stages)                       # refused before any work
     corpus, reader = job.together(load_data, o, job.rank, stages[0])

@@ -6,8 +6,8 @@ from pathlib import Path
 def save_pretrained(model, folder, positions, end=None):
     """Write a whole model as a folder that transformers loads unchanged.
 
-    positions: tokens per sequence; end: id of the token that ends a document. Raises ImportError without
-    safetensors.
+    positions: tokens per sequence. end: id of the token that ends a document. Raises ImportError
+    without safetensors.
     """
     from safetensors.torch import save_file
     folder = Path(folder)
@@ -25,17 +25,26 @@ def save_pretrained(model, folder, positions, end=None):
 def save_tokenizer(folder, tokenizer, end):
     """The run's tokenizer beside the model, as tokenizer.json and tokenizer_config.json.
 
-    tokenizer: the file of --tokenizer; end: id of the token that ends a document.
+    tokenizer: the file of --tokenizer. end: id of the token that ends a document. Raises
+    ImportError without tokenizers.
     """
     from tokenizers import Tokenizer
     name = Tokenizer.from_file(tokenizer).id_to_token(end)
     (folder / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
-    (folder / "tokenizer_config.json").write_text(json.dumps(dict(
-        tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False, eos_token=name)))
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
+                  eos_token=name)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def named_end(tokenizer):
-    """The token that ends a document, where a tokenizer_config.json beside this tokenizer.json names one."""
+    """The token that ends a document, or None.
+
+    A tokenizer_config.json beside this tokenizer.json may name it.
+    """
     beside = Path(tokenizer).with_name("tokenizer_config.json")
-    named = json.loads(beside.read_text()).get("eos_token") if beside.exists() else None
-    return named["content"] if isinstance(named, dict) else named
+    if not beside.exists():
+        return None
+    named = json.loads(beside.read_text()).get("eos_token")
+    if isinstance(named, dict):             # a token with its properties
+        return named["content"]
+    return named

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from model import count_parameters
 from gossip.window import gamma_bound
+from plumbing.options import gamma_of
 
 # What a rank counts over the whole run. A checkpoint keeps it; metrics.jsonl has the sum over the ranks.
 COUNTS = ("tokens", "skipped_steps", "lost_microbatches", "steps_alone", "sync_bytes", "pipeline_bytes")
@@ -116,14 +117,14 @@ def banner(run):
     yield (f"{o.steps} steps of {tokens} tokens per origin, {tokens * len(run.stages[0])} in all; "
            f"{o.optimizer}, peak rate {o.lr:g}, beta2 {o.beta2:g}")
     if o.inner_steps:
-        yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, gamma {o.gamma}, "
-               f"weights travel in {o.wire}{f' for {o.delay} steps' if o.delay else ''}")
+        yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, "
+               f"gamma {gamma_of(o)}, weights travel in {o.wire}{f' for {o.delay} steps' if o.delay else ''}")
     yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, "
            f"corpus {corpus.digest}")
     sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1 and o.method == "noloco"]
     bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
-    if sizes and not 0 < o.gamma < bound:
-        yield f"warning: gamma {o.gamma} is outside 0 < gamma < {bound:.3f}: replicas may drift apart"
+    if sizes and not 0 < gamma_of(o) < bound:
+        yield f"warning: gamma {gamma_of(o)} is outside 0 < gamma < {bound:.3f}: replicas may drift apart"
     if run.outer and 2 * o.delay > o.inner_steps > 1:
         yield f"warning: --delay {o.delay} is more than half of --inner-steps: replicas come together slowly"
     if run.outer and o.steps < o.inner_steps:

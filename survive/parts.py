@@ -85,6 +85,7 @@ class SurvivingJob(Job):
         self.store, self.members = job.store, job.members
         self.device, self.nccl = job.device, job.nccl
         self.events = job.events
+        self.calls = {}         # a rank that builds its parts anew reads what others told in theirs
         self.timeout = timeout
         self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
         self.asks = asks
@@ -108,8 +109,11 @@ class SurvivingJob(Job):
 
     def read(self):
         """Read what this rank must know when the store is lost."""
-        own = {self.rank: self.standby[1]}      # a rank that joins has a new standby store
-        self.addresses = dict(zip(self.members, self.share("standby", self.standby[1]))) | own
+        # Not by `share`: a rank that joins has a new standby store, and the others read it the next time.
+        self.store.set(f"standby/{self.rank}", json.dumps(self.standby[1]))
+        texts = self.store.multi_get([f"standby/{r}" for r in self.members])
+        self.addresses = dict(zip(self.members, map(json.loads, texts)))
+        self.addresses[self.rank] = self.standby[1]
         self.known = json.loads(self.store.get("known"))        # meeting.py says what it holds
 
     def refuse(self, line):
@@ -263,6 +267,11 @@ def build(job, o, argv):
     if o.join and o.method != "noloco" and len(o.stages) == 1:
         job.refuse("--join has no weights to take: without pipelines, replicas of --method local "
                    "never meet")
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1
+    if o.survive and dist.is_torchelastic_launched() and beside and not job.joining:
+        job.say([f"warning: when a process dies, torchrun ends the {beside} beside it, and "
+                 "--survive cannot help: give each process a torchrun of its own "
+                 "(--nproc-per-node 1)"])
     job.connect(o, group=False)
     if job.nccl:
         job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")

@@ -5,18 +5,20 @@ import re
 import resource
 import shutil
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 import train
 from plumbing import checkpoints, signals
-from plumbing.processes import BadInput
+from plumbing.processes import BadInput, Job
 from plumbing.report import Log
-from tests.harness import (SMALL, assert_same, captured, checkpoint, metrics, options, processes, refused,
-                           run, store_host, train_main)
+from tests.harness import (SMALL, assert_same, captured, checkpoint, fork, metrics, options, processes,
+                           rank_process, refused, run, store_host, train_main)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,115 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(don
     assert state() == before
     run(2, "--resume", "runs/x", "--steps", 5, cwd=folder)
     assert metrics(folder / "runs/x")[-1]["step"] == 5
+
+
+def test_more_steps_on_resume_are_a_warning_that_the_cosine_is_stretched(done, tmp_path):
+    folder = shutil.copytree(done, tmp_path / "copy")
+    line = "warning: --steps 6, and the run had 4 before: its cosine is stretched, so at step 4 the learning"
+    assert line in run(2, "--resume", "runs/x", "--steps", 6, cwd=folder)
+    shutil.rmtree(folder / "runs/x/checkpoints/00000004")
+    assert line not in run(2, "--resume", "runs/x", "--steps", 6, cwd=folder)
+
+
+def test_diloco_resumed_with_another_beta_goes_on_to_synchronise(trained, tmp_path):
+    """It found no class for gamma = 1 beside its beta, and each replica trained alone."""
+    trained(2, "--method", "diloco", "--inner-steps", 2, "--steps", 4)
+    out = run(2, "--resume", "runs/x", "--beta", 0.5, "--steps", 8, cwd=tmp_path)
+    before, after = (line["sync_bytes"] for line in metrics(tmp_path / "runs/x"))
+    assert after == 2 * before > 0 and "beta 0.5, gamma 0.5, weights travel" in out
+
+
+# ---- one run in a folder
+
+
+def test_a_run_that_still_trains_is_not_resumed_a_second_time(corpus, tmp_path, monkeypatch):
+    """The second run is refused and changes nothing; when the first has ended it may go on."""
+    monkeypatch.chdir(tmp_path)
+    usual, refusals = train.inner_step, []
+
+    def resume_once(run, *rest):
+        if run.step == 3:
+            refusals.append(captured(0, 1, train.main, ["--resume", "runs/x", "--steps", 9]))
+        return usual(run, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "inner_step", resume_once)
+        argv = ["--steps", 4, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]
+        assert captured(0, 1, train.main, argv)[0] == 0
+    ((code, said),) = refusals
+    assert code == 2 and said.splitlines()[-1] == (
+        "error: another process trains in runs/x: stop it first, or wait for its end")
+    assert metrics(tmp_path / "runs/x")[-1]["step"] == 4
+    assert captured(0, 1, train.main, ["--resume", "runs/x", "--steps", 5])[0] == 0
+
+
+def _dies(rank, world, argv):
+    usual = train.inner_step
+
+    def die(run, *rest):
+        if run.step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return usual(run, *rest)
+
+    train.inner_step = die
+    return train_main(rank, world, argv)
+
+
+def test_a_crashed_run_is_resumable_at_once(corpus, tmp_path):
+    argv = ["--steps", 5, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]
+    _, theirs = fork.Pipe()
+    child = fork.Process(target=rank_process, args=(theirs, 0, 1, 0, False, str(tmp_path), _dies, [argv]))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    assert (tmp_path / "runs/x/lock").exists()
+    assert "runs/x, from step 2" in run(1, "--resume", "runs/x", cwd=tmp_path)
+
+
+def test_a_takeover_goes_on_beside_the_lock_of_the_process_that_led(tmp_path, capsys):
+    hung, next_one = (checkpoints.Checkpoints(Job(), tmp_path) for _ in range(2))
+    hung.lock()
+    with pytest.raises(BadInput, match="another process trains in"):
+        next_one.lock()
+    next_one.lock(takeover=True)
+    assert capsys.readouterr().out == f"warning: the process that led before still has {tmp_path}/lock\n"
+    hung.unlock()
+    next_one.lock()
+    with pytest.raises(BadInput):
+        hung.lock()
+    next_one.unlock()
+
+
+def test_a_folder_that_cannot_be_locked_is_a_warning(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(checkpoints.fcntl, "flock", refuse)
+    checkpoints.Checkpoints(Job(), tmp_path).lock()
+    assert "cannot be locked against a second run: [Errno 38]" in capsys.readouterr().out
+
+
+# ---- what the processes tell each other
+
+
+def test_a_second_call_of_share_and_together_does_not_read_the_first_ones_values(monkeypatch):
+    """A rank that is fast reads nothing until the others have told their value of the same call."""
+    fast, slow = Job(), Job()
+    slow.rank, slow.leads = 1, False
+    fast.members = slow.members = range(2)
+    slow.store = fast.store
+    fast.store.set_timeout(timedelta(milliseconds=50))
+    assert slow.collect("loss", 2) is None and fast.share("loss", 1) == [1, 2]
+    with pytest.raises(dist.DistStoreError):
+        fast.share("loss", 3)
+    with pytest.raises(dist.DistStoreError):
+        fast.together(int)
+    slow.collect("loss", 4)
+    slow.collect("loss", 6)
+    assert fast.share("loss", 5) == [5, 6]
+
+
+# ---- going on elsewhere
 
 
 def test_a_folder_is_taken_once_and_found_again_by_a_restart(tmp_path, monkeypatch):

@@ -71,6 +71,13 @@ def test_nanogpt_tokens_of_several_files_are_mapped_and_read_once_per_epoch(tmp_
     assert torch.equal(other.next(7), reader.next(7))
 
 
+def test_a_token_file_has_one_hash_alone_and_in_a_folder(tmp_path):
+    write(tmp_path / "tokens", {"some.bin": b"\1\0" * 3000})
+    digests = {load_corpus(options("--data", path)).digest
+               for path in (tmp_path / "tokens", tmp_path / "tokens/some.bin")}
+    assert len(digests) == 1
+
+
 def test_tokenizer_file(tmp_path):
     tokenizer, file = word_tokenizer(tmp_path, ["[UNK]", "<|endoftext|>", *(f"w{i}" for i in range(50))])
     text = " ".join(f"w{j % 50}" for j in range(400)).encode()
@@ -160,11 +167,22 @@ def test_what_follows_where_a_shard_breaks_off_is_left_out_and_counted(tmp_path)
     assert read[:-600] == texts[:len(read) - 600] and "; 1 lines without text" in said
 
 
-def test_of_a_single_shard_every_20th_line_is_held_out(tmp_path):
-    write(tmp_path, {"c4.json.gz": shard(*TEXTS)})
-    _, *parts = prepared(tmp_path / "c4.json.gz", tmp_path / "out")
+@pytest.mark.parametrize("shards", [1, 2])
+def test_of_few_shards_every_20th_line_is_held_out(shards, tmp_path):
+    size = len(TEXTS) // shards
+    write(tmp_path / "c4", {f"{i}.json.gz": shard(*TEXTS[i * size:(i + 1) * size]) for i in range(shards)})
+    source = tmp_path / "c4" if shards > 1 else tmp_path / "c4/0.json.gz"
+    _, *parts = prepared(source, tmp_path / "out")
     numbers = [{int(text.split()[0]) for text in part.split("\0")[:-1]} for part in parts]
-    assert numbers == [set(range(900)) - set(range(0, 900, 20)), set(range(0, 900, 20))]
+    held = {i for i in range(900) if i % size % 20 == 0}
+    assert numbers == [set(range(900)) - held, held]
+
+
+def test_of_twenty_shards_one_is_held_out_as_a_whole(tmp_path):
+    shards = {f"{i}.json.gz": shard(f"text {i}", f"more {i}") for i in range(20)}
+    _, train_, val = prepared(write(tmp_path / "c4", shards), tmp_path / "out")
+    (held,) = {text.split()[1] for text in val.split("\0")[:-1]}
+    assert val == f"text {held}\0more {held}\0" and train_.count("\0") == 38
 
 
 def test_shards_without_text_and_too_large_a_vocabulary_are_refused(tmp_path, monkeypatch):

@@ -12,6 +12,8 @@ import pytest
 import bench_sync
 import train
 from experiments import pictures
+from plumbing import memory
+from plumbing.options import gamma_of, whole_config
 from plumbing.processes import BadInput
 from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused
 from tools import emulate, export, hosts, partial, prepare
@@ -20,12 +22,14 @@ PROGRAMS = {main.__module__: main for main in (bench_sync.main, emulate.main, ex
                                                partial.main, prepare.main)}
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",
-    "short.txt": b"too short " * 60, "tokens.bin": b"\x01\0\x60\xea" * 2000,
+    "hollow/a.bin": b"\1\0" * 2000, "hollow/b.bin": b"", "blank/a.txt": b"", "blank/b.txt": b"",
+    "tiny.txt": b"too tiny", "short.txt": b"too short " * 60, "tokens.bin": b"\x01\0\x60\xea" * 2000,
     "c4.json.gz": gzip.compress(b'{"text": "one"}'),
     "torn/config.json": b'{"method": "nol', "foreign/config.json": b'{"unknown": 1}',
     "lr/config.json": b'{"lr": "fast"}', "ways/config.json": b'{"method": "fedavg"}',
     "stages/config.json": b'{"stages": [2, "2"]}', "batch/config.json": b'{"batch": 4.0}',
-    "tied/config.json": b'{"tied": 1}',
+    "tied/config.json": b'{"tied": 1}', "nothing/config.json": b"{}",
+    "delayed/config.json": json.dumps(vars(options("--delay", "half"))).encode(),
     "list.json": b"[]", "one.json": b'{"delay": [[0]], "compute": 1}',
     "three.json": json.dumps(dict(delay=[[1] * 3] * 3, compute=1, stages=[[2], [1]])).encode(),
     "long.txt": b"long enough " * 500, "pictures/x.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
@@ -89,7 +93,81 @@ def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, trai
                                          ("--model small --method diloco", (100, 0.3, 0.7, 0.7))])
 def test_the_outer_settings_are_the_papers_but_for_tiny(argv, outer):
     o = options(*argv.split())
-    assert (o.inner_steps, o.alpha, o.beta, o.gamma) == outer
+    assert (o.inner_steps, o.alpha, o.beta, gamma_of(o)) == outer
+
+
+@pytest.mark.parametrize("environment, error", [
+    ("WORLD_SIZE=2", "WORLD_SIZE=2 is set without RANK and MASTER_ADDR and MASTER_PORT: unset it"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost", "WORLD_SIZE=2 is set without MASTER_PORT: unset it"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT=x in the environment is no"),
+    ("RANK=x", "RANK=x in the environment is no whole number"),
+    ("RANK=1", "RANK=1 must be below WORLD_SIZE=1: unset both for one process"),
+    ("WORLD_SIZE=-1", "WORLD_SIZE=-1 in the environment is no whole number")])
+def test_an_environment_that_no_torchrun_made_is_one_line(environment, error, files, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for assignment in environment.split():
+        monkeypatch.setenv(*assignment.split("="))
+    assert error in error_of(train.main)
+
+
+def test_a_run_that_a_machine_cannot_hold_is_refused_before_anything_is_allocated(files, monkeypatch):
+    """The ranks of one machine count together."""
+    monkeypatch.setattr(memory, "free_bytes", lambda: 50e9)
+    monkeypatch.setattr(train, "load_data", None)           # what would come next
+    error = error_of(train.main, "--model", "medium")
+    assert "1 rank needs about 96.4 GB of memory, and 50.0 GB are free" in error
+    # two ranks of 4 vectors, with a microbatch in flight on the second stage
+    line = refused(2, "--model", "small", "--stages", "1,1", cwd=Path(), main=_in_5_gb)
+    assert "2 ranks on one machine need about " in line
+
+
+def _in_5_gb(argv):
+    memory.free_bytes = lambda: 5e9
+    train.main(argv)
+
+
+@pytest.mark.parametrize("argv, megabytes", [("", 60), ("--model small --vocab 32000 --batch 1", 5769)])
+def test_the_memory_reckoned_is_what_speed_md_says(argv, megabytes):
+    """Of a rank that holds all layers, one of several replicas, with one microbatch in flight."""
+    o = options(*argv.split())
+    needed = memory.bytes_needed(o, whole_config(o), o.layers, True, replicas=2, in_flight=1)
+    assert needed / 1e6 == pytest.approx(megabytes, rel=0.01)
+
+
+@pytest.mark.parametrize("given, gamma", [([], 0.5), (["--gamma", 0.6], 0.6)])
+def test_gamma_is_beta_also_where_a_run_resumes_with_another_beta(given, gamma, tmp_path):
+    """It was 0.7, and the run would have gone on with gamma 0.7 beside its beta of 0.5."""
+    o = options("--beta", 0.7, *given)
+    (tmp_path / "config.json").write_text(json.dumps(vars(o)))
+    resumed = options("--resume", tmp_path, "--beta", 0.5)
+    assert (gamma_of(o), gamma_of(resumed)) == (gamma if given else 0.7, gamma)
+
+
+def test_an_older_config_with_a_gamma_for_diloco_goes_on_without_it(tmp_path):
+    o = dict(vars(options("--method", "diloco")), gamma=1.0)
+    (tmp_path / "config.json").write_text(json.dumps(o))
+    assert gamma_of(options("--resume", tmp_path, "--beta", 0.5)) == 0.5
+
+
+def test_a_method_without_a_class_is_an_error_and_never_trains_alone():
+    o = options("--method", "diloco")
+    o.method = "fedavg"
+    with pytest.raises(ValueError, match="no .* for --method fedavg"):
+        train.make_outer(None, o, [], [0, 1], None)
+
+
+@pytest.mark.parametrize("launched, beside", [(True, 3), (True, 0), (False, 3)])
+def test_survive_with_processes_that_one_torchrun_would_kill_together_is_a_warning(
+        launched, beside, corpus, tmp_path, monkeypatch):
+    """Workers started without torchrun (RANK, WORLD_SIZE) and a torchrun for each are as they should be."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 + beside))
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    code, said = captured(0, 1, train.main, ["--survive", 5, "--steps", 1, "--data", corpus, *SMALL])
+    line = "warning: when a process dies, torchrun ends the 3 beside it, and --survive cannot help: give each"
+    assert code == 0 and said.startswith(line) == (launched and beside > 0)
 
 
 def test_help_begins_with_what_most_runs_need_and_shows_each_models_and_methods_defaults():

@@ -3,10 +3,10 @@
     python -m tools.prepare c4/ OUT --tokenizer tokenizer.json
     python train.py --data OUT --tokenizer tokenizer.json --vocab 32000
 
-SOURCE is a folder of shards (.json.gz, a JSON document a line), or one shard. Tokens are uint16; the
-tokenizer's end token follows every document. val.bin gets the shards with val or validation in their name,
-else a 20th of the shards, chosen by a hash of their path. Of a single shard it gets every 20th line. Memory
-holds 256 documents at a time.
+SOURCE is a folder of shards (.json.gz, a JSON document a line), or one shard. Tokens are uint16.
+The tokenizer's end token follows every document. val.bin gets the shards with val or validation
+in their name. Without such names it gets a 20th of the shards, chosen by a hash of their path; of
+fewer than 20 shards, every 20th line of each. Memory holds 256 documents at a time.
 """
 import gzip
 import json
@@ -17,7 +17,7 @@ from itertools import islice
 
 from tqdm import tqdm
 
-from plumbing.data import find_files, load_tokenizer, split
+from plumbing.data import find_files, load_tokenizer, named_heldout, split
 from plumbing.options import Parser, empty_folder
 from plumbing.processes import Job, forbid
 from plumbing.report import atomic
@@ -30,41 +30,72 @@ def main(argv=None):
 def prepare(argv):
     parser = Parser(__doc__)
     parser.add_argument("source", help="C4's shards: a folder or a file")
-    parser.add_argument("out", type=empty_folder, help="a folder that does not exist yet, or is empty")
+    parser.add_argument("out", type=empty_folder,
+                        help="a folder that does not exist yet, or is empty")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer.json (default: bytes)")
     a = parser.parse_args(argv)
     root, files, _ = find_files(a.source)
     tokenizer = load_tokenizer(a.tokenizer)
-    forbid((not all(p.name.endswith(".json.gz") for p in files),
+    strange = [path for path in files if not path.name.endswith(".json.gz")]
+    forbid((strange,
             f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data"),
            (tokenizer.size > 1 << 16,
             f"{a.tokenizer} has {tokenizer.size} tokens: a .bin file holds at most 65536 (uint16)"))
     a.out.mkdir(parents=True, exist_ok=True)
-    found, bad = documents(files, split(root, files)[1]), 0
     with atomic(a.out / "train.bin") as train, atomic(a.out / "val.bin") as val:
-        while some := list(islice(found, 256)):
-            for (held, text), tokens in zip(some, tokenizer.encode([text for _, text in some])):
-                bad += not text
-                if text:
-                    array("H", tokens.tolist()).tofile(val if held else train)
+        bad = write_tokens(documents(files, heldout_shards(root, files)), tokenizer, train, val)
         counts = train.tell() // 2, val.tell() // 2
-        said = f"{a.source}: {counts[0]} training and {counts[1]} held-out tokens; {bad} lines without text"
-        forbid((not all(counts), f"{said}: neither part may be empty"))
+        said = (f"{a.source}: {counts[0]} training and {counts[1]} held-out tokens; "
+                f"{bad} lines without text")
+        forbid((0 in counts, f"{said}: neither part may be empty"))
     print(f"{said}; written to {a.out}")
 
 
+def write_tokens(found, tokenizer, train, val):
+    """Write the documents' tokens to the open files. Returns how many lines had no text.
+
+    found: (held out or not, text) of each.
+    """
+    bad = 0
+    while some := list(islice(found, 256)):
+        encoded = tokenizer.encode([text for _, text in some])
+        for (held, text), tokens in zip(some, encoded):
+            if text:
+                array("H", tokens.tolist()).tofile(val if held else train)
+            else:
+                bad += 1
+    return bad
+
+
+def heldout_shards(root, files):
+    """The shards that are held out as a whole; none if they are so few that every 20th line is."""
+    if named_heldout(files) or len(files) >= 20:
+        return split(root, files)[1]
+    return []
+
+
 def documents(files, heldout):
-    """(held out or not, text as bytes) of each line; b"" without a text, and where a shard breaks off."""
+    """Yields (held out or not, text as bytes) of each line; b"" without a text.
+
+    Where a shard breaks off, that counts as one line without a text.
+
+    heldout: files; where there are none, every 20th line of each file.
+    """
     for path in tqdm(files, unit="shard"):
         try:
             with gzip.open(path) as lines:
                 for number, line in enumerate(lines):
-                    text = b""
-                    with suppress(ValueError, KeyError, TypeError, AttributeError):
-                        text = json.loads(line)["text"].encode()
-                    yield number % 20 == 0 if len(files) == 1 else path in heldout, text
+                    held = path in heldout if heldout else number % 20 == 0
+                    yield held, text_of(line)
         except (EOFError, zlib.error, gzip.BadGzipFile):
             yield False, b""
+
+
+def text_of(line):
+    """The text of a line that is a JSON object with one, as bytes; else b""."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        return json.loads(line)["text"].encode()
+    return b""
 
 
 if __name__ == "__main__":
