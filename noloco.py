@@ -183,9 +183,11 @@ class NoLoCo:
                              f"{self.alpha}")
         if not 0 < self.beta < math.inf:
             raise ValueError(f"beta, the outer learning rate, must be above 0, not {self.beta}")
-        if not 0 <= self.gamma <= 2 * (1 + self.alpha):
-            raise ValueError(f"gamma must be from 0 to 2 (1 + alpha), not {self.gamma}: beyond it "
-                             "replicas drift apart in groups of any size (docs/stability.md)")
+        if not 0 <= self.gamma < math.inf:
+            raise ValueError(f"gamma, the pull to the partners, must be at least 0, not {self.gamma}")
+        if self.gamma > 2 * (1 + self.alpha) and self.rank == self.ranks[0]:
+            warnings.warn(f"gamma {self.gamma} is above 2 (1 + alpha): replicas will drift apart, in "
+                          "groups of any size (docs/stability.md)")
 
     @torch.no_grad()
     def step(self):

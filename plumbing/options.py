@@ -200,6 +200,8 @@ def check(o, given):
         ("unscaled" in given and not o.skip,
          "--unscaled is for paths that skip stages: give --skip"),
         (not o.beta2 < 1, f"--beta2 must be below 1, got {o.beta2}"),
+        (o.alpha is not None and not o.alpha < 1, f"--alpha must be below 1, got {o.alpha}"),
+        (o.beta is not None and not o.beta > 0, f"--beta must be above 0, got {o.beta}"),
         (o.survive and (o.replan or o.delay), "--survive goes with neither --replan nor --delay"),
         (o.wire == "bf16" and o.method == "noloco",
          "--wire bf16 rounds updates of NoLoCo's theta away: give --wire int8"),

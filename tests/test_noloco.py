@@ -34,13 +34,17 @@ def test_noloco_notices_moved_parameters():
     (dict(alpha=float("nan")), "alpha, the momentum, must be at least 0 and below 1, not nan"),
     (dict(beta=0.0), "beta, the outer learning rate, must be above 0, not 0.0"),
     (dict(beta=float("inf")), "beta, the outer learning rate, must be above 0, not inf"),
-    (dict(gamma=-0.1), "gamma must be from 0 to 2 .1 . alpha., not -0.1"),
-    (dict(gamma=3.1), "gamma must be from 0 to 2 .1 . alpha., not 3.1"),
-    (dict(gamma=float("nan")), "gamma must be from 0 to 2 .1 . alpha., not nan"),
+    (dict(gamma=-0.1), "gamma, the pull to the partners, must be at least 0, not -0.1"),
+    (dict(gamma=float("nan")), "gamma, the pull to the partners, must be at least 0, not nan"),
 ])
 def test_each_setting_out_of_range_has_a_line_of_its_own(wrong, line):
     with pytest.raises(ValueError, match=line):
         NoLoCo(torch.nn.Linear(4, 4).parameters(), **wrong)
+
+
+def test_a_gamma_that_holds_no_group_together_is_a_warning():
+    with pytest.warns(UserWarning, match="gamma 3.1 is above 2 .1 . alpha.: replicas will drift apart"):
+        NoLoCo(torch.nn.Linear(4, 4).parameters(), alpha=0.5, gamma=3.1)
 
 
 def test_a_model_and_a_foreign_state_are_refused_in_a_line():
