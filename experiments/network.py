@@ -221,7 +221,6 @@ def clocked(argv):
     if run.corpus:
         half = run.corpus.heldout.chunk(2)[own.half == "test"]
         run.corpus.heldout = half.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
-    run.theta = run.theta[:1 << 16]         # evaluations send these alone; the checkpoint is never read
     if own.clock:
         kind = Clock
         if run.o.survive:

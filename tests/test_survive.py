@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import plumbing.report
+import plumbing.spread
 import train
 from model import Llama
 from plumbing.processes import Job, gloo_group, restarts
@@ -83,7 +83,7 @@ ACTS = {    # fault: (at a call of what, what this process does before it)
     Fault.DIE_IN_BACKWARD: (torch.Tensor, "backward", die),
     Fault.DIE_IN_HAND_OVER: (SurvivingPipeline, "hand_over", die),
     Fault.CRASH_IN_CHECKPOINT: (torch, "save", write_half),
-    Fault.DIE_IN_EVALUATION: (plumbing.report, "weight_spread", die),
+    Fault.DIE_IN_EVALUATION: (plumbing.spread, "weight_spread", die),
 }
 
 
