@@ -53,16 +53,16 @@ def living_replicas(run):
     return next(ranks for ranks in run.routes.living() if run.job.rank in ranks)
 
 
-def sampled_places(size, seed):
+def sampled_places(size, seed, sample=SAMPLE):
     """Where in a vector of `size` weights the sample lies, in order (None: it is the whole vector).
 
     Every rank of a stage draws the same places. A place may be drawn twice, which biases nothing.
     """
-    if size <= SAMPLE:
+    if size <= sample:
         return None
     generator = torch.Generator()
     generator.manual_seed(random.Random(f"spread {seed} {size}").getrandbits(63))
-    return torch.randint(size, (SAMPLE,), generator=generator).sort().values
+    return torch.randint(size, (sample,), generator=generator).sort().values
 
 
 def whole_spread(rows, stages):
