@@ -1,20 +1,20 @@
 """Train a Llama with NoLoCo, DiLoCo, data parallelism or no synchronisation, over any pipelines.
 
     python train.py                                             one process
-    torchrun --nproc-per-node 8 train.py --stages 4,4           2 stages of 4 replicas, random routing
+    torchrun --nproc-per-node 8 train.py --stages 4,4           2 stages of 4 replicas, random paths
     torchrun --nproc-per-node 8 train.py --method ddp           8 replicas, all-reduce at every step
     torchrun --nproc-per-node 7 train.py --stages 3,2,2 --layers 6 --layers-per-stage 1,2,3
     torchrun --nproc-per-node 8 train.py --resume runs/NAME     goes on from the newest checkpoint
 
 One step: every origin cuts its batch into microbatches, each of which takes its path through the
-stages and comes home for its loss (skippipe.py says what a path is); backward retraces it. Each rank
-then divides its gradient by the tokens that came home through it, clips it, takes an Adam step on
-its own flat vector, and meets the other replicas of its stage as the method says (noloco.py).
+stages and comes home for its loss (skippipe.py says what a path is); backward retraces it. Each
+rank then divides its gradient by the tokens that came home through it, clips it, takes an Adam step
+on its own flat vector, and meets the other replicas of its stage as the method says (noloco.py).
 
 Read from the bottom up: main, train, build, inner_step; then the executor, Pipeline. To follow a
 step only noloco.py, skippipe.py and model.py are needed beside this file. plumbing/ has what
 surrounds it: data, evaluation, checkpoints, the log, signals. `--survive SECONDS` puts the parts of
-survive/ in the place of ours, tools/ and experiments/ theirs. TRACE=1 prints who sends what to whom.
+survive/ in the place of ours, tools/ and experiments/ theirs. TRACE=1 prints each message.
 """
 import contextlib
 import math
@@ -149,9 +149,9 @@ AHEAD = 8
 def tasks(chains, rank):
     """This rank's tasks (microbatch, hop) in the order in which it runs them.
 
-    Sorted by (microbatch + hop, microbatch, origin), the microbatch counted within its origin. Every
-    chain ascends in this key. So the smallest unfinished task of all ranks can always run, and
-    nothing deadlocks, whatever the paths; and any two ranks send and receive in the same order.
+    Sorted by (microbatch + hop, microbatch, origin), the microbatch counted within its origin.
+    Every chain ascends in this key. So the smallest unfinished task of all ranks can always run,
+    and nothing deadlocks, whatever the paths; and any two ranks send and receive in the same order.
     """
     seen = Counter()        # microbatches of each origin
     mine = []               # (the key, then the task)
@@ -340,7 +340,8 @@ class Routes:
     pace = 1.0          # seconds of ours per second of the plan (tools/emulate.py)
 
     def __init__(self, job, o, pipeline, stages, plan=None):
-        self.job, self.o, self.pipeline, self.stages = job, o, pipeline, stages
+        self.job, self.o = job, o
+        self.pipeline, self.stages = pipeline, stages
         self.network, self.plan = None, plan
         if o.routing not in PLANNERS:
             return
@@ -414,7 +415,7 @@ def inner_step(run, batches, paths, order):
         return loss, home, None
     norm = torch.linalg.vector_norm(grad) / tokens
     if torch.isfinite(norm):
-        grad.mul_((run.o.clip / norm).clamp(max=1.0) / tokens)      # the mean over what came through
+        grad.mul_((run.o.clip / norm).clamp(max=1.0) / tokens)    # the mean over what came through
         run.inner.step(run.lr)
     return loss, home, float(norm)
 
@@ -505,7 +506,7 @@ def train(run):
     def save():
         run.checkpoints.save(run.step, state_of(run))
 
-    with job.rescue(run, save):     # what ends training by an error ends this rank in one line
+    with job.rescue(run, save):     # an error ends this rank in one line; survive/ then saves
         while run.step < o.steps:
             job.signals.stop_if_due(save)
             before = run.step
@@ -517,7 +518,10 @@ def train(run):
             run.lr = schedule(run.step, o)
             loss, home, norm = inner_step(run, batches, paths, order)
             run.meter.add(loss, home, norm, run.pipeline.seconds)
+            # From here on a checkpoint may be written, in survive/ also on an error.
             run.step += 1
+            run.cursor = run.reader and run.reader.cursor
+            run.rho = [1.0] * len(run.stages) if o.unscaled else shares(paths, run.stages)
 
             # The outer step, every m-th time (N1 to N3).
             if outer:
@@ -527,9 +531,6 @@ def train(run):
                 run.step = min(outer.steps, o.steps)    # survive/: a late replica leaps over steps
                 outer.steps = run.step
 
-            # What checkpoints and evaluations need, then they themselves if due.
-            run.cursor = run.reader and run.reader.cursor
-            run.rho = [1.0] * len(run.stages) if o.unscaled else shares(paths, run.stages)
             run.log.progress(loss, home)
             between_steps(run, before, save)
         if outer:
@@ -589,10 +590,8 @@ def main(argv=None):
         parts.run(job, o, argv)
         return
     job.connect(o)
-    if o.replan:
-        train(build(job, o, TimedPipeline, ReplanningRoutes))
-    else:
-        train(build(job, o))
+    parts = (TimedPipeline, ReplanningRoutes) if o.replan else ()
+    train(build(job, o, *parts))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from plumbing.data import heldout_sequences
 def pipelines(stages):
     """Paths through every stage that visit every rank at least once: what evaluation runs.
 
-    The i-th goes through the i-th rank of each stage; smaller stages begin anew. Where no stage has more
-    ranks than stage 0 they are `skippipe.full_paths`.
+    The i-th goes through the i-th rank of each stage; smaller stages begin anew. Where no stage has
+    more ranks than stage 0 they are `skippipe.full_paths`.
     """
     count = max(len(ranks) for ranks in stages)
     paths = []
@@ -29,7 +29,7 @@ def evaluate(pipeline, stages, corpus, o):
     losses = []
     paths, origins = pipelines(stages), len(stages[0])
     for first in range(0, len(paths), origins):
-        turn = paths[first:first + origins] * rounds            # one pipeline of each origin, or none
+        turn = paths[first:first + origins] * rounds        # at most one pipeline of each origin
         mine = [u for u, path in enumerate(turn) if path[0] == pipeline.rank]
         loss, home, _ = pipeline.run(turn, dict(zip(mine, batches)), train=False)
         if home:                                                # survive/: or all were lost
@@ -38,7 +38,7 @@ def evaluate(pipeline, stages, corpus, o):
 
 
 def heldout(run):
-    """The losses of this origin's pipelines through all living stages, by the rho rule where paths skip.
+    """The losses of this origin's pipelines through all living stages, by the rho rule.
 
     run: a train.Run.
     """

@@ -1,4 +1,4 @@
-"""What a run says: first lines, progress bar, runs/NAME/metrics.jsonl (docs/metrics.md), last lines."""
+"""What a run says: first lines, progress bar, metrics.jsonl (docs/metrics.md), last lines."""
 import contextlib
 import json
 import math
@@ -15,7 +15,7 @@ from model import count_parameters
 from plumbing.spread import whole_spread
 from plumbing.window import gamma_bound
 
-# What a rank counts over the whole run. A checkpoint keeps it; metrics.jsonl has the sum over the ranks.
+# What a rank counts over the whole run. A checkpoint keeps it; metrics.jsonl has the ranks' sum.
 COUNTS = ("tokens", "skipped_steps", "lost_microbatches", "steps_alone", "sync_bytes", "log_bytes",
           "pipeline_bytes")
 
@@ -38,7 +38,7 @@ class Meter:
 
     def add(self, loss, home, norm, iteration):
         """Count one step of this rank. norm: None if no gradient reached it."""
-        self.loss = self.loss + loss            # a tensor: read at the next report, not at every step
+        self.loss = self.loss + loss        # a tensor: read at the next report, not at every step
         self.home += home
         self.counts["tokens"] += home
         self.iterations.append(iteration)
@@ -104,24 +104,26 @@ def replace(file, text):
 
 def banner(run):
     """Yields what runs, a line each, then warnings: for the first rank, which has config.json."""
-    o, job, corpus = run.o, run.job, run.corpus
+    o, corpus = run.o, run.corpus
     parameters, inner_parameters = count_parameters(run.config)
     tokens = o.microbatches * o.batch * o.seq_len
-    over_nccl = " with NCCL" if job.nccl else ""
-    yield (f"{o.method}, stages {o.stages}, {o.routing} routing, {job.world} processes on "
-           f"{job.device.type}{over_nccl}, {o.dtype}")
+    over_nccl = " with NCCL" if run.job.nccl else ""
+    yield (f"{o.method}, stages {o.stages}, {o.routing} routing, {run.job.world} processes on "
+           f"{run.job.device.type}{over_nccl}, {o.dtype}")
     yield (f"{o.model} model: {parameters / 1e6:.2f}M parameters, {inner_parameters / 1e6:.2f}M "
            "without embedding and head")
     yield (f"{o.steps} steps of {tokens} tokens per origin, {tokens * len(run.stages[0])} in all; "
            f"{o.optimizer}, peak rate {o.lr:g}, beta2 {o.beta2:g}")
     yield from who_synchronises(o, run.stages)
-    yield (f"{sum(map(len, corpus.train)):,} training tokens, {len(corpus.heldout):,} held-out tokens, "
-           f"corpus {corpus.digest}")
+    training_tokens = sum(map(len, corpus.train))
+    yield (f"{training_tokens:,} training tokens, {len(corpus.heldout):,} held-out tokens, corpus "
+           f"{corpus.digest}")
     yield from outer_warnings(run)
 
 
 def who_synchronises(o, stages):
-    """Yields how replicas come together, or that they do not: training alone must not look like it."""
+    """Yields how replicas come together, or that they do not: nobody should mistake the one for the
+    other."""
     alone = [s for s, ranks in enumerate(stages) if len(ranks) == 1]
     if len(alone) == len(stages):
         yield (f"no other replicas: nothing is synchronised, {o.method} trains one model alone "
@@ -145,24 +147,25 @@ def outer_warnings(run):
         sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1]
         bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
         if sizes and not 0 < o.gamma < bound:
-            yield f"warning: gamma {o.gamma} is outside 0 < gamma < {bound:.3f}: replicas may drift apart"
+            yield (f"warning: gamma {o.gamma} is outside 0 < gamma < {bound:.3f}: replicas may "
+                   "drift apart")
     if run.outer and 2 * o.delay > o.inner_steps > 1:
-        yield (f"warning: --delay {o.delay} is more than half of --inner-steps: replicas come together "
-               "slowly")
+        yield (f"warning: --delay {o.delay} is more than half of --inner-steps: replicas come "
+               "together slowly")
     if run.outer and o.steps < o.inner_steps:
         yield f"warning: {o.steps} steps are fewer than --inner-steps: replicas never synchronise"
 
 
 # ---- during the run
 
-# How the first rank says a number of metrics.jsonl that is neither null nor zero: at each evaluation, and
-# at the end.
+# How the first rank says a number of metrics.jsonl that is neither null nor zero: at each
+# evaluation, and at the end.
 STEP = dict(
     heldout_loss="held-out {:.4f}", train_loss="train {:.4f}", tokens_per_second="{:.0f} tokens/s",
     weight_spread="weight spread {:.2e}", iteration_seconds="iteration {:.4g} s",
     simulated_seconds="simulated {:.4g} s")
 LAST = dict(
-    heldout_loss="held-out loss   {:.4f} nats per token, mean over pipelines",
+    heldout_loss="held-out loss   {:.4f} nats per token",
     heldout_nats_per_byte="                {:.4f} nats per byte",
     perplexity="                {:.3f} perplexity per token",
     merged_loss="merged model    {:.4f} nats per token: one model, the mean of all replicas",
@@ -202,19 +205,20 @@ class Log:
     """
 
     def __init__(self, run):
-        self.run, self.o, self.job = run, run.o, run.job
+        self.run = run
+        self.o, self.job = run.o, run.job
         self.file = run.folder / "metrics.jsonl"
-        self.latest = {}                        # rank: its last row, also of those that answer no longer
+        self.latest = {}                # rank: its last row, also of those that answer no longer
         self.began = run.step
-        self.paced_from = None                  # seconds of training after FIRST steps
+        self.paced_from = None          # (steps, seconds of training) after about FIRST steps
         self.pace_is_said = False
         if self.job.leads:
             replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
             replace(self.file, "".join(line + "\n" for line in self.kept()))
             resumed = f", from step {run.step}" if run.step else ""
             print(f"{run.folder}{resumed}")
-        self.bar = tqdm(total=self.o.steps, initial=run.step, disable=not self.job.leads, unit="step",
-                        dynamic_ncols=True)
+        self.bar = tqdm(total=self.o.steps, initial=run.step, disable=not self.job.leads,
+                        unit="step", dynamic_ncols=True)
         run.meter.go_on()
 
     def kept(self):
@@ -226,7 +230,7 @@ class Log:
             try:
                 if json.loads(line)["step"] <= self.run.step:
                     yield line
-            except (ValueError, KeyError, TypeError):       # a crash may have cut the last one short
+            except (ValueError, KeyError, TypeError):   # a crash may have cut the last one short
                 print(f"warning: line {number} of {self.file} is damaged and left out: {line[:60]}")
 
     def progress(self, loss, home):
@@ -238,7 +242,7 @@ class Log:
         self.say_pace()
 
     def say_pace(self):
-        """Say once how long this run will take here: on a busy machine it may be far from what is usual."""
+        """Say once how long this run will take: a busy machine may need much longer than others."""
         done = self.run.step - self.began
         if self.pace_is_said or done < FIRST:
             return
@@ -251,8 +255,9 @@ class Log:
         left = self.o.steps - self.run.step
         if self.job.leads and left >= LONG - PACE:
             pace = (self.run.meter.elapsed() - seconds) / (done - first)
-            self.bar.write(f"step {self.run.step}: the other {left} steps take about "
-                           f"{say_time(left * pace)} at this pace, without evaluations", file=sys.stdout)
+            line = (f"step {self.run.step}: the other {left} steps take about "
+                    f"{say_time(left * pace)} at this pace, without evaluations")
+            self.bar.write(line, file=sys.stdout)
 
     def take_row(self, heldout):
         """This rank's numbers since the last evaluation, which begin anew here, and those so far.
@@ -269,7 +274,10 @@ class Log:
         return row
 
     def report(self, row, moment):
-        """One line of metrics.jsonl, and one on the screen, from every rank's row. Events come before it."""
+        """Write one line of metrics.jsonl, and one on the screen, from every rank's row.
+
+        row: what `take_row` and `compare` (plumbing/spread.py) returned. Events go before the line.
+        """
         rows = self.job.collect(f"row/{moment}", row | counts(self.run))
         if not self.job.leads:
             return
@@ -287,7 +295,7 @@ class Log:
         self.bar.write("\n".join(told), file=sys.stdout)
 
     def line_of(self, rows, latest):
-        """The line of metrics.jsonl. rows: {rank: its row} of the ranks that answered; latest: of all."""
+        """The line of metrics.jsonl. rows: {rank: its row} of who answered; latest: of all."""
         run = self.run
         seconds = run.meter.seconds
         now = columns(rows)

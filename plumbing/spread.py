@@ -1,8 +1,8 @@
 """How far the replicas of a stage are apart, and the merged model, which is their mean.
 
-At an evaluation the replicas of a stage compare the same SAMPLE weights, which each rank draws once from
-the seed. To compare all weights would send as much as several outer steps. At the end of a run they compare
-all, as with `--spread all` at each evaluation.
+At an evaluation the replicas of a stage compare the same SAMPLE weights, which each rank draws once
+from the seed. To compare all weights would send as much as several outer steps. At the end of a run
+they compare all, as with `--spread all` at each evaluation.
 
 The mean is taken in float64. There that of equal replicas is exact, so their spread is 0.
 """
@@ -23,7 +23,10 @@ UNMEASURED = dict(squares=None, weights=0, compared=0)
 
 
 def count_comparison(run, ends):
-    """Count the bytes that `compare` sends if all living replicas come. A checkpoint keeps the count."""
+    """Count the bytes that `compare` sends if all living replicas come.
+
+    Call it before the checkpoint, which keeps the count, is written.
+    """
     everything = ends or run.places is None
     weights = len(run.theta) if everything else len(run.places)
     replicas = len(living_replicas(run))
@@ -32,10 +35,11 @@ def count_comparison(run, ends):
 
 
 def compare(run, moment, ends, heldout):
-    """How far replicas are apart, for the log; at the end of the run also the losses of the merged model.
+    """How far replicas are apart, for the log; at the run's end also the merged model's losses.
 
-    The merged model is the mean of each stage's replicas. Every rank evaluates it, by heldout(run), as it
-    does its own, so that the two losses are of the same text. Then it puts its own weights back.
+    The merged model is the mean of each stage's replicas. Every rank evaluates it, by heldout(run),
+    as it does its own model, so that the two losses are of the same text. Then it puts its own
+    weights back.
     """
     replicas = living_replicas(run)
     key = f"spread/{run.stage}/{moment}"
@@ -66,10 +70,11 @@ def sampled_places(size, seed, sample=SAMPLE):
 
 
 def whole_spread(rows, stages):
-    """(weight spread, how many ranks it compares), from what `compare` returned on the ranks that answered.
+    """(weight spread, how many ranks were compared), as the log has them.
 
-    rows: {rank: that}. The spread is the mean over the stages with several such ranks. It is None if one of
-    these was not compared: those that came in time may be the ones that have just averaged.
+    rows: {rank: what `compare` returned there} of the ranks that answered. The spread is the mean
+    over the stages with several of them. It is None if one of these ranks was not compared: those
+    who came in time may be just those who have averaged.
     """
     squares = 0.0
     weights = compared = 0
@@ -96,15 +101,15 @@ def whole_spread(rows, stages):
 def weight_spread(vector, replicas, job, key, average=False):
     """Compare this rank's vector with those of the other replicas.
 
-    Returns squares: the sum of (vector - mean)^2; weights: how many; compared: how many ranks came; or
-    UNMEASURED. average: the vector becomes the mean, piece by piece. key: unique to this comparison.
-    Raises RuntimeError if a replica is lost, unless the job goes on without the lost (survive/).
+    Returns squares: the sum of (vector - mean)^2; weights: how many; compared: how many ranks came;
+    or UNMEASURED. average: the vector becomes the mean, piece by piece. key: unique to this
+    comparison. Raises RuntimeError if a replica is lost and the job needs all its ranks.
     """
     if len(replicas) == 1:
         return UNMEASURED
     squares = 0.0
     try:
-        members, job.link = job.meet(key, replicas)     # the link is kept: peers may still read from it
+        members, job.link = job.meet(key, replicas)     # kept: peers may still read from this link
         if not job.link:
             return UNMEASURED
         for piece in vector.split(PIECE):
@@ -115,7 +120,7 @@ def weight_spread(vector, replicas, job, key, average=False):
             squares += float((own - mean).square().sum())
             if average:
                 piece.copy_(mean)
-    except RuntimeError:
+    except RuntimeError:        # a replica is lost, or the store
         if job.needs_all:
             raise
         return UNMEASURED
@@ -124,7 +129,7 @@ def weight_spread(vector, replicas, job, key, average=False):
 
 @contextlib.contextmanager
 def merged(theta, replicas, job, key):
-    """Inside, theta is the mean of the replicas that came. Afterwards it is what it was, to the bit.
+    """Inside, theta is the mean of the replicas that came; afterwards what it was, to the bit.
 
     Yields what `weight_spread` returns. Memory: one more vector.
     """
