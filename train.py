@@ -1,18 +1,20 @@
-"""Train a Llama with NoLoCo, DiLoCo, data parallelism or no synchronisation, over pipelines of any shape.
+"""Train a Llama with NoLoCo, DiLoCo, data parallelism or no synchronisation, over any pipelines.
 
     python train.py                                             one process
-    torchrun --nproc-per-node 8 train.py --stages 4,4           4 replicas of 2 stages, random routing
+    torchrun --nproc-per-node 8 train.py --stages 4,4           2 stages of 4 replicas, random paths
     torchrun --nproc-per-node 8 train.py --method ddp           8 replicas, all-reduce at every step
     torchrun --nproc-per-node 7 train.py --stages 3,2,2 --layers 6 --layers-per-stage 1,2,3
     torchrun --nproc-per-node 8 train.py --resume runs/NAME     goes on from the newest checkpoint
 
-One step: every origin cuts its batch into microbatches, each of which takes its path through the stages and
-comes home for its loss (skippipe.py says what a path is); backward retraces it. Each rank then divides its
-gradient by the tokens that came home through it, clips it, takes an Adam step on its own flat vector, and
-meets the other replicas of its stage as the method says (noloco.py).
+One step: every origin cuts its batch into microbatches, each of which takes its path through the
+stages and comes home for its loss (skippipe.py says what a path is); backward retraces it. Each
+rank then divides its gradient by the tokens that came home through it, clips it, takes an Adam step
+on its own flat vector, and meets the other replicas of its stage as the method says (noloco.py).
 
-Read from the bottom up: main, train, build; then the executor, Pipeline. `--survive SECONDS` puts the parts
-of survive/ in the place of ours; tools/ and experiments/ do likewise. TRACE=1 prints who sends what to whom.
+Read from the bottom up: main, train, build, inner_step; then the executor, Pipeline. To follow a
+step only noloco.py, skippipe.py and model.py are needed beside this file. plumbing/ has what
+surrounds it: data, evaluation, checkpoints, the log, signals. `--survive SECONDS` puts the parts of
+survive/ in the place of ours, tools/ and experiments/ theirs. TRACE=1 prints each message.
 """
 import contextlib
 import math
@@ -20,14 +22,15 @@ import os
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)         # no traceback; in training plumbing/signals.py
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # or each broken connection is a page of C++ stack
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # no traceback; in training plumbing/signals.py
+# Otherwise each broken connection prints a page of C++ stack.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 import torch.distributed as dist
 
@@ -36,11 +39,11 @@ from gossip.sums import SUMS, Average
 from model import Config, Llama
 from noloco import flatten
 from planning.replan import Replanning, Timed
-from planning.rho import scaled, shares, with_stages_missing
+from planning.rho import shares
 from planning.training import PLANNERS, idle, measure, plan_paths, read_links
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
-from plumbing.data import heldout_sequences, load_data
-from plumbing.fast import FastLlama
+from plumbing.data import load_data
+from plumbing.evaluation import heldout
 from plumbing.inner import Inner, adam, muon
 from plumbing.lanes import lanes
 from plumbing.memory import refuse_too_large
@@ -48,6 +51,7 @@ from plumbing.options import (METHODS, MODELS, integers, layout, option, parse_o
                               steps_or_half, whole_config)
 from plumbing.processes import Job, complain, restarts
 from plumbing.report import Meter, banner
+from plumbing.spread import compare, count_comparison, sampled_places
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
 
 # ---------------------------------------------------------------- options
@@ -61,8 +65,10 @@ class Options:
     inner_steps: int = option(None, "optimizer steps per outer step (m)", least=1)
     alpha: float = option(None, "outer momentum (N2)")
     beta: float = option(None, "outer learning rate (N2)")
-    gamma: float = option(None, "pull between slow weights (N2; default: beta, as in the released code)")
-    group_size: int = option(None, "replicas that average with each other in an outer step (n)", least=2)
+    gamma: float = option(
+        None, "pull between slow weights (N2; default: beta, as in the released code)")
+    group_size: int = option(
+        None, "replicas that average with each other in an outer step (n)", least=2)
     wire: str = option("fp32", "of a weight, Delta or gradient", choices=["fp32", "bf16", "int8"])
     delay: int = option(0, "inner steps that messages travel; half: m // 2; 0: the paper's",
                         parse=steps_or_half)
@@ -71,18 +77,24 @@ class Options:
                           parse=integers)
     layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)",
                                     parse=integers)
-    routing: str = option(None, "paths: random at every boundary, always the same, or planned (default: "
-                                "random; with --skip, skippipe)", choices=["random", "fixed", *PLANNERS])
-    skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
-    unscaled: bool = option(False, "with --skip, evaluate as the papers do, without the rho rule (planning/)")
-    links: str = option(None, "JSON with the ranks' delay and compute in seconds, instead of measuring them",
-                        planned=True)
-    replan: float = option(0.0, "plan anew where the plan takes this share longer than a new one (0: never)",
-                           planned=True)
+    routing: str = option(
+        None, "paths: random at every boundary, always the same, or planned (default: random; with "
+        "--skip, skippipe)", choices=["random", "fixed", *PLANNERS])
+    skip: float = option(
+        0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
+    unscaled: bool = option(
+        False, "with --skip, evaluate as the papers do, without the rho rule (planning/)")
+    links: str = option(
+        None, "JSON with the ranks' delay and compute in seconds, instead of measuring them",
+        planned=True)
+    replan: float = option(
+        0.0, "plan anew where the plan takes this share longer than a new one (0: never)",
+        planned=True)
     microbatches: int = option(2, "microbatches per origin and step", least=1)
     batch: int = option(4, "sequences per microbatch", least=1)
     # the model
-    model: str = option("tiny", "tiny, or a paper's, for 0.5M, 1M, 2M tokens a step", choices=list(MODELS))
+    model: str = option(
+        "tiny", "tiny, or a paper's, for 0.5M, 1M, 2M tokens a step", choices=list(MODELS))
     hidden: int = option(None, "hidden size")
     layers: int = option(None, "number of layers")
     heads: int = option(None, "attention heads")
@@ -94,11 +106,13 @@ class Options:
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     tied: bool = option(False, "the head is the embedding")
     # the inner optimizer
-    optimizer: str = option("adam", "muon: for layers' matrices, Adam for the rest", choices=["adam", "muon"])
+    optimizer: str = option(
+        "adam", "muon: for layers' matrices, Adam for the rest", choices=["adam", "muon"])
     steps: int = option(None, "inner steps in all", least=1)
     lr: float = option(None, "peak rate; after warm-up a cosine to a tenth of it")
     warmup: int = option(None, "steps of linear warm-up")
-    beta2: float = option(0.95, "Adam's, of squared gradients: as Llama; the papers' released code: 0.999")
+    beta2: float = option(
+        0.95, "Adam's, of squared gradients: as Llama; the papers' released code: 0.999")
     clip: float = option(1.0, "largest norm of a rank's gradient", least=1e-6)
     # data
     data: str = option(None, "text file or folder, or nanoGPT .bin (default: Python's own library)")
@@ -108,15 +122,22 @@ class Options:
     resume: str = option(None, "run folder to go on with; its options hold unless given again")
     eval_every: int = option(100, "steps between evaluations", least=1)
     eval_sequences: int = option(128, "held-out sequences per evaluation and replica", least=1)
+    spread: str = option(
+        "sample", "weights that replicas compare at an evaluation: 65536, or all (at the end: all)",
+        choices=["sample", "all"])
     save_every: int = option(100, "steps between checkpoints", least=1)
     seed: int = option(0, "of weights, data order, routes and groups")
     # the machine
-    dtype: str = option("float32", "of compute; all else stays fp32", choices=["float32", "bfloat16"])
+    dtype: str = option(
+        "float32", "of compute; all else stays fp32", choices=["float32", "bfloat16"])
     compile: bool = option(False, "torch.compile each layer (needs a C++ compiler)")
     device: str = option("auto", "where to compute", choices=["auto", "cpu", "cuda"])
-    backend: str = option("auto", "nccl needs a GPU for every process", choices=["auto", "gloo", "nccl"])
-    survive: float = option(0.0, "go on without the dead: seconds to wait for a partner (noloco, local)")
-    join: bool = option(False, "with --survive: a restarted process takes a living replica's weights")
+    backend: str = option(
+        "auto", "nccl needs a GPU for every process", choices=["auto", "gloo", "nccl"])
+    survive: float = option(
+        0.0, "go on without the dead: seconds to wait for a partner (noloco, local)")
+    join: bool = option(
+        False, "with --survive: a restarted process takes a living replica's weights")
 
 
 def parse(argv, world=1):
@@ -126,37 +147,44 @@ def parse(argv, world=1):
 
 # ---------------------------------------------------------------- the executor
 
-AHEAD = 8       # receives posted before they are needed: a Gloo send completes only when its receive is there
+# Receives posted before they are needed: a Gloo send completes only when its receive is there.
+AHEAD = 8
 
 
 def tasks(chains, rank):
     """This rank's tasks (microbatch, hop) in the order in which it runs them.
 
-    Sorted by (microbatch + hop, microbatch, origin), the microbatch counted within its origin. Every
-    chain ascends in this key, so the smallest unfinished task of all ranks can always run and nothing
-    deadlocks, whatever the paths; and any two ranks send and receive in the same order.
+    Sorted by (microbatch + hop, microbatch, origin), the microbatch counted within its origin.
+    Every chain ascends in this key. So the smallest unfinished task of all ranks can always run,
+    and nothing deadlocks, whatever the paths; and any two ranks send and receive in the same order.
     """
-    seen, mine = {}, []
+    seen = Counter()        # microbatches of each origin
+    mine = []               # (the key, then the task)
     for u, ranks in enumerate(chains):
         origin = ranks[0]
-        m = seen[origin] = seen.get(origin, -1) + 1
+        m = seen[origin]
+        seen[origin] += 1
         mine += [(m + hop, m, origin, u, hop) for hop, r in enumerate(ranks) if r == rank]
-    return [task[3:] for task in sorted(mine)]
+    return [(u, hop) for *_, u, hop in sorted(mine)]
 
 
 def incoming(chains, rank, mine, order=None):
-    """(source, microbatch, hop) of this rank's messages in the order in which their receives are posted.
+    """(source, microbatch, hop) of this rank's messages, in the order in which it posts receives.
 
-    That of its own tasks, but from any one rank in the order in which that rank sends, since NCCL matches
-    so. (Under a planned order the two can differ.)
+    That is the order of its own tasks; but from any one rank it is the order in which that rank
+    sends, since NCCL matches so. (Under a planned order the two can differ.)
     """
-    receives = [(chains[u][hop - 1], u, hop) for u, hop in mine if hop and chains[u][hop - 1] != rank]
+    receives = []
+    for u, hop in mine:
+        source = chains[u][hop - 1]
+        if hop and source != rank:
+            receives.append((source, u, hop))
     if not order:
         return receives
-    sent = {}
-    for r, work in enumerate(order):
-        sent[r] = iter([(u, hop + 1) for u, hop in work if next_rank(chains[u], hop) == rank])
-    return [(r, *next(sent[r])) for r, *_ in receives]
+    sent = []               # by each rank to this one, in its own order
+    for work in order:
+        sent.append(deque((u, hop + 1) for u, hop in work if next_rank(chains[u], hop) == rank))
+    return [(source, *sent[source].popleft()) for source, *_ in receives]
 
 
 def next_rank(ranks, hop):
@@ -165,54 +193,63 @@ def next_rank(ranks, hop):
 
 
 def tag(u, hop):
-    return 16 + 4096 * u + hop      # a chain has fewer than 4096 hops; survive/ uses the tags below 16
+    return 16 + 4096 * u + hop      # a chain has fewer than 4096 hops; survive/ uses tags below 16
 
 
 class Pipeline:
-    """Runs paths: forward along them, loss at home, backward the same way back, gradients summed into the
-    parameters.
+    """Runs paths: forward along them, loss at home, backward the same way back.
 
-    message_shape: (B, T, C). bytes_sent: so far. Subclasses may override take, task, give, send, receive,
-    wait and run.
+    Gradients are summed into the parameters. message_shape: (B, T, C). bytes_sent: so far.
+    Subclasses may override take, task, give, send, receive, wait and run.
     """
 
     def __init__(self, model, job, stages, message_shape, dtype=torch.float32):
-        self.model, self.job, self.message_shape, self.dtype = model, job, message_shape, dtype
+        self.model, self.job = model, job
+        self.message_shape, self.dtype = message_shape, dtype
         self.rank, self.device = job.rank, job.device
         self.bytes_sent = 0
-        self.lost = 0                                       # microbatches that never came home (survive/)
-        self.seconds = 0.0                                  # that the last run took
+        self.lost = 0           # microbatches that never came home (survive/)
+        self.seconds = 0.0      # that the last run took
         self.trace = bool(os.environ.get("TRACE"))
         bf16 = dtype == torch.bfloat16
         self.cast = torch.autocast(job.device.type, dtype) if bf16 else contextlib.nullcontext()
-        self.message_device = job.device if job.nccl else torch.device("cpu")   # Gloo sends host memory
+        self.message_device = job.device if job.nccl else torch.device("cpu")   # Gloo: host memory
         stage_of = {r: s for s, ranks in enumerate(stages) for r in ranks}
         self.connect([(a, b) for a, b in combinations(stage_of, 2) if stage_of[a] != stage_of[b]])
 
     def run(self, paths, batches, train=True, order=None):
         """Run the paths; batches[u] is (B, T + 1) tokens for this rank's own microbatches u.
 
-        order[rank] lists each rank's tasks for planned paths (default: `tasks`). Returns (loss in nats
-        summed over this origin's tokens, on the device; how many tokens that are; tokens whose gradient
-        went through this rank).
+        order[rank] lists each rank's tasks for planned paths (default: `tasks`). Returns (loss in
+        nats summed over this origin's tokens, on the device; how many tokens that are; tokens whose
+        gradient went through this rank).
         """
         start = time.perf_counter()
-        self.paths, self.batches, self.train = paths, batches, train
-        ends = [None if train else len(path) + 1 for path in paths]         # evaluation ends with the loss
-        self.chains = [chain(path)[:end] for path, end in zip(paths, ends)]
+        self.paths, self.batches = paths, batches
+        self.train = train
+        self.chains = [chain(path) for path in paths]
+        if not train:                   # evaluation ends with the loss
+            self.chains = [ranks[:len(path) + 1] for ranks, path in zip(self.chains, paths)]
         mine = order[self.rank] if order else tasks(self.chains, self.rank)
-        self.coming = deque(incoming(self.chains, self.rank, mine, order))
-        self.posted, self.inbox, self.saved, self.sent = {}, {}, {}, {}
-        self.loss, self.home, self.tokens = torch.zeros((), device=self.device), 0, 0
+        self.coming = deque(incoming(self.chains, self.rank, mine, order))  # receives to post
+        self.posted = {}                # receives posted ahead
+        self.inbox = {}                 # what this rank gives itself
+        self.saved = {}                 # inputs and outputs of forwards, for their backwards
+        self.sent = {}                  # messages that may still be read
+        self.loss = torch.zeros((), device=self.device)
+        self.home = 0
+        self.tokens = 0
         for u, hop in mine:
-            self.give(u, hop, self.task(u, hop, self.take(u, hop)))
+            x = self.take(u, hop)
+            out = self.task(u, hop, x)
+            self.give(u, hop, out)
         for work, _, peer in self.sent.values():
             self.wait(work, peer)
         self.seconds = time.perf_counter() - start
         return self.loss, self.home, self.tokens
 
     def take(self, u, hop):
-        """What the hop before made, here or elsewhere. None at hop 0; survive/ also for a lost message."""
+        """What the hop before made. None at hop 0; in survive/ also for a lost message."""
         source = self.chains[u][hop - 1] if hop else self.rank
         if source == self.rank:
             return self.inbox.pop((u, hop), None)
@@ -223,7 +260,7 @@ class Pipeline:
         return x.to(self.device) if self.wait(work, peer) else None
 
     def task(self, u, hop, x):
-        """One task of microbatch u. x and what it returns: (B, T, C) activations, after the loss gradients.
+        """One task of microbatch u. x and the result: (B, T, C) activations, or gradients of them.
 
         A path's first task takes None, its last returns None.
         """
@@ -234,16 +271,20 @@ class Pipeline:
             inputs, y = self.saved.pop((u, forward))
             y.backward(x)
             self.tokens += count
-            if (u, forward + 1) in self.sent:                   # long there, since its gradient is back
+            if (u, forward + 1) in self.sent:       # it has arrived, since its gradient is back
                 work, _, peer = self.sent.pop((u, forward + 1))
                 self.wait(work, peer)
             return inputs.grad if forward else None
         with torch.set_grad_enabled(self.train), self.cast:
             if what == LOSS:
-                loss = self.model.loss(x.requires_grad_(self.train).float(), self.batches[u][:, 1:])
+                x.requires_grad_(self.train)
+                loss = self.model.loss(x.float(), self.batches[u][:, 1:])
             else:
-                x = x.requires_grad_(self.train) if hop else self.model.embed(self.batches[u][:, :-1])
-                y = self.model.blocks(x.float()).to(self.dtype)     # the residual stream is fp32 everywhere
+                if hop == 0:
+                    x = self.model.embed(self.batches[u][:, :-1])
+                else:
+                    x.requires_grad_(self.train)
+                y = self.model.blocks(x.float()).to(self.dtype)     # inside, the residuals are fp32
         if what == FORWARD:
             if self.train:
                 self.saved[u, hop] = x, y
@@ -272,7 +313,8 @@ class Pipeline:
         """(work, tensor, peer)"""
         tensor = tensor.to(self.message_device).contiguous()
         self.count(tensor, to, u, hop)
-        return dist.isend(tensor, to, group=self.lane(self.rank, to), tag=tag(u, hop)), tensor, to
+        work = dist.isend(tensor, to, group=self.lane(self.rank, to), tag=tag(u, hop))
+        return work, tensor, to
 
     def count(self, tensor, to, u, hop):
         self.bytes_sent += tensor.nbytes
@@ -281,8 +323,10 @@ class Pipeline:
             print(line, file=sys.stderr, flush=True)
 
     def receive(self, source, u, hop):
+        """(work, the tensor that it fills, peer)"""
         buffer = torch.empty(self.message_shape, dtype=self.dtype, device=self.message_device)
-        return dist.irecv(buffer, source, group=self.lane(source, self.rank), tag=tag(u, hop)), buffer, source
+        work = dist.irecv(buffer, source, group=self.lane(source, self.rank), tag=tag(u, hop))
+        return work, buffer, source
 
     def wait(self, work, peer):
         """Whether the message arrived: always, unless somebody's pipeline survives its peers."""
@@ -301,7 +345,8 @@ class Routes:
     pace = 1.0          # seconds of ours per second of the plan (tools/emulate.py)
 
     def __init__(self, job, o, pipeline, stages, plan=None):
-        self.job, self.o, self.pipeline, self.stages = job, o, pipeline, stages
+        self.job, self.o = job, o
+        self.pipeline, self.stages = pipeline, stages
         self.network, self.plan = None, plan
         if o.routing not in PLANNERS:
             return
@@ -310,7 +355,8 @@ class Routes:
             return
         start = time.perf_counter()
         self.network = job.together(self.links)
-        job.say([f"links known after {time.perf_counter() - start:.1f} s, planning {o.routing} paths"])
+        seconds = time.perf_counter() - start
+        job.say([f"links known after {seconds:.1f} s, planning {o.routing} paths"])
         self.plan = job.agree_on("plan", lambda: self.new_plan())
         job.say(idle(self.plan, job.world))
 
@@ -322,6 +368,7 @@ class Routes:
         return Network(*found, self.stages) if self.job.rank == 0 else None
 
     def new_plan(self, dead=()):
+        """The plan that is best without the dead ranks, as `plan_paths` returns it."""
         o = self.o
         return plan_paths(self.network, o.routing, o.skip, o.microbatches, o.seed, dead, self.plan)
 
@@ -359,34 +406,23 @@ def schedule(step, o):
 def inner_step(run, batches, paths, order):
     """Forward, backward, clip, the optimizer's step: (loss, tokens at home, norm of the gradient).
 
-    The norm is None if no gradient reached this rank. A norm that is not finite means no step: one Inf
-    would soon reach every replica.
+    The norm is None if no gradient reached this rank. A norm that is not finite means no step: one
+    Inf would soon reach every replica.
     """
     grad = run.grad
     grad.zero_()
     loss, home, tokens = run.pipeline.run(paths, batches, order=order)
-    if run.average:
-        tokens = run.meter.synchronise(run.average, grad, tokens)
+    if run.average:                                             # ddp
+        start = time.perf_counter()
+        tokens = run.average(grad, tokens)                      # sums both over the replicas
+        run.meter.add_sync(time.perf_counter() - start)
     if not tokens:
         return loss, home, None
     norm = torch.linalg.vector_norm(grad) / tokens
     if torch.isfinite(norm):
-        grad.mul_((run.o.clip / norm).clamp(max=1.0) / tokens)          # the mean over what came through
+        grad.mul_((run.o.clip / norm).clamp(max=1.0) / tokens)    # the mean over what came through
         run.inner.step(run.lr)
     return loss, home, float(norm)
-
-
-def evaluate(pipeline, stages, corpus, o):
-    """Held-out loss, nats per token, of this origin's fixed route through these stages (None: no origin)."""
-    rounds = -(-o.eval_sequences // o.batch)
-    paths = full_paths(stages, 1) * rounds
-    batches = {}
-    if corpus:
-        rows = heldout_sequences(corpus, rounds * o.batch, o.seq_len).to(pipeline.device)
-        mine = [u for u, path in enumerate(paths) if path[0] == pipeline.rank]
-        batches = dict(zip(mine, rows.split(o.batch)))
-    loss, home, _ = pipeline.run(paths, batches, train=False)
-    return float(loss) / home if home else None
 
 
 # ---------------------------------------------------------------- a run
@@ -411,14 +447,14 @@ class Run:
     stages: list            # the ranks of each stage
     stage: int              # this rank's own
     config: Config          # of the whole model
-    corpus: object          # the data and this rank's reader of its part; None on a rank that is no origin
-    reader: object
+    corpus: object          # the data (None on a rank that is no origin)
+    reader: object          # of this origin's part of the data (None likewise)
     model: Llama            # the layers of this rank's stage
     theta: torch.Tensor     # all its parameters, in one vector
     grad: torch.Tensor      # their gradients, in another
     inner: Inner            # the inner optimizer
     folder: Path            # runs/NAME
-    outer: object = None            # None for ddp and local
+    outer: object = None            # the outer optimizer; None for ddp and local
     average: object = None          # of gradients over the stage's replicas, for ddp
     pipeline: object = None
     routes: object = None
@@ -428,7 +464,8 @@ class Run:
     step: int = 0                   # inner steps done
     cursor: object = None           # the reader's, after those steps
     lr: float = 0.0                 # of the last step
-    rho: list = None                # of each stage, by the paths that trained last (planning/rho.py)
+    rho: list = None                # of each stage, by the last step's paths (planning/rho.py)
+    places: object = None           # the sample of theta that evaluations compare (None: all)
     stale: list = field(default_factory=list)       # steps of checkpoints that this run makes again
 
 
@@ -436,23 +473,27 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     """This rank's share of the run. survive/, tools/ and experiments/ bring parts of their own."""
     stages, layers = job.together(layout, o, job.world)
     stage = next(s for s, ranks in enumerate(stages) if job.rank in ranks)
-    replicas, ends = stages[stage], stage == 0
+    replicas = stages[stage]
     config = job.together(whole_config, o)
     refuse_too_large(job, o, config, stages, layers)
     if o.links and not o.resume:
         job.together(read_links, o.links, stages)                       # refused before any work
     corpus, reader = job.together(load_data, o, job.rank, stages[0])
-    model = FastLlama(config, layers[stage], ends, o.seed, job.device)
+    model = Llama(config, layers[stage], ends=stage == 0, seed=o.seed, device=job.device)
     theta, grad = flatten(model.parameters())
     theta.grad = grad
     inner = muon(model, o.beta2) if o.optimizer == "muon" else Inner(adam([theta], o.beta2))
-    run = Run(job, o, stages, stage, config, corpus, reader, model, theta, grad, inner, take_folder(o, job))
+    run = Run(job=job, o=o, stages=stages, stage=stage, config=config, corpus=corpus, reader=reader,
+              model=model, theta=theta, grad=grad, inner=inner, folder=take_folder(o, job))
     if o.compile:
         for layer in model.model.layers.values():
             layer.compile()
     run.outer = make_outer(job, o, model.parameters(), replicas, inner)
-    run.average = Average(SUMS[o.wire], replicas) if o.method == "ddp" and len(replicas) > 1 else None
-    run.pipeline = Pipeline(model, job, stages, (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
+    if o.method == "ddp" and len(replicas) > 1:
+        run.average = Average(SUMS[o.wire], replicas)
+    message_shape = o.batch, o.seq_len, o.hidden
+    run.pipeline = Pipeline(model, job, stages, message_shape, getattr(torch, o.dtype))
+    run.places = sampled_places(len(theta), o.seed) if o.spread == "sample" else None
     run.checkpoints = Checkpoints(job, run.folder)
     plan = go_on(run) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(run))
@@ -461,58 +502,74 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
 
 
 def train(run):
-    o, job, outer = run.o, run.job, run.outer
-    log = run.log = begin(run)
+    """Make all steps that are left. Errors, lost processes and Ctrl-C end it early."""
+    o, job = run.o, run.job
+    outer = run.outer
+    run.log = begin(run)            # ends the process here if there is nothing left to do
     run.cursor = run.reader and run.reader.cursor
 
     def save():
         run.checkpoints.save(run.step, state_of(run))
 
-    with job.rescue(run, save):
+    with job.rescue(run, save):     # an error ends this rank in one line; survive/ then saves
         while run.step < o.steps:
             job.signals.stop_if_due(save)
             before = run.step
+
+            # Forward and backward along this step's paths, and the inner optimizer's step.
             paths, order = run.routes.at(run.step)
             mine = [u for u, path in enumerate(paths) if path[0] == job.rank]
             batches = {u: run.reader.next(o.batch).to(job.device) for u in mine}
-            run.rho = [1.0] * len(run.stages) if o.unscaled else shares(paths, run.stages)
             run.lr = schedule(run.step, o)
             loss, home, norm = inner_step(run, batches, paths, order)
             run.meter.add(loss, home, norm, run.pipeline.seconds)
+            # From here on a checkpoint may be written, in survive/ also on an error.
             run.step += 1
             run.cursor = run.reader and run.reader.cursor
+            run.rho = [1.0] * len(run.stages) if o.unscaled else shares(paths, run.stages)
+
+            # The outer step, every m-th time (N1 to N3).
             if outer:
-                run.meter.synchronise(outer.step)
-                run.step = outer.steps = min(outer.steps, o.steps)      # survive: a late one may leap
-            log.progress(loss, home)
+                start = time.perf_counter()
+                if outer.step():
+                    run.meter.add_sync(time.perf_counter() - start)
+                run.step = min(outer.steps, o.steps)    # survive/: a late replica leaps over steps
+                outer.steps = run.step
+
+            run.log.progress(loss, home)
             between_steps(run, before, save)
         if outer:
             outer.settle()
-    log.finish()
+    run.log.finish()
     with contextlib.suppress(RuntimeError):                 # all is saved: the store may go
         job.close()
         run.checkpoints.seal()
 
 
 def between_steps(run, before, save):
-    """Evaluate, plan anew, save and report, as far as due since step `before`, while the clock stands."""
+    """Evaluate, plan anew, save and report, as far as due since step `before`. The clock stands.
+
+    This rank's checkpoint is written before it waits for any other rank.
+    """
     o = run.o
-    evaluates = run.step == o.steps or run.step // o.eval_every > before // o.eval_every
-    saves = run.step == o.steps or run.step // o.save_every > before // o.save_every
+    ends = run.step == o.steps
+    evaluates = ends or run.step // o.eval_every > before // o.eval_every
+    saves = ends or run.step // o.save_every > before // o.save_every
     if not (evaluates or saves):
         return
     run.meter.pause()
     if evaluates:
-        stages = run.routes.living()
-        rho = with_stages_missing(run.rho, len(stages))     # 1 unless paths skip
-        with scaled(run.model, rho[run.stage]):
-            row = run.log.own_row(evaluate(run.pipeline, stages, run.corpus, o))
-        if run.step < o.steps:
-            run.routes.renew(run.step)                      # before the checkpoint, which has the plan
-    if saves:                                               # before anyone is waited for
+        row = run.log.take_row(heldout(run))
+        # Before the checkpoint, which has the counts and the plan.
+        count_comparison(run, ends)
+        if not ends:
+            run.routes.renew(run.step)
+    if saves:
         save()
     if evaluates:
-        run.log.report(row, f"{run.step // o.eval_every}/{run.step == o.steps}")
+        moment = f"{run.step // o.eval_every}/{ends}"
+        row |= compare(run, moment, ends, heldout)
+        run.log.report(row, moment)
     run.meter.go_on()
 
 
@@ -525,20 +582,22 @@ class ReplanningRoutes(Replanning, Routes):
 
 
 def main(argv=None):
+    """argv: the command line (None: sys.argv)."""
+    argv = sys.argv[1:] if argv is None else argv
     job = Job(argv)
-    words = sys.argv if argv is None else argv
-    if "--join" in words and job.rank == 0:     # alone: a word to the other ranks would stay in their store
+    joins = "--join" in argv        # this process alone; all other options are those of rank 0
+    if joins and job.rank == 0:     # without a word to other ranks: it would stay in their store
         complain("--join is for a process that comes back to a running job, never for rank 0")
         sys.exit(2)
     o = Options(**job.agree(parse, argv))
-    if o.survive or "--join" in words:
+    if o.survive or joins:
         from survive import parts
-        return parts.run(job, o, words)
+        parts.run(job, o, argv)
+        return
     job.connect(o)
     parts = (TimedPipeline, ReplanningRoutes) if o.replan else ()
     train(build(job, o, *parts))
 
 
 if __name__ == "__main__":
-    import train            # one module, also for those who import it (survive/, tools/)
-    train.main()
+    main()

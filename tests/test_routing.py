@@ -27,6 +27,7 @@ from planning.replan import Timed
 from planning.rho import scaled, shares, with_stages_missing
 from planning.training import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
+from plumbing.evaluation import pipelines
 from plumbing.processes import BadInput, Job
 from skippipe import Network, chain, full_paths, random_paths, simulate
 from tests.harness import (LINKS, SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit,
@@ -47,6 +48,17 @@ def test_paths_visit_every_stage_as_evenly_as_possible(sizes):
     if len(set(sizes)) == 1:
         assert set(full_paths(stages, 3)) == set(zip(*stages))          # each straight through
     assert random_paths(stages, 3, 5, 0) == random_paths(stages, 3, 5, 0)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 4), (3, 2, 2), (1, 5), (2, 3, 1, 4)])
+def test_evaluation_visits_every_rank(sizes):
+    stages = numbered(sizes)
+    paths = pipelines(stages)
+    assert {rank for path in paths for rank in path} == {*range(sum(sizes))}
+    assert len(paths) == max(sizes)
+    assert all(rank in ranks for path in paths for rank, ranks in zip(path, stages))
+    if sizes[0] == max(sizes):
+        assert paths == full_paths(stages, 1)
 
 
 def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
@@ -121,8 +133,9 @@ def test_random_routing_in_training_is_random_paths(corpus, tmp_path):
     results = processes(4, _traced, argv, cwd=tmp_path)
     trace = re.findall(r"(rank \d -> \d: microbatch \d+, hop \d+),", "\n".join(results))
     stages = [[0, 1], [2, 3]]
-    # the evaluation: forward, and home for the loss
-    runs = [*((random_paths(stages, 2, step, 5), None) for step in range(3)), (full_paths(stages, 1) * 4, 3)]
+    # the evaluations, of the replicas and of the merged model: forward, and home for the loss
+    runs = [*((random_paths(stages, 2, step, 5), None) for step in range(3)),
+            *[(full_paths(stages, 1) * 4, 3)] * 2]
     assert Counter(trace) == Counter(
         f"rank {a} -> {b}: microbatch {u}, hop {hop}" for paths, end in runs for u, path in enumerate(paths)
         for hop, (a, b) in enumerate(itertools.pairwise(chain(path)[:end]), 1))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import plumbing.report
+import plumbing.spread
 import train
 from model import Llama
 from plumbing.processes import Job, gloo_group, restarts
@@ -88,7 +88,7 @@ ACTS = {    # fault: (at a call of what, what this process does before it)
     Fault.DIE_IN_BACKWARD: (torch.Tensor, "backward", die),
     Fault.DIE_IN_HAND_OVER: (SurvivingPipeline, "hand_over", die),
     Fault.CRASH_IN_CHECKPOINT: (torch, "save", write_half),
-    Fault.DIE_IN_EVALUATION: (plumbing.report, "weight_spread", die),
+    Fault.DIE_IN_EVALUATION: (plumbing.spread, "weight_spread", die),
 }
 
 
@@ -195,7 +195,7 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
     if fault is Fault.SEND_NAN:
         assert any(e.get("refused") == [victim] and e["rank"] != victim for e in events)
         assert any(e.get("adopted") not in (None, victim) and e["rank"] == victim for e in events)
-        assert rows[-1]["weight_spread"] < 1
+        assert (rows[-1]["weight_spread"] or 0) < 1             # None: one came late to compare
     elif dies and job.startswith("one"):
         # on a loaded machine a survivor that has waited for the victim may itself come too late for its next
         # partner; in the end all are there. Whom an evaluation misses no outer step waits for
@@ -261,7 +261,8 @@ def test_a_restarted_replica_joins_and_takes_part(wire, at, end, more, sound, su
     assert bool(far) == (wire == "int8") and len(set(far)) <= 2
     # partner again from the next outer step on
     assert not [row for row in rows if row["step"] > back["step"] + 5 and 2 in row.get("missing", [])]
-    assert rows[-1]["weight_spread"] < 1e-2 and rows[-1]["heldout_loss"] < 1.05 * sound("one stage")
+    assert (rows[-1]["weight_spread"] or 0) < 1e-2      # None: one came late to compare
+    assert rows[-1]["heldout_loss"] < 1.05 * sound("one stage")
     *states, last = (checkpoint(tmp_path / "runs/x", end, r) for r in range(4))
     assert all(state["step"] == last["step"] for state in states)
     assert all((state["theta"] - last["theta"]).norm() < 0.1 * last["theta"].norm() for state in states)

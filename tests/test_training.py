@@ -1,8 +1,10 @@
 """Whole runs of train.py: methods, losses, spread, warm start, what the report says."""
 
 import copy
+import functools
 import json
 import math
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,11 +14,13 @@ import torch
 import train
 from model import Config, Llama
 from noloco import flatten
+from plumbing import spread
 from plumbing.inner import muon
-from plumbing.report import weight_spread
-from skippipe import full_paths
+from plumbing.processes import Job
+from plumbing.report import Log, Meter
+from survive.parts import SurvivingJob
 from tests.harness import (HERE, SMALL, SMALL_CONFIG, assert_same, checkpoint, metrics, options, processes,
-                           torchrun)
+                           run, torchrun)
 from tests.oracles import heldout_loss, loaded
 
 
@@ -32,35 +36,179 @@ def test_every_method_trains_on_unequal_stages(how, trained, tmp_path):
     # per rank of the pair: a ring of two sends 2 (n-1)/n = 1
     exchanges = dict(local=0, ddp=12).get(how, 2)
     assert lines[-1]["sync_bytes"] == 2 * exchanges * thetas[0].nbytes
-    # 4 messages each to train, 2 to evaluate
+    # 4 messages each to train, 2 to evaluate, three times with the merged model at the end
     message = 2 * 32 * 32 * 4
-    assert lines[-1]["pipeline_bytes"] == (12 * 2 * 2 * 4 + 2 * 2 * 4 * 2) * message
+    assert lines[-1]["pipeline_bytes"] == (12 * 2 * 2 * 4 + 3 * 2 * 4 * 2) * message
     assert (lines[-1]["weight_spread"] == 0) == torch.equal(*thetas[:2]) == (how == "ddp")
+    assert ("never synchronises them" in out) == (how == "local")
+    assert ("stages [1] have one replica each" in out) == (how != "local")
     for theta, layers in zip(thetas, ([0], [0], [1, 2, 3])):
         start, end = Llama(SMALL_CONFIG, layers, ends=0 in layers), loaded(theta, layers)
         moved = [not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True)]
         assert all(moved)
 
 
-def test_replicas_beyond_those_of_the_spread_stay_out_of_it():
-    job = SimpleNamespace(rank=70)
-    assert weight_spread(torch.ones(3), list(range(64)), job, "key") == (0.0, 0)
+def spread_of(thetas, stages, places=slice(None)):
+    """The definition: over the stages with several replicas, their distance to the mean."""
+    offsets = []
+    for ranks in stages:
+        if len(ranks) > 1:
+            replicas = torch.stack([thetas[r][places] for r in ranks]).double()
+            offsets.append((replicas - replicas.mean(0)).flatten())
+    return torch.cat(offsets).square().mean().sqrt().item()
 
 
-def test_weight_spread_and_heldout_loss_equal_one_process(trained, corpus, tmp_path):
-    """Each origin's fixed pipeline over the same held-out sequences: the mean, the best and the worst."""
-    trained(5, "--stages", "3,2", "--layers-per-stage", "1,3", "--method", "local", "--steps", 3,
-            "--lr", 0.01)
-    stages = [[0, 1, 2], [3, 4]]
-    thetas = [checkpoint(tmp_path / "runs/x", 3, rank)["theta"] for rank in range(5)]
-    replicas = [torch.stack([thetas[r] for r in ranks]).double() for ranks in stages]
-    offsets = torch.cat([(each - each.mean(0)).flatten() for each in replicas])
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (1, 2)])
+def test_spread_and_held_out_losses_equal_one_process(sizes, trained, corpus, tmp_path):
+    """Every rank is evaluated in a pipeline: the mean, the best, the worst, and the merged model's."""
+    world = sum(sizes)
+    trained(world, "--stages", ",".join(map(str, sizes)), "--layers-per-stage", "1,3", "--method",
+            "local", "--steps", 3, "--lr", 0.01)
+    stages = [list(range(sizes[0])), list(range(sizes[0], world))]
+    thetas = [checkpoint(tmp_path / "runs/x", 3, rank)["theta"] for rank in range(world)]
     line, o = metrics(tmp_path / "runs/x")[-1], options("--data", corpus, *SMALL)
-    assert line["weight_spread"] == pytest.approx(offsets.square().mean().sqrt().item(), rel=1e-5)
-    losses = [heldout_loss([loaded(thetas[origin], [0]), loaded(thetas[last], [1, 2, 3])], o)
-              for origin, last in full_paths(stages, 1)]
+
+    def loss(first, second):
+        return heldout_loss([loaded(first, [0]), loaded(second, [1, 2, 3])], o)
+
+    assert line["weight_spread"] == pytest.approx(spread_of(thetas, stages), rel=1e-5)
+    count = max(sizes)
+    losses = [loss(thetas[i % sizes[0]], thetas[sizes[0] + i % sizes[1]]) for i in range(count)]
     found = [line["heldout_min"], line["heldout_loss"], line["heldout_max"]]
-    assert found == pytest.approx([min(losses), sum(losses) / 3, max(losses)], rel=1e-5)
+    assert found == pytest.approx([min(losses), sum(losses) / count, max(losses)], rel=1e-5)
+    means = [torch.stack([thetas[r] for r in ranks]).mean(0) for ranks in stages]
+    assert line["merged_loss"] == pytest.approx(loss(*means), rel=1e-5) != line["heldout_loss"]
+    assert line["merged_perplexity"] == pytest.approx(math.exp(line["merged_loss"]))
+
+
+FEW = 500       # weights in a sample
+
+
+def _few_places(argv):
+    """train.py with a small sample."""
+    train.sampled_places = functools.partial(spread.sampled_places, sample=FEW)
+    train.main(argv)
+
+
+@pytest.mark.parametrize("how", ["sample", "all"])
+def test_replicas_compare_a_sample_of_weights_and_at_the_end_all(how, trained, tmp_path):
+    """What that sends is counted apart from what synchronises, by a resumed run likewise."""
+    trained(3, "--method", "local", "--steps", 6, "--eval-every", 2, "--save-every", 2, "--lr", 0.01,
+            "--spread", how, main=_few_places)
+    folder = tmp_path / "runs/x"
+    thetas = {step: [checkpoint(folder, step, rank)["theta"] for rank in range(3)] for step in (4, 6)}
+    size = len(thetas[4][0])
+    places = torch.arange(size) if how == "all" else spread.sampled_places(size, 0, FEW)
+    assert len(places) == (size if how == "all" else FEW)
+    before, middle, last = metrics(folder)
+    some, whole = spread_of(thetas[4], [[0, 1, 2]], places), spread_of(thetas[6], [[0, 1, 2]])
+    assert middle["weight_spread"] == pytest.approx(some, rel=1e-6)
+    assert last["weight_spread"] == pytest.approx(whole, rel=1e-6)
+    ring = [3 * (2 * 2 * 8 * weights // 3) for weights in (len(places), size)]
+    assert [before["log_bytes"], middle["log_bytes"]] == [ring[0], 2 * ring[0]]
+    assert last["log_bytes"] == 2 * ring[0] + ring[1] and last["sync_bytes"] == 0
+    shutil.rmtree(folder / "checkpoints/00000006")
+    run(3, "--resume", folder, cwd=tmp_path, main=_few_places)
+    assert metrics(folder)[-1]["log_bytes"] == last["log_bytes"]
+
+
+def test_a_sample_is_the_same_for_all_and_its_error_small():
+    places = spread.sampled_places(10**6, 5)
+    assert torch.equal(places, spread.sampled_places(10**6, 5)) and len(places) == 65536
+    assert not torch.equal(places, spread.sampled_places(10**6, 6))
+    assert 0 <= places.min() and places.max() < 10**6
+    squares = torch.randn(10**6, generator=torch.Generator().manual_seed(0)).square()
+    # of the mean of these, whose standard deviation is sqrt(2)
+    assert abs(float(squares[places].mean() / squares.mean()) - 1) < 4 * (2 / 65536) ** 0.5
+
+
+@pytest.mark.parametrize("method", ["ddp", "diloco --inner-steps 2", "noloco --inner-steps 3", "local"])
+def test_the_merged_model_is_evaluated_and_each_ranks_weights_are_put_back(method, trained, tmp_path):
+    """What is in the checkpoint, which is written before. Replicas that are equal are the merged model."""
+    out = trained(3, "--stages", "2,1", "--method", *method.split(), "--steps", 4, main=_kept_weights)
+    line = metrics(tmp_path / "runs/x")[-1]
+    assert (line["merged_loss"] == line["heldout_loss"]) == (line["weight_spread"] == 0)
+    assert (line["weight_spread"] == 0) == method.startswith(("ddp", "diloco"))
+    assert f"merged model    {line['merged_loss']:.4f} nats per token" in out
+
+
+def _kept_weights(argv):
+    """train.py, after which the weights must be those of the checkpoint."""
+    real = train.train
+
+    def train_and_look(run):
+        real(run)
+        assert torch.equal(run.theta, checkpoint(run.folder, run.step, run.job.rank)["theta"])
+
+    train.train = train_and_look
+    train.main(argv)
+
+
+def test_what_was_not_measured_is_null_and_a_process_alone_says_so(trained, tmp_path):
+    out = trained(1, "--steps", 2, "--eval-every", 1)
+    for line in metrics(tmp_path / "runs/x"):
+        assert line["weight_spread"] is None and line["merged_loss"] is None and line["compared"] == 0
+    assert "no other replicas: nothing is synchronised, noloco trains one model alone" in out
+    assert "spread" not in out and "merged" not in out and "outer step every" not in out
+
+
+def _late_to_compare(argv):
+    """train.py, but rank 3 comes to compare weights when the others have given it up."""
+    real = SurvivingJob.meet
+
+    def meet(self, key, ranks):
+        if self.rank == 3 and key.endswith("/1/False"):
+            self.store.wait([f"{key}/members"])
+        return real(self, key, ranks)
+
+    SurvivingJob.meet = meet
+    train.main(argv)
+
+
+def test_a_spread_of_those_alone_who_came_in_time_is_none(trained, tmp_path):
+    """All four answer, and one was not compared. At the end all are."""
+    out = trained(4, "--survive", 4, "--steps", 4, "--inner-steps", 2, "--eval-every", 2, "--lr", 0.01,
+                  main=_late_to_compare)
+    first, last = [line for line in metrics(tmp_path / "runs/x") if "event" not in line]
+    assert first["ranks"] == last["ranks"] == 4
+    assert first["weight_spread"] is None and first["compared"] == 3
+    assert last["weight_spread"] > 0 and last["compared"] == 4 and last["merged_loss"] > 0
+    assert "weight spread unknown (3 ranks came to compare)" in out
+
+
+def test_a_spread_is_of_all_that_answered_or_none():
+    """Of two stages; rank 4, the last of its stage, has no replica."""
+    def row(squares, weights=2, compared=2):
+        return dict(squares=squares, weights=weights, compared=compared)
+
+    stages = [[0, 1], [2, 3, 5], [4]]
+    rows = {0: row(1.0), 1: row(1.0), 2: row(3.0), 3: row(3.0), 4: spread.UNMEASURED}
+    assert spread.whole_spread(rows, stages) == (1.0, 4)
+    rows[5] = spread.UNMEASURED                                 # it answered
+    assert spread.whole_spread(rows, stages) == (None, 4)
+    assert spread.whole_spread({4: rows[4], 0: row(1.0)}, stages) == (None, 0)
+
+
+@pytest.mark.parametrize("steps, said", [(100, True), (99, False)])
+def test_a_run_that_takes_long_says_early_how_long(steps, said, tmp_path, monkeypatch, capsys):
+    """By the pace of steps 6 to 20, each of which takes 2 s here, 3 s with its evaluation."""
+    run = SimpleNamespace(o=options("--steps", steps), job=Job(), folder=tmp_path, step=0, meter=Meter())
+    log = Log(run)
+    clock = SimpleNamespace(perf_counter=lambda: 0.0)
+    monkeypatch.setattr("plumbing.report.time", clock)
+    run.meter.clock = 0.0
+    now = 0.0
+    for run.step in range(1, steps + 1):
+        now += 2.0 if run.step > 5 else 50.0
+        clock.perf_counter = lambda: now
+        log.progress(1.0, 1)
+        run.meter.pause()
+        now += 1.0
+        run.meter.go_on()
+    log.bar.close()
+    told = [line for line in capsys.readouterr().out.splitlines() if "at this pace" in line]
+    line = "step 20: the other 80 steps take about 3 min at this pace, without evaluations"
+    assert told == ([line] if said else [])
 
 
 @pytest.mark.parametrize("kind", ["--stages 4 --gamma 0.9", "--stages 4 --wire int8", "--stages 2,2"])

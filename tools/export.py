@@ -14,11 +14,11 @@ from noloco import flatten
 from planning.rho import multiply
 from plumbing.checkpoints import Checkpoints, load, rho_of
 from plumbing.data import load_data
+from plumbing.evaluation import evaluate, pipelines
 from plumbing.huggingface import save_pretrained, save_tokenizer
 from plumbing.options import Parser, empty_folder, layout, whole_config
 from plumbing.processes import Job, forbid
-from skippipe import full_paths
-from train import Pipeline, evaluate, parse
+from train import Pipeline, parse
 
 
 def main(argv=None):
@@ -35,7 +35,7 @@ def export(argv, job):
     forbid((job.world > 1, "tools.export runs in one process, without torchrun"))
     o = parse(["--resume", a.run])
     stages, layers = layout(o, sum(o.stages))
-    replicas = {str(i): [[r] for r in route] for i, route in enumerate(full_paths(stages, 1))}
+    replicas = {str(i): [[r] for r in route] for i, route in enumerate(pipelines(stages))}
     replicas["mean"] = stages
     forbid((a.replica not in replicas, f"--replica takes {', '.join(replicas)}, not {a.replica}"))
     replicas[a.replica] = replicas.pop(a.replica)           # the last one stays in the model
@@ -49,7 +49,8 @@ def export(argv, job):
         for s, ranks in enumerate(chosen):
             flat[s].copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
             multiply(rho[s], [model.model.layers[str(i)] for i in layers[s]])
-        print(f"replica {name:<9}{evaluate(pipeline, [[0]], corpus, o):.6f}")
+        (loss,) = evaluate(pipeline, [[0]], corpus, o)
+        print(f"replica {name:<9}{loss:.6f}")
     save_pretrained(model, a.out, o.seq_len, corpus.end)
     if o.tokenizer:
         save_tokenizer(a.out, o.tokenizer, corpus.end)

@@ -11,10 +11,11 @@ import math
 import random
 
 from planning.rho import scaled, some_choices, with_stages_missing
+from plumbing.evaluation import evaluate
 from plumbing.options import Parser, integers
 from plumbing.processes import BadInput, Job
 from plumbing.report import replace
-from train import Options, build, evaluate, parse
+from train import Options, build, parse
 
 
 def main(argv=None):
@@ -56,7 +57,8 @@ def some_stages(run, alive, kept):
             own = evaluate(run.pipeline, [alive[s] for s in stages], run.corpus, run.o)
         losses = run.job.collect(f"partial/{choice}", own)
         if losses:
-            mean = sum(losses[r] for r in alive[0]) / len(alive[0])
+            found = [loss for r in alive[0] for loss in losses[r]]
+            mean = sum(found) / len(found)
             rows.append(dict(stages=stages, heldout_loss=mean, perplexity=math.exp(min(mean, 700))))
     if found := [row["perplexity"] for row in rows]:
         print(f"{len(stages)} of {len(alive)} stages, {len(found)} choices: perplexity mean "
