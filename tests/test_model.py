@@ -1,5 +1,7 @@
 """The model beyond test_minimal.py: gradients, memory, stages, sizes, and Hugging Face's form of it."""
 
+import math
+
 import pytest
 import torch
 
@@ -30,17 +32,49 @@ def test_gradients_equal_independent_float64_llama(fast):
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_activation_bytes_equal_what_autograd_keeps(kv_heads):
-    config, kept = Config(num_key_value_heads=kv_heads, num_hidden_layers=3), {}
-    model, x = Llama(config), torch.randn(2, 32, 128, requires_grad=True)
-    address = lambda t: t.untyped_storage().data_ptr()
-    angles = rotary(32, 128 // 4, config.rope_theta, x.device)  # made once for all layers and microbatches
-    own = {address(t) for t in (*model.parameters(), *angles)}
-    passing = lambda t: address(t) in own or not t.is_floating_point()
-    keep = lambda t: t if passing(t) else kept.setdefault(address(t), t)
+    config = Config(num_key_value_heads=kv_heads, num_hidden_layers=3)
+    model = Llama(config)
+    x = torch.randn(2, 32, 128, requires_grad=True)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(t):
+        address = t.untyped_storage().data_ptr()
+        if t.is_floating_point() and address not in own:
+            kept[address] = t
+        return t
+
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         model.blocks(x)
     floats = 8 * 128 + 2 * 32 * kv_heads + 4 * 512 + 4 + 2      # a of docs/speed.md
-    assert sum(t.untyped_storage().nbytes() for t in kept.values()) == 4 * 64 * 3 * floats
+    angles = 2 * 32 * 32                                        # cos and sin, for all layers
+    total = sum(t.untyped_storage().nbytes() for t in kept.values())
+    assert total == 4 * (64 * 3 * floats + angles)
+
+
+def test_a_model_first_called_under_inference_mode_then_trains():
+    """By itself and compiled, on a shape and a base that no other test has."""
+    model = Llama(Config(num_hidden_layers=1, rope_theta=321.0))
+    tokens = torch.arange(2 * 19).view(2, 19)
+    for module in (model, torch.compile(model, fullgraph=True, backend="eager")):
+        with torch.inference_mode():
+            first = module(tokens)
+        logits = module(tokens)
+        assert torch.equal(first, logits)
+        model.zero_grad()
+        logits.square().sum().backward()
+        assert all(p.grad.any() for p in model.parameters())
+
+
+def test_angles_are_those_of_the_formula_on_the_device_asked_for():
+    cos, sin = rotary(5, 6, 100.0, torch.device("cpu"))
+    for t, i in [(0, 0), (1, 0), (4, 1), (3, 2)]:
+        angle = t * 100.0 ** (-2 * i / 6)
+        assert cos[t, i] == cos[t, i + 3] == pytest.approx(math.cos(angle), abs=1e-7)
+        assert -sin[t, i] == sin[t, i + 3] == pytest.approx(math.sin(angle), abs=1e-7)
+    with torch.device("meta"):              # whatever the default device is
+        again = rotary(5, 6, 100.0, torch.device("cpu"))
+    assert torch.equal(again[0], cos) and torch.equal(again[1], sin)
 
 
 def test_the_fast_loss_keeps_one_copy_of_the_logits():
