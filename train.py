@@ -44,6 +44,7 @@ from plumbing.lanes import lanes
 from plumbing.options import METHODS, MODELS, layout, option, parse_options, steps_or_half, whole_config
 from plumbing.overlap import overlapping
 from plumbing.processes import Job, complain, restarts
+from plumbing.processor import warn_of_slow_bfloat16
 from plumbing.report import Meter, banner
 from plumbing.wires import AVERAGES, KINDS
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
@@ -450,6 +451,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     run.checkpoints = Checkpoints(job, run.folder)
     plan = go_on(run) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(run))
+    warn_of_slow_bfloat16(o.dtype, job.device)
     run.routes = Routes(job, o, run.pipeline, stages, plan)
     return run
 

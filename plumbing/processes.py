@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from plumbing.processor import share_cores
 from plumbing.signals import Signals, next_command
 
 DAY = 86400.0       # seconds: no timeout in practice
@@ -155,7 +156,8 @@ class Job:
             torch.cuda.set_device(self.device)
         self.nccl = self.world > 1 and o.backend != "gloo" and not scarce
         if self.world > 1 and not self.nccl:
-            self.refuse_loopback()
+            hosts = self.refuse_loopback()
+            share_cores(self.rank, [host.split()[0] for host in hosts])
         if self.world > 1 and (group or self.nccl):
             # lazily Gloo connects only pairs that talk, otherwise every pair at the start
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", str(int(self.world > 64)))
@@ -164,12 +166,14 @@ class Job:
             dist.barrier()              # NCCL: the first use of a group must have every rank in it
 
     def refuse_loopback(self):
-        """Refuse hosts of which one would offer the others its loopback address: they could never connect."""
+        """Each rank's `this_host`. Refuses hosts of which one offers the others its loopback address, since
+        they could never connect."""
         found = self.share("host", [this_host(), self.together(gloo_interface)])
         loopback = [r for r, (_, names) in enumerate(found) if names.split(",")[0] in ("lo", "lo0")]
         if loopback and len({host for host, _ in found}) > 1:
             self.refuse(f"rank {loopback[0]} offers other hosts its loopback interface: give torchrun "
                         "node 0's address as --master-addr, or on that host export GLOO_SOCKET_IFNAME=NAME")
+        return [host for host, _ in found]
 
     def meet(self, key, ranks):
         """(the ranks that came, their Gloo group): a group for one use. Here all `ranks` come."""
