@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import bench_sync
-from bench_sync import Timed, quartiles
+from bench_sync import TableRow, quartiles
 from experiments.pictures import COLOURS, WIDTH, kept, label_ends, picture
 from plumbing.onebyte import OneByteNoLoCo
 from plumbing.options import Parser
@@ -20,7 +20,7 @@ def methods(o, params):
     """Beside bench_sync's: one byte a weight."""
     rows, short = bench_sync.methods(o, params), OneByteNoLoCo(params, inner_steps=1, seed=o.seed)
     sent = lambda: short.bytes_sent
-    rows["NoLoCo, one byte a weight"] = Timed(short.step, sent=sent, floor="exchange of theta")
+    rows["NoLoCo, one byte a weight"] = TableRow(short.step, sent=sent, floor="exchange of theta")
     return rows
 
 
