@@ -1,4 +1,4 @@
-"""tools/hosts.py. The oracles: sockets and clocks inside hosts; what /proc and control groups show."""
+"""tools/hosts.py. Oracles: sockets and clocks inside hosts; what /proc and control groups show."""
 import os
 import signal
 import socket

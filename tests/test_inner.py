@@ -30,7 +30,8 @@ def test_in_bf16_it_is_torchs_muon_to_the_bit(monkeypatch):
     ours = matrices()
     theirs = matrices()
     stepped(ours, Muon(ours, lr=0.1))
-    stepped(theirs, torch.optim.Muon(theirs, lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    optimizer = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    stepped(theirs, optimizer)
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
 
 

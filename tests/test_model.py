@@ -1,4 +1,4 @@
-"""The model beyond test_minimal.py: gradients, memory, stages, sizes, and Hugging Face's form of it."""
+"""The model beyond test_minimal.py: gradients, memory, stages, sizes, and Hugging Face's form."""
 
 import math
 
@@ -27,7 +27,8 @@ def test_gradients_equal_independent_float64_llama(fast):
     (3 * loss).backward()       # not 1: the gradient from above counts
     for name, p in model.named_parameters():
         want = w[name].grad
-        assert torch.allclose(p.grad.double(), want, rtol=1e-4, atol=1e-4 * float(want.abs().max())), name
+        atol = 1e-4 * float(want.abs().max())
+        assert torch.allclose(p.grad.double(), want, rtol=1e-4, atol=atol), name
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -96,7 +97,8 @@ def test_model_sizes_are_the_papers():
     sizes = dict(tiny=(1.1, 1.0), small=(310, 113), medium=(2135, 1611), large=(9639, 8590))
     for name, (millions, inner) in sizes.items():
         o = options("--model", name)
-        all_, without = count_parameters(Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.kv_heads))
+        config = Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.kv_heads)
+        all_, without = count_parameters(config)
         assert all_ / 1e6 == pytest.approx(millions, rel=0.02)
         assert without / 1e6 == pytest.approx(inner, rel=0.05)
 
@@ -104,13 +106,16 @@ def test_model_sizes_are_the_papers():
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_saved_is_the_same_model_in_transformers(tied, tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = Config(256, 32, 48, 4, 4, 2, rope_theta=700.0, rms_norm_eps=1e-3, tie_word_embeddings=tied)
-    ours, tokens = Llama(config, seed=9), torch.arange(40).view(2, 20) * 37 % 256
+    config = Config(256, 32, 48, 4, 4, 2, rope_theta=700.0, rms_norm_eps=1e-3,
+                    tie_word_embeddings=tied)
+    ours = Llama(config, seed=9)
+    tokens = torch.arange(40).view(2, 20) * 37 % 256
     for p in ours.parameters():
         p.data.mul_(5)
     save_pretrained(ours, tmp_path / "out", 128)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.allclose(theirs(tokens).logits, ours.logits(through([ours], tokens)), rtol=0, atol=1e-4)
+    wanted = ours.logits(through([ours], tokens))
+    assert torch.allclose(theirs(tokens).logits, wanted, rtol=0, atol=1e-4)
     assert count_parameters(config)[0] == sum(p.numel() for p in theirs.parameters())
     same = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
     assert theirs.config.tie_word_embeddings == tied == same

@@ -1,4 +1,4 @@
-"""plumbing/processor.py: threads of ranks that share a machine, and processors without bf16 arithmetic."""
+"""plumbing/processor.py: ranks that share a machine, and processors without bf16 arithmetic."""
 import os
 import platform
 import subprocess
@@ -15,7 +15,8 @@ STEP = ["--steps", "1", "--warmup", "0", "--name", "x", *SMALL]
 
 
 def threads_of(rank, world, argv, variable):
-    """(threads after training, what it printed), with OMP_NUM_THREADS as a torchrun for each rank has it.
+    """(threads after training, what it printed), with OMP_NUM_THREADS as a torchrun for each rank
+    has it.
 
     Each rank is the first of its node.
     """
@@ -33,7 +34,8 @@ def threads_of(rank, world, argv, variable):
 def test_ranks_of_one_machine_share_its_cores(how, corpus, tmp_path):
     argv = ["--data", corpus, *how, *STEP]
     share = min(3, max(1, cores() // 2))
-    line = f"2 ranks share this machine's {cores()} cores: torch uses OMP_NUM_THREADS={share} in each"
+    line = (f"2 ranks share this machine's {cores()} cores: torch uses "
+            f"OMP_NUM_THREADS={share} in each,")
     for threads, text in processes(2, threads_of, argv, "", cwd=tmp_path):
         assert threads == share and text.count(line) == 1
 
@@ -70,7 +72,7 @@ def train_alone(tmp_path, corpus, *argv, **environment):
     return done.stdout
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's variable is for this architecture")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's variable is for x86_64")
 def test_bfloat16_on_a_processor_without_it_is_named(tmp_path, corpus):
     said = train_alone(tmp_path, corpus, "--dtype", "bfloat16", ONEDNN_MAX_CPU_ISA="AVX2")
     warning = f"warning: --dtype bfloat16 is slow on this processor, {processor_name()}: "

@@ -174,7 +174,7 @@ class Hosts(AbstractContextManager):
         return process
 
     def cut(self, key, seconds=math.inf):
-        """Silence a host both ways; 0 seconds end it. e0 stays up, as if the fault were far away."""
+        """Silence a host both ways; 0 seconds end it. e0 stays up: the fault is far away."""
         self.silent[key[0]] = time.monotonic() + seconds
 
     def journey(self, packet, source, target):
