@@ -1,8 +1,8 @@
-# make train: the main job. make test: the tests. Each sets up its own .venv first (Python 3.10 or newer).
+# make train: the main job. make test: the tests. Each sets up its own .venv first (Python 3.10+).
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS = 1
-# glibc: keep freed memory instead of returning it at every step and faulting it in again, 2 to 3% of a step
+# glibc keeps freed memory. Returned at every step, it would be faulted in again: 2 to 3% of a step
 export MALLOC_MMAP_THRESHOLD_ = 33554432
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
@@ -24,8 +24,9 @@ faults: .venv/ready
 soak: .venv/ready
 	$(BIN)/python -m pytest -q -s -m soak
 
-# every picture and table that takes minutes, each command with its seconds: about 25 minutes on 2 cores, 14 GB.
-# QUICK=1: the same commands on less (under 3 minutes, 2 GB), into runs/quick, so that the README's figures stay
+# every picture and table that takes minutes, each command with its seconds: about 25 minutes on 2
+# cores, 14 GB. QUICK=1: the same commands on less (under 3 minutes, 2 GB), into runs/quick, so that the
+# README's figures stay
 OUT := $(if $(QUICK),runs/quick,.)
 PLAN := $(BIN)/python skippipe.py $(if $(QUICK),--seconds 2)
 figures: SHELL := bash
@@ -50,7 +51,7 @@ headline: .venv/ready
 	for part in losses skip failure together stability noise variations; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
 
-# loss against real time between 8 hosts of this machine: about eight hours on 2 idle cores, as root.
+# loss against real time between 8 hosts of this machine: about eight hours on 2 idle cores, as root
 # QUICK=1: a try between two by the same clock, into runs/quick
 hosts: .venv/ready
 	$(BIN)/python -m experiments.network $(if $(QUICK),grid --steps 5 --seeds 0) --out $(OUT)

@@ -1,29 +1,32 @@
-"""How long synchronisation takes: Figs. 5A and 5B of arXiv 2506.10911 simulated, and the outer step measured.
+"""How long synchronisation takes: Figs. 5A and 5B of arXiv 2506.10911, and the outer step measured.
 
-    python bench_sync.py --simulate                                            for thousands of replicas
-    python bench_sync.py --simulate --params 57e6 --mbit 100 --latency-ms 20   for your own model and link
-    torchrun --nproc-per-node 8 bench_sync.py                                  real processes: Gloo or NCCL
+    python bench_sync.py --simulate                            for thousands of replicas
+    python bench_sync.py --simulate --params 57e6 --mbit 100   for your own model and link
+    torchrun --nproc-per-node 8 bench_sync.py                  real processes: Gloo or NCCL
 
-Tables are printed, numbers written to runs/results (--out). This file needs noloco.py, torch and tqdm.
+Tables are printed, numbers written to runs/results (--out). This file needs noloco.py, torch and
+tqdm.
 
 n replicas. A message takes t ~ LogNormal(mu, sigma^2), independently of all others:
 
-    t_c = E t = exp(mu + sigma^2 / 2),    std(t) / t_c = sqrt(exp(sigma^2) - 1)                      (B1)
-    tree all-reduce: up and down a binary tree with the replicas as leaves;  sigma = 0: 2 t_c log2 n (B2)
-    pair averaging: the same with two leaves,    2 E max(t1, t2) = 2 (1 + erf(sigma / 2)) t_c        (B3)
+    t_c = E t = exp(mu + sigma^2 / 2),    std(t) / t_c = sqrt(exp(sigma^2) - 1)                (B1)
+    tree all-reduce: up and down a binary tree of the replicas; sigma = 0: 2 t_c log2 n        (B2)
+    pair averaging: the same with two leaves, 2 E max(t1, t2) = 2 (1 + erf(sigma / 2)) t_c     (B3)
 
-Inner steps take LogNormal(mu = 1, sigma^2 = 0.5), S_i is the sum of replica i's m. Its clock after an
-outer step, exchanges left out:
+Inner steps take LogNormal(mu = 1, sigma^2 = 0.5), S_i is the sum of replica i's m. Its clock after
+an outer step, exchanges left out:
 
-    DiLoCo: T <- T + max_i S_i    NoLoCo, with its partner j: T_i, T_j <- max(T_i + S_i, T_j + S_j)  (B4)
+    DiLoCo: T <- T + max_i S_i
+    NoLoCo, with its partner j: T_i, T_j <- max(T_i + S_i, T_j + S_j)                          (B4)
 
 Beyond the paper: a message of b bytes takes b / rate longer; links do not contend. For B bytes of
 parameters and at sigma = 0
 
-    all-reduce by halving and doubling: 2 log2 n t_c + 2 (n - 1) / n B / rate   NoLoCo: t_c + B / rate  (B5)
+    all-reduce by halving and doubling: 2 log2 n t_c + 2 (n - 1) / n B / rate
+    NoLoCo: t_c + B / rate                                                                     (B5)
 
-The paper counts two exchanges for a pair. NoLoCo here needs one, of theta, where gamma = beta (Eq. N2' in
-noloco.py).
+The paper counts two exchanges for a pair. NoLoCo here needs one, of theta, where gamma = beta (Eq.
+N2' in noloco.py).
 """
 import argparse
 import json
@@ -31,6 +34,7 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,9 +50,12 @@ COUNTS = (4, 16, 64, 256, 1024, 4096)
 SPREADS = (0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5)
 INNER_STEPS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 120)
 OUTER_STEPS = (250, 500)
+# The smallest and largest value of an option. With more than 5 of spread the draws get many.
+RANGES = {"params": (1, 1e15), "mbit": (1e-6, 1e15), "latency_ms": (0, 1e15), "latency_std": (0, 5),
+          "draws": (1e-3, 1e15), "trials": (2, 1e15)}
 
 
-class Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """argparse, but a mistake is one line, from rank 0."""
 
     def error(self, message):
@@ -60,28 +67,37 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv=None):
-    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--simulate", action="store_true", help="the simulations")
-    p.add_argument("--params", type=float, help="parameters (default: measured 57e6, simulated 125e6)")
-    p.add_argument("--mbit", type=float, default=1000.0, help="simulated: rate of a link (default: 1000)")
-    p.add_argument("--latency-ms", type=float, default=50.0, help="simulated: t_c (default: 50)")
-    p.add_argument("--latency-std", type=float, default=1.0, help="simulated: std(t) / t_c (default: 1)")
-    p.add_argument("--draws", type=float, default=1.0, help="simulated: share of the random draws, e.g. 0.1")
-    p.add_argument("--trials", type=int, default=11, help="measurements of each (default: 11)")
-    p.add_argument("--seed", type=int, default=0, help="of all drawn times and groups")
-    p.add_argument("--out", default="runs", help="folder of results/ (default: runs)")
-    p.add_argument("--device", default="auto", choices=["auto", "cpu"], help="auto: a GPU where there is one")
-    p.add_argument("--backend", default="auto", choices=["auto", "gloo"], help="auto: NCCL where it can run")
-    o = p.parse_args(argv)
+    parser = OneLineParser(description=__doc__, allow_abbrev=False,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--simulate", action="store_true", help="the simulations")
+    add("--params", type=float, help="parameters (default: measured 57e6, simulated 125e6)")
+    add("--mbit", type=float, default=1000.0, help="simulated: rate of a link (default: 1000)")
+    add("--latency-ms", type=float, default=50.0, help="simulated: t_c (default: 50)")
+    add("--latency-std", type=float, default=1.0, help="simulated: std(t) / t_c (default: 1)")
+    add("--draws", type=float, default=1.0, help="simulated: share of the random draws, e.g. 0.1")
+    add("--trials", type=int, default=11, help="measurements of each (default: 11)")
+    add("--seed", type=int, default=0, help="of all drawn times and groups")
+    add("--out", default="runs", help="folder of results/ (default: runs)")
+    add("--device", default="auto", choices=["auto", "cpu"], help="auto: a GPU where there is one")
+    add("--backend", default="auto", choices=["auto", "gloo"], help="auto: NCCL where it can run")
+    o = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and o.simulate:
-        p.error("--simulate needs no torchrun: python bench_sync.py --simulate")
+        parser.error("--simulate needs no torchrun: python bench_sync.py --simulate")
     if world == 1 and not o.simulate:
-        p.error("nothing to do: give --simulate, or start torchrun --nproc-per-node 8 bench_sync.py")
-    for name, least in dict(params=1, mbit=1e-6, latency_ms=0, latency_std=0, draws=1e-3, trials=1).items():
-        value, most = getattr(o, name), 5 if name == "latency_std" else 1e15    # beyond 5 draws get many
+        parser.error("nothing to do: give --simulate, or torchrun --nproc-per-node 8 bench_sync.py")
+    for name, (least, most) in RANGES.items():
+        value = getattr(o, name)
         if value is not None and not least <= value <= most:
-            p.error(f"--{name.replace('_', '-')} must be from {least} to {most:g}, got {value:g}")
+            option = "--" + name.replace("_", "-")
+            parser.error(f"{option} must be from {least} to {most:g}, got {value:g}")
+    if int(os.environ.get("RANK", 0)) == 0:             # it writes the results, after half a minute
+        try:
+            Path(o.out, "results").mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=Path(o.out, "results")).close()
+        except OSError as error:
+            parser.error(f"--out {o.out}: no results can be written there ({error.strerror})")
     return o
 
 
@@ -101,15 +117,18 @@ def pair_closed_form(spread):
 
 
 def tree_all_reduce(up, down):
-    """(B2) for any n: up[j] and down[j] (trials) are times between heap node j and its parent j // 2.
+    """(B2) for any n: up[j] and down[j] (trials) are times between node j of a heap and its parent.
 
-    The replicas are nodes n ... 2n-1.
+    The parent is j // 2. The replicas are nodes n ... 2n-1.
     """
     last = len(up)                                  # 2n
     ready = torch.zeros_like(up)
-    starts = [2**k for k in range(1, last.bit_length()) if 2**k < last]
-    levels = [(a, min(2 * a, last)) for a in starts]
-    for a, b in reversed(levels):                   # a parent waits for the later of its two children
+    levels = []                                     # (first node, node after the last) of each
+    start = 2
+    while start < last:
+        levels.append((start, min(2 * start, last)))
+        start *= 2
+    for a, b in reversed(levels):               # a parent waits for the later of its two children
         ready[a // 2:b // 2] = (ready[a:b] + up[a:b]).unflatten(0, (-1, 2)).amax(1)
     for a, b in levels:
         ready[a:b] = ready[a // 2:b // 2].repeat_interleave(2, 0) + down[a:b]
@@ -122,8 +141,12 @@ def pair_average(t):
 
 
 def all_reduce(rounds):
-    """Each round is (whom each rank hears, times of what each sends (n, trials)). A rank sends once it has
-    the round before's: in a ring to the next, or by halves (a butterfly) to the one at a distance."""
+    """Seconds (trials) of an all-reduce. A round is (whom each rank hears, times of what each
+    sends).
+
+    The times are (n, trials). A rank sends once it has what the round before brought: in a ring to
+    the next rank, by halves (a butterfly) to the one at a distance.
+    """
     clock = torch.zeros(())
     for source, t in rounds:
         clock = torch.maximum(clock, (clock + t)[source])
@@ -131,67 +154,76 @@ def all_reduce(rounds):
 
 
 def reductions(n, spread, latency, seconds, generator):
-    """{name: sample() -> (trials)} of synchronising n replicas once; the whole vector's bytes take
-    `seconds` on a link."""
+    """{name: sample() -> (trials)} of synchronising n replicas once.
+
+    The whole vector's bytes take `seconds` on a link.
+    """
     many = max(4, (1 << 20) // n)
     few = max(4, (1 << 15) // n)
     ranks = torch.arange(n)
     halves = [(ranks ^ (n >> r), 0.5**r) for r in range(1, n.bit_length())]
 
-    def draw(*shape, part=1.0, trials=many):
-        return messages((*shape, trials), spread, generator).mul_(latency).add_(part * seconds)
+    def times(*shape, part=1.0, trials=many):
+        """Of messages that carry this part of the vector."""
+        drawn = messages((*shape, trials), spread, generator)
+        return drawn.mul_(latency).add_(part * seconds)
+
+    def tree():
+        return tree_all_reduce(times(2 * n), times(2 * n))
 
     def ring():
         steps = 2 * (n - 1)
-        return all_reduce((ranks.roll(1), draw(n, part=1 / n, trials=few)) for _ in range(steps))
+        return all_reduce((ranks.roll(1), times(n, part=1 / n, trials=few)) for _ in range(steps))
 
     def halving():
-        return all_reduce((other, draw(n, part=part)) for other, part in halves + halves[::-1])
+        return all_reduce((other, times(n, part=part)) for other, part in halves + halves[::-1])
 
     return {
-        "tree": lambda: tree_all_reduce(draw(2 * n), draw(2 * n)),
+        "tree": tree,
         "ring": ring,
         "halving and doubling": halving,
-        "pair, two exchanges (paper)": lambda: pair_average(draw(2, 2)),
-        "NoLoCo here, one exchange": lambda: pair_average(draw(1, 2)),
+        "pair, two exchanges (paper)": lambda: pair_average(times(2, 2)),
+        "NoLoCo here, one exchange": lambda: pair_average(times(1, 2)),
     }
 
 
 def estimate(sample, relative=0.004):
-    """(mean, standard error) of sample() -> (trials); draws until the error is below `relative` of the
-    mean."""
+    """(mean, standard error) of sample() -> (trials), drawn until error < relative * mean."""
     values = sample()
     while float(values.std()) > relative * float(values.mean()) * len(values) ** 0.5:
-        values = torch.cat([values] + [sample() for _ in range(max(1, len(values) // 1024))])
-    return float(values.double().mean()), float(values.double().std()) / len(values) ** 0.5
-
-
-def inner_seconds(shape, generator):
-    """Times of single inner steps (B4)."""
-    return torch.randn(shape, generator=generator).mul_(0.5**0.5).add_(1).exp_()
+        more = max(1, len(values) // 1024)
+        values = torch.cat([values] + [sample() for _ in range(more)])
+    values = values.double()
+    return float(values.mean()), float(values.std()) / len(values) ** 0.5
 
 
 def training(n, inner_steps, outer_steps, trials, generator):
-    """Total times (B4) after each of outer_steps, for each of inner_steps: {name: (outer steps, inner
-    steps, trials)}.
+    """{name: total times (B4) after each of outer_steps, for each of inner_steps, of each trial}.
 
-    "alone" forgets who was late at every outer step: a pair then costs E max(S_1, S_2), as in the
+    "alone" forgets at every outer step who was late: a pair then costs E max(S_1, S_2), as in the
     paper's analysis.
     """
     everyone = torch.zeros(len(inner_steps), trials)
     alone = torch.zeros_like(everyone)
     clock = torch.zeros(len(inner_steps), n, trials)
+    added = torch.empty_like(clock)
     totals = {"DiLoCo": [], "NoLoCo": [], "alone": []}
+    # The first of many inner steps are the few: what each number of steps adds to the one before.
     gaps = [b - a for a, b in zip((0,) + inner_steps, inner_steps)]
     for k in range(1, max(outer_steps) + 1):
-        S = torch.stack([inner_seconds((gap, n, trials), generator).sum(0) for gap in gaps]).cumsum(0)
+        for i, gap in enumerate(gaps):
+            normal = torch.randn((gap, n, trials), generator=generator)
+            added[i] = normal.mul_(0.5**0.5).add_(1).exp_().sum(0)
+        S = added.cumsum(0)
         everyone += S.amax(1)
         alone += S.unflatten(1, (-1, 2)).amax(2).mean(1)
-        pairs = (clock + S)[:, torch.randperm(n, generator=generator)].unflatten(1, (-1, 2))
+        order = torch.randperm(n, generator=generator)              # neighbours in it are a pair
+        pairs = (clock + S)[:, order].unflatten(1, (-1, 2))
         clock = pairs.amax(2).repeat_interleave(2, 1)
         if k in outer_steps:
-            for name, total in (("DiLoCo", everyone), ("NoLoCo", clock.amax(1)), ("alone", alone)):
-                totals[name].append(total.clone())
+            totals["DiLoCo"].append(everyone.clone())
+            totals["NoLoCo"].append(clock.amax(1))
+            totals["alone"].append(alone.clone())
     return {name: torch.stack(total).double() for name, total in totals.items()}
 
 
@@ -204,31 +236,27 @@ def simulate(o):
     began = time.perf_counter()
     generator = torch.Generator().manual_seed(o.seed)
     params = o.params or 125e6
-    latency, error = o.latency_ms / 1000, 0.004 / o.draws**0.5
+    latency = o.latency_ms / 1000
+    error = 0.004 / o.draws**0.5
     result = dict(params=params, mbit=o.mbit, latency_seconds=latency, spread=o.latency_std,
                   counts=COUNTS, spreads=SPREADS, inner_steps=INNER_STEPS, outer_steps=OUTER_STEPS,
                   ratio={}, pair=[], training={}, seconds={})
-    progress = tqdm(total=len(SPREADS) + 3 * len(COUNTS), desc="simulating", dynamic_ncols=True)
-    for spread in SPREADS:                                                      # (A)
+    for spread in tqdm(SPREADS, "pairs", leave=False):
         sample = reductions(1 << 12, spread, 1.0, 0.0, generator)["pair, two exchanges (paper)"]
         result["pair"].append((*estimate(sample, error / 4), pair_closed_form(spread)))
-        progress.update()
-    for n in COUNTS:
+    for n in tqdm(COUNTS, "A: trees", leave=False):
         result["ratio"][str(n)] = tree_over_pair(n, result["pair"], error, generator)
-        progress.update()
-    for n in COUNTS:                                                            # (B)
+    for n in tqdm(COUNTS, "B: training", leave=False):
         for name, rows in training_ratios(n, o.draws, generator).items():
             result["training"].setdefault(name, {})[str(n)] = rows
-        progress.update()
-    for n in COUNTS:                                                            # (C)
+    for n in tqdm(COUNTS, "C: seconds", leave=False):
         samples = reductions(n, o.latency_std, latency, 32 * params / (o.mbit * 1e6), generator)
         for name, sample in samples.items():
             result["seconds"].setdefault(name, {})[str(n)] = estimate(sample, error)
-        progress.update()
-    progress.close()
     result["wall_seconds"] = time.perf_counter() - began
     print_simulated(result)
-    return save(o.out, "sync_simulated", result)
+    save(o.out, "sync_simulated", result)
+    return result
 
 
 def tree_over_pair(n, pairs, relative, generator):
@@ -241,8 +269,10 @@ def tree_over_pair(n, pairs, relative, generator):
 
 
 def training_ratios(n, draws, generator):
-    """DiLoCo's time over NoLoCo's: {name: [[(ratio, error) for each of INNER_STEPS] for each of
-    OUTER_STEPS]}."""
+    """DiLoCo's time over NoLoCo's, {name: rows}: a row for each of OUTER_STEPS.
+
+    A row holds (ratio, standard error) for each of INNER_STEPS.
+    """
     found = {"NoLoCo": [[] for _ in OUTER_STEPS], "alone": [[] for _ in OUTER_STEPS]}
     many, few = max(40, 4096 // n), max(4, 1024 // n)           # few inner steps vary most
     for steps, trials in ((INNER_STEPS[:3], many), (INNER_STEPS[3:], few)):
@@ -258,15 +288,18 @@ def training_ratios(n, draws, generator):
 
 def print_simulated(r):
     """Tables A and C in Markdown, and B in a sentence."""
-    print("| std(t)/t_c | " + " | ".join(map(str, r["counts"])) + " replicas |\n|" + 7 * "---|")
+    counts = r["counts"]
+    print("| std(t)/t_c | " + " | ".join(map(str, counts)) + " replicas |\n|" + 7 * "---|")
     for i, spread in enumerate(r["spreads"]):
-        print(f"| {spread:g} | " + " | ".join(f"{r['ratio'][str(n)][i][0]:.1f}" for n in r["counts"]) + " |")
+        cells = [f"{r['ratio'][str(n)][i][0]:.1f}" for n in counts]
+        print(f"| {spread:g} | " + " | ".join(cells) + " |")
     at = r["inner_steps"].index(100)
     for i, outer in enumerate(r["outer_steps"]):
-        now, alone = (r["training"][name]["1024"][i][at] for name in ("NoLoCo", "alone"))
+        ratio, error = r["training"]["NoLoCo"]["1024"][i][at]
+        forgotten, _ = r["training"]["alone"]["1024"][i][at]
         print(f"\n1024 replicas, 100 inner steps, {outer} outer steps: DiLoCo takes "
-              f"{now[0] - 1:.1%} +- {now[1]:.1%} longer than NoLoCo "
-              f"({alone[0] - 1:.1%} if a pair's delay were forgotten at once)")
+              f"{ratio - 1:.1%} +- {error:.1%} longer than NoLoCo "
+              f"({forgotten - 1:.1%} if a pair's delay were forgotten at once)")
     print("\n| 1024 replicas | seconds |\n|---|---|")
     for name, by in r["seconds"].items():
         print(f"| {name} | {by['1024'][0]:.1f} |")
@@ -276,99 +309,109 @@ def print_simulated(r):
 
 
 @dataclass
-class Timed:
-    """What is timed, what comes before, bytes it sends (or a count so far), the row that is its floor."""
+class TableRow:
+    """What is timed, and what the table says of it.
+
+    before: runs before each trial, untimed. sends: bytes a rank sends in each trial; 0 where `sent`
+    counts all it has sent so far. floor: the name of the row below which this one cannot come.
+    """
     run: Callable
     before: Callable = lambda: None
     sends: int = 0
     sent: Callable = lambda: 0
     floor: str = None
     seconds: list = field(default_factory=list)
+    bytes: int = 0                      # of the last trial
 
 
 def methods(o, params):
-    """{name: Timed}: floors, then whole outer steps, of all replicas at once."""
+    """{name: TableRow}: floors, then whole outer steps, of all replicas at once."""
     theta, grad = flatten(params)
+    world = dist.get_world_size()
+    ring = 2 * (world - 1) * theta.nbytes // world          # bytes a rank sends in an all-reduce
     noloco = NoLoCo(params, inner_steps=1, seed=o.seed)
     diloco = DiLoCo(params, inner_steps=1)
-    diloco.phi, diloco.delta = noloco.phi, noloco.delta     # what is in them does not change the time
-
-    def ddp():
-        dist.all_reduce(grad)
-        grad.div_(dist.get_world_size())
+    diloco.phi, diloco.delta = noloco.phi, noloco.delta     # their numbers do not change the time
 
     pair = noloco.group(0)
-
-    def exchange():
-        noloco.exchange(theta, pair)
-
-    ring = 2 * (dist.get_world_size() - 1) * theta.nbytes // dist.get_world_size()
+    copy = lambda: grad.copy_(theta)
     reduce, swap = "all-reduce of theta", "exchange of theta"
     return {
-        "memcpy of theta": Timed(lambda: grad.copy_(theta)),
-        swap: Timed(exchange, sends=noloco.cost(pair)),
-        reduce: Timed(lambda: dist.all_reduce(grad), before=lambda: grad.copy_(theta), sends=ring),
-        "DDP: gradient": Timed(ddp, sends=ring, floor=reduce),
-        "DiLoCo": Timed(diloco.step, sent=lambda: diloco.bytes_sent, floor=reduce),
-        "NoLoCo": Timed(noloco.step, sent=lambda: noloco.bytes_sent, floor=swap),
+        "memcpy of theta": TableRow(copy),
+        swap: TableRow(lambda: noloco.exchange(theta, pair), sends=noloco.cost(pair)),
+        reduce: TableRow(lambda: dist.all_reduce(grad), before=copy, sends=ring),
+        "DiLoCo": TableRow(diloco.step, sent=lambda: diloco.bytes_sent, floor=reduce),
+        "NoLoCo": TableRow(noloco.step, sent=lambda: noloco.bytes_sent, floor=swap),
     }
 
 
 def measure(o, methods=methods):
-    """Each method's whole outer step beside its floors, trial by trial in turn; a time is the slowest rank's.
-
-    Rank 0 prints the table and writes results/sync_measured_N.json. methods(o, params) -> {name: Timed}.
-    """
+    """All rows by turns, each time the slowest rank's. Rank 0 prints the table and saves it."""
     load = os.getloadavg()[0]
-    device = connect(o)
-    size, tensors = int(o.params or 57e6), 32
-    cuts = [size * (i + 1) // tensors - size * i // tensors for i in range(tensors)]
-    params = [torch.nn.Parameter(torch.randn(cut, device=device).mul_(0.02)) for cut in cuts if cut]
+    device = make_process_group(o)
+    rank = dist.get_rank()
+    size = int(o.params or 57e6)
+    parts = torch.randn(size, device=device).mul_(0.02).tensor_split(min(32, size))
+    params = [torch.nn.Parameter(part) for part in parts]
+    del parts                           # the parameters soon live in theta
     theta, _ = flatten(params)
     dist.broadcast(theta, 0)            # NoLoCo expects equal weights at the start
     rows = methods(o, params)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for _ in tqdm(range(o.trials + 1), desc="measuring", disable=dist.get_rank() != 0, dynamic_ncols=True):
+    trials = range(o.trials + 1)        # the first warms up
+    for _ in tqdm(trials, "measuring", disable=rank != 0, dynamic_ncols=True):
         for row in rows.values():
-            theta.mul_(1.001 + 0.001 * dist.get_rank())     # Delta is not zero, replicas differ
+            theta.mul_(1.001 + 0.001 * rank)            # Delta is not zero, replicas differ
             row.before()
-            start = row.sent()
+            sent = row.sent()
             wait()
             dist.barrier()
             clock = time.perf_counter()
             row.run()
             wait()
             row.seconds.append(time.perf_counter() - clock)
-            row.bytes = row.sends or row.sent() - start
-    nccl = dist.get_backend() == "nccl"
-    table = [[*row.seconds[1:], row.bytes] for row in rows.values()]        # the first warms up
-    slowest = torch.tensor(table, dtype=torch.float64, device=device if nccl else "cpu")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    result = dict(replicas=dist.get_world_size(), params=size, bytes_of_theta=theta.nbytes,
-                  trials=o.trials, load_before=load, backend=dist.get_backend(), torch=torch.__version__,
-                  device=torch.cuda.get_device_name(device) if device.type == "cuda" else
-                  f"{os.cpu_count()} cores {os.uname().machine}", python=sys.version.split()[0], rows={})
-    for (name, row), (*seconds, sent) in zip(rows.items(), slowest.tolist()):
-        result["rows"][name] = dict(seconds=seconds, bytes=int(sent), floor=row.floor)
-    if dist.get_rank() == 0:
+            row.bytes = row.sends or row.sent() - sent
+    found = slowest_rank(rows, device)
+    name = f"{os.cpu_count()} cores {os.uname().machine}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    if rank == 0:
+        result = dict(
+            replicas=dist.get_world_size(), params=size, bytes_of_theta=theta.nbytes,
+            trials=o.trials, load_before=load, backend=dist.get_backend(), device=name,
+            torch=torch.__version__, python=sys.version.split()[0], rows=found)
         print_measured(result)
         save(o.out, f"sync_measured_{result['replicas']}", result)
     dist.destroy_process_group()
 
 
-def connect(o):
-    """Make the process group: NCCL where each process has a GPU of its own, else Gloo. Returns the device."""
-    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count() if o.device != "cpu" else 0
+def slowest_rank(rows, device):
+    """{name: its seconds in each trial, its bytes, its floor}: the largest numbers of all ranks."""
+    table = [[*row.seconds[1:], row.bytes] for row in rows.values()]
+    on = device if dist.get_backend() == "nccl" else "cpu"
+    slowest = torch.tensor(table, dtype=torch.float64, device=on)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    found = {}
+    for (name, row), numbers in zip(rows.items(), slowest.tolist()):
+        found[name] = dict(seconds=numbers[:-1], bytes=int(numbers[-1]), floor=row.floor)
+    return found
+
+
+def make_process_group(o):
+    """NCCL where each process has a GPU of its own, else Gloo. Returns the device."""
+    local = int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count() if o.device != "cpu" else 0
     nccl = gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) and o.backend != "gloo"
-    device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
+    device = torch.device("cpu")
     if gpus:
+        device = torch.device("cuda", local % gpus)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if nccl else "gloo")
     return device
 
 
 def quartiles(x):
-    return statistics.quantiles(x, n=4, method="inclusive") if len(x) > 1 else x * 3
+    return statistics.quantiles(x, n=4, method="inclusive")
 
 
 def print_measured(r):
@@ -378,28 +421,29 @@ def print_measured(r):
     def ratio(a, b):
         return statistics.median(x / y for x, y in zip(rows[a]["seconds"], rows[b]["seconds"]))
 
-    print(f"{r['replicas']} processes, {r['params'] / 1e6:g}M parameters, {r['backend']}, {r['device']}, "
-          f"torch {r['torch']}: slowest rank, median [quartiles] of {r['trials']} trials\n")
+    print(f"{r['replicas']} processes, {r['params'] / 1e6:g}M parameters, {r['backend']}, "
+          f"{r['device']}, torch {r['torch']}: slowest rank, "
+          f"median [quartiles] of {r['trials']} trials\n")
     print("| | seconds | MB sent per rank | DiLoCo's / its | its / its floor's |\n|" + 5 * "---|")
     for name, row in rows.items():
         low, middle, high = quartiles(row["seconds"])
-        sent = row["bytes"] / 1e6
         floor = f"{ratio(name, row['floor']):.2f}" if row["floor"] else ""
-        print(f"| {name} | {middle:.3f} [{low:.3f}, {high:.3f}] | {sent:.0f} | {ratio('DiLoCo', name):.2f} "
-              f"| {floor} |")
+        print(f"| {name} | {middle:.3f} [{low:.3f}, {high:.3f}] | {row['bytes'] / 1e6:.0f} "
+              f"| {ratio('DiLoCo', name):.2f} | {floor} |")
 
 
 def save(out, name, result):
     path = Path(out, "results", f"{name}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
-    return result
 
 
 def main(argv=None):
     o = parse(argv)
-    simulate(o) if o.simulate else measure(o)
+    if o.simulate:
+        simulate(o)
+    else:
+        measure(o)
 
 
 if __name__ == "__main__":

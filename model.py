@@ -1,25 +1,25 @@
 """A Llama that can hold any subset of its layers.
 
-A pipeline stage is `Llama(config, layers=[2, 3], ends=False)`; a stage-0 rank (an origin) also holds the
-two ends: embedding, final norm, head and so the loss. Parameters carry the names that Hugging Face's Llama
-gives them, with global layer numbers also inside a stage, so the union of the stages is a checkpoint that
-transformers loads unchanged.
+A pipeline stage is `Llama(config, layers=[2, 3], ends=False)`. A rank of stage 0 (an origin) also
+holds the two ends: the embedding, the final norm, the head, and so the loss. Parameters carry the
+names that Hugging Face's Llama gives them. A stage, too, numbers its layers as the whole model
+does, so the union of the stages is a checkpoint that transformers loads unchanged.
 
-    x = x + attention(norm(x))                                      rotary positions: arXiv 2104.09864
-    x = x + down(silu(gate(norm(x))) * up(norm(x)))                 SwiGLU: arXiv 2002.05202
-    norm(x) = weight * x / sqrt(mean(x^2) + eps)                    RMSNorm: arXiv 1910.07467
+    x = x + attention(norm(x))                                rotary positions: arXiv 2104.09864
+    x = x + down(silu(gate(norm(x))) * up(norm(x)))           SwiGLU: arXiv 2002.05202
+    norm(x) = weight * x / sqrt(mean(x^2) + eps)              RMSNorm: arXiv 1910.07467
 
 From tokens (B, T + 1) to the loss in nats, summed, of a module that holds both ends:
 
     x = model.blocks(model.embed(tokens[:, :-1]))
     loss = model.loss(x, tokens[:, 1:])
 
-Attention is causal, and grouped (arXiv 2305.13245) where there are fewer key-value heads than heads.
+Attention is causal, and grouped (arXiv 2305.13245) where there are fewer key-value heads than
+heads.
 
-Shapes: B sequences, T tokens, C hidden size, H heads, K key-value heads, D = C / H, F the MLP's width,
-V vocabulary.
+Shapes: B sequences, T tokens, C hidden size, H heads, K key-value heads, D = C / H, F the MLP's
+width, V vocabulary.
 """
-import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -44,26 +44,38 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if value is not False and not (isinstance(value, (int, float)) and value > 0):
+            if name == "tie_word_embeddings":
+                continue
+            if not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        heads = self.num_attention_heads
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.hidden_size % (2 * heads):
-            raise ValueError(f"hidden size {self.hidden_size} must be a multiple of 2 x {heads} heads")
-        if heads % self.num_key_value_heads:
-            raise ValueError(f"{heads} heads are no multiple of {self.num_key_value_heads} key-value heads")
+            raise ValueError(
+                f"hidden size {self.hidden_size} must be a multiple of 2 x {heads} heads")
+        if heads % kv_heads:
+            raise ValueError(f"{heads} heads are no multiple of {kv_heads} key-value heads")
+
+    @property
+    def head_dim(self):
+        return self.hidden_size // self.num_attention_heads
 
 
-@functools.lru_cache(maxsize=8)
 def rotary(positions, dim, theta, device):
-    """cos and sin of the angles t theta^(-2i/D) by which position t turns the pair of dimensions i, i + D/2.
+    """cos and sin of the angles t theta^(-2i/D) by which position t turns dimensions i and i + D/2.
 
-    Each is (T, D), once for either dimension of a pair; sin is negative for the first.
+    Each is (T, D), once for either dimension of a pair; sin is negative for the first. They are
+    computed anew in each forward pass, which is at most 2% of its time. A cache would break
+    training: it would keep tensors of a first call under torch.inference_mode(), which take no part
+    in a backward pass.
     """
-    rate = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)       # (D/2)
-    angle = torch.outer(torch.arange(positions, dtype=torch.float64), rate)     # (T, D/2)
-    cos = torch.cat((angle, angle), dim=1).cos()                                # (T, D)
-    sin = torch.cat((-angle, angle), dim=1).sin()                               # (T, D)
-    return cos.float().to(device), sin.float().to(device)
+    real = torch.float64
+    if device.type == "mps":                # Apple's GPUs have no float64
+        real = torch.float32
+    rate = theta ** (-torch.arange(0, dim, 2, dtype=real, device=device) / dim)         # (D/2)
+    angle = torch.outer(torch.arange(positions, dtype=real, device=device), rate)       # (T, D/2)
+    cos = angle.cos().float()
+    sin = angle.sin().float()
+    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)                  # (T, D)
 
 
 def rotate(x, cos, sin):
@@ -74,7 +86,7 @@ def rotate(x, cos, sin):
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.head_dim = config.head_dim
         kv_size = self.head_dim * config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -99,7 +111,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))      # (B, T, F) -> (B, T, C)
+        gated = F.silu(self.gate_proj(x)) * self.up_proj(x)                     # (B, T, F)
+        return self.down_proj(gated)                                            # (B, T, C)
 
 
 class Block(nn.Module):
@@ -118,36 +131,39 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The layers whose global indices are in `layers` (default: all), run in that order.
 
-    With `ends`, also embedding, norm and head. Weights: normal with deviation 0.02, gains one, drawn one by
-    one from (seed, parameter name), so that every layout and every device starts from the same model.
-    Raises ValueError for layers that the model does not have.
+    With `ends`, also the embedding, the norm and the head. Weights are normal with deviation 0.02,
+    gains are one. Each is drawn by itself from (seed, parameter name), so that every layout and
+    every device starts from the same model. Raises ValueError for layers that the model does not
+    have.
     """
 
     def __init__(self, config, layers=None, ends=True, seed=0, device=None):
         super().__init__()
         layers = range(config.num_hidden_layers) if layers is None else layers
-        if wrong := [i for i in layers if not 0 <= i < config.num_hidden_layers]:
+        wrong = [i for i in layers if not 0 <= i < config.num_hidden_layers]
+        if wrong:
             raise ValueError(f"layers {wrong} are not among the model's {config.num_hidden_layers}")
         self.config = config
-        with torch.device("meta"):          # names and shapes only: each tensor is filled once, below
+        with torch.device("meta"):          # names and shapes only: each tensor is filled once
             self.model = nn.Module()
             self.model.layers = nn.ModuleDict({str(i): Block(config) for i in layers})
             if ends:
                 self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
                 self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        weights = {name: draw(name, p.shape, seed).to(device) for name, p in self.named_parameters()}
+        weights = {name: initial_weight(name, p.shape, seed).to(device)
+                   for name, p in self.named_parameters()}
         self.load_state_dict(weights, assign=True)
         if ends and config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def embed(self, tokens):
-        return self.model.embed_tokens(tokens)                                  # (B, T) -> (B, T, C)
+        return self.model.embed_tokens(tokens)                                  # (B, T, C)
 
     def blocks(self, x):
         """This module's layers, (B, T, C) -> (B, T, C): what a stage computes."""
-        head_dim = self.config.hidden_size // self.config.num_attention_heads
-        cos, sin = rotary(x.shape[1], head_dim, self.config.rope_theta, x.device)  # (T, D)
+        config = self.config
+        cos, sin = rotary(x.shape[1], config.head_dim, config.rope_theta, x.device)     # (T, D)
         for layer in self.model.layers.values():
             x = layer(x, cos, sin)
         return x
@@ -168,8 +184,8 @@ class Llama(nn.Module):
         return self.logits(self.blocks(self.embed(tokens)))
 
 
-def draw(name, shape, seed):
-    """The initial value of a parameter."""
+def initial_weight(name, shape, seed):
+    """The parameter of this name as it is before training, on the CPU."""
     if len(shape) == 1:                     # a gain
         return torch.ones(shape)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -179,7 +195,11 @@ def draw(name, shape, seed):
 
 def count_parameters(config):
     """(all, without embedding and head) parameters of the whole model."""
-    kv_size = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    block = config.hidden_size * (2 * config.hidden_size + 2 * kv_size + 3 * config.intermediate_size + 2)
-    inner = config.num_hidden_layers * block + config.hidden_size
-    return inner + (2 - config.tie_word_embeddings) * config.vocab_size * config.hidden_size, inner
+    hidden = config.hidden_size
+    kv_size = config.head_dim * config.num_key_value_heads
+    attention = 2 * hidden * hidden + 2 * hidden * kv_size
+    mlp = 3 * hidden * config.intermediate_size
+    norms = 2 * hidden
+    inner = config.num_hidden_layers * (attention + mlp + norms) + hidden
+    ends = 1 if config.tie_word_embeddings else 2
+    return inner + ends * config.vocab_size * hidden, inner

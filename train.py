@@ -50,6 +50,7 @@ from plumbing.memory import refuse_too_large
 from plumbing.options import (METHODS, MODELS, integers, layout, option, parse_options,
                               steps_or_half, whole_config)
 from plumbing.processes import Job, complain, restarts
+from plumbing.processor import warn_of_slow_bfloat16
 from plumbing.report import Meter, banner
 from plumbing.spread import compare, count_comparison, sampled_places
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
@@ -497,6 +498,7 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     run.checkpoints = Checkpoints(job, run.folder)
     plan = go_on(run) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(run))
+    warn_of_slow_bfloat16(o.dtype, job.device)
     run.routes = Routes(job, o, run.pipeline, stages, plan)
     return run
 

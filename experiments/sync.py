@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import bench_sync
-from bench_sync import Timed, quartiles
+from bench_sync import TableRow, quartiles
 from experiments.pictures import COLOURS, WIDTH, label_ends, picture
 from experiments.results import kept_result
 from gossip.onebyte import OneByte
@@ -23,8 +23,8 @@ def methods_and_one_byte(o, params):
     """Beside bench_sync's: one byte a weight."""
     rows = bench_sync.methods(o, params)
     short = NoLoCo(params, inner_steps=1, seed=o.seed, codec=OneByte())
-    rows["NoLoCo, one byte a weight"] = Timed(short.step, sent=lambda: short.bytes_sent,
-                                              floor="exchange of theta")
+    rows["NoLoCo, one byte a weight"] = TableRow(short.step, sent=lambda: short.bytes_sent,
+                                                 floor="exchange of theta")
     return rows
 
 

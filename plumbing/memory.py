@@ -2,7 +2,7 @@
 
 docs/speed.md has the formula and what it was measured against. A rank holds, beyond its libraries,
 
-    4 (v P + n (m L a + V + 2 C) + C V) bytes,      a = 8 C + 2 K D + 4 F + H + 2
+    4 (v P + n (m L a + V + 2 C) + max(2 n, C) V) bytes,      a = 8 C + 2 K D + 4 F + H + 2
 
 for P parameters in v vectors, L layers, and m microbatches of n tokens in flight. The terms with
 V are those of a rank that holds the two ends. model.py has the other letters.
@@ -36,12 +36,12 @@ def bytes_needed(o, config, layers, ends, replicas, in_flight):
     parameters = layers * (2 * C * C + 2 * C * KD + 3 * C * F + 2 * C)
     activations = in_flight * layers * (8 * C + 2 * KD + 4 * F + H + 2)     # of each token
     logits = 0
+    tokens = o.batch * o.seq_len
     if ends:
         tables = 1 if config.tie_word_embeddings else 2
         parameters += tables * C * V + C
         activations += V + 2 * C
-        logits = C * V
-    tokens = o.batch * o.seq_len
+        logits = max(2 * tokens, C) * V         # two more copies in the loss, or the head's gradient
     return 4 * (vectors(o, replicas) * parameters + tokens * activations + logits)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from plumbing.processor import share_cores
 from plumbing.signals import Signals, next_command
 
 DAY = 86400.0       # seconds: no timeout in practice
@@ -219,7 +220,8 @@ class Job:
             return
         self.nccl = o.backend != "gloo" and not scarce
         if not self.nccl:
-            self.refuse_loopback()
+            hosts = self.hosts_that_connect()
+            share_cores(self.rank, [host.split()[0] for host in hosts])
         if group or self.nccl:
             # Lazily Gloo connects only pairs that talk, otherwise every pair at the start.
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1" if self.world > 64 else "0")
@@ -228,15 +230,19 @@ class Job:
                                     world_size=self.world, store=store)
             dist.barrier()              # NCCL: the first use of a group must have every rank in it
 
-    def refuse_loopback(self):
-        """Refuse a host that offers the others its loopback address: they could never connect."""
+    def hosts_that_connect(self):
+        """Each rank's `this_host`.
+
+        Refuses a host that offers the others its loopback address: they could never connect.
+        """
         found = self.share("host", [this_host(), self.together(gloo_interface)])
-        hosts = {host for host, _ in found}
+        hosts = [host for host, _ in found]
         for rank, (_, names) in enumerate(found):
-            if len(hosts) > 1 and names.split(",")[0] in ("lo", "lo0"):
+            if len(set(hosts)) > 1 and names.split(",")[0] in ("lo", "lo0"):
                 self.refuse(f"rank {rank} offers other hosts its loopback interface: give torchrun "
                             "node 0's address as --master-addr, or on that host export "
                             "GLOO_SOCKET_IFNAME=NAME")
+        return hosts
 
     def meet(self, key, ranks):
         """(the ranks that came, their Gloo group): a group for one use. Here all `ranks` come."""

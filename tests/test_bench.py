@@ -10,12 +10,13 @@ import torch.distributed as dist
 import bench_sync
 import noloco
 from experiments import sync
-from tests.harness import captured, processes
+from tests.harness import captured, error_of, processes
 
 
 @pytest.mark.parametrize("n", [4, 64])
 def test_all_reduces_without_spread_equal_their_formulas(n):
-    latency, seconds, k = 0.5, 3.0, int(math.log2(n))
+    latency, seconds = 0.5, 3.0
+    k = int(math.log2(n))
     samples = bench_sync.reductions(n, 0, latency, seconds, torch.Generator())
     got = {name: float(sample()[0]) for name, sample in samples.items()}
     assert got == pytest.approx({
@@ -29,15 +30,17 @@ def test_all_reduces_without_spread_equal_their_formulas(n):
 
 def test_training_times_of_two_replicas_are_equal_and_more_replicas_gain():
     two = bench_sync.training(2, (1, 3), (5, 10), 4, torch.Generator().manual_seed(0))
-    assert torch.allclose(two["DiLoCo"], two["NoLoCo"]) and torch.allclose(two["DiLoCo"], two["alone"])
+    assert torch.allclose(two["DiLoCo"], two["NoLoCo"])
+    assert torch.allclose(two["DiLoCo"], two["alone"])
     many = bench_sync.training(64, (1, 3), (5, 10), 4, torch.Generator().manual_seed(0))
     # a pair's delay goes on to its next partners
     assert bool((many["DiLoCo"] > many["NoLoCo"]).all() and (many["NoLoCo"] > many["alone"]).all())
 
 
 def _bench(rank, world, argv):
-    """The measurement with all its rows: (exit status, what it printed, the bytes of every message sent)."""
-    sent, post = [], noloco.dist.batch_isend_irecv
+    """The measurement with all its rows: (exit status, its output, the bytes of each message)."""
+    sent = []
+    post = noloco.dist.batch_isend_irecv
 
     def counted(ops):
         sent.append(sum(op.tensor.nbytes for op in ops if op.op is dist.isend))
@@ -56,11 +59,20 @@ def test_measured_bytes_equal_the_counted_bytes(tmp_path):
     theta, rows = found["bytes_of_theta"], found["rows"]
     assert 4 * 100001 <= theta < 4 * 100001 + 64 * 32  # 32 tensors, each padded to 64 bytes
     short = theta // 4 + 4 * 32         # and each tensor's s
-    expect = {"exchange of theta": theta, "all-reduce of theta": theta, "DDP: gradient": theta,
-              "DiLoCo": theta, "NoLoCo": theta, "NoLoCo, one byte a weight": short, "memcpy of theta": 0}
+    expect = {"exchange of theta": theta, "all-reduce of theta": theta, "DiLoCo": theta,
+              "NoLoCo": theta, "NoLoCo, one byte a weight": short, "memcpy of theta": 0}
     assert {name: row["bytes"] for name, row in rows.items()} == expect
     # one round of every row that sends messages, in the order of the table, 1 + 2 times
     for _, _, sent in results:
         assert sent == 3 * [theta, theta, short]        # exchange; NoLoCo; one byte
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows.values())
     assert all(f"| {name} | " in results[0][1] for name in rows)
+
+
+@pytest.mark.parametrize("out, why", [("file/runs", "Not a directory"), ("/proc/runs", "")])
+def test_a_folder_that_cannot_be_written_is_refused_first(out, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(bench_sync, "simulate", lambda o: pytest.fail("it simulated first"))
+    text = error_of(bench_sync.main, "--simulate", "--out", out)
+    assert text.startswith(f"error: --out {out}: no results can be written there") and why in text

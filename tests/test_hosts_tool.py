@@ -60,14 +60,14 @@ def left():
 
 
 def socket_on(hosts, host, kind):
-    """A bound socket stays in the network where it was made: a thread goes there, makes it, and ends."""
+    """A bound socket. It stays in the network where a thread, which then ends, has made it."""
     def make():
         enter(hosts.networks[host])
         return socket.socket(socket.AF_INET, kind)
 
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(make).result()
-    if kind == TCP:         # every kernel has it; what others make of a burst of losses is not the tool's
+    if kind == TCP:         # every kernel has reno; what others make of losses is not the tool's
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     made.settimeout(patience(20))
     made.bind((f"10.77.0.{host + 1}", 0))
@@ -83,7 +83,7 @@ def connected(hosts, one, other):
 
 
 def goodput(hosts, pairs, seconds=0.5):
-    """Mbit/s that arrive over TCP at each pair's second host: the median of three spans, after a second."""
+    """Mbit/s over TCP to each pair's second host: the median of three spans, after a second."""
     begin = time.monotonic() + 1
 
     def send(client):
@@ -99,8 +99,10 @@ def goodput(hosts, pairs, seconds=0.5):
 
     ends = [connected(hosts, *pair) for pair in pairs]
     with ThreadPoolExecutor(2 * len(pairs)) as threads:
-        results = [(threads.submit(send, client), threads.submit(receive, server)) for client, server in ends]
-    return [result.result() for _, result in results]
+        for client, _ in ends:
+            threads.submit(send, client)
+        results = [threads.submit(receive, server) for _, server in ends]
+    return [result.result() for result in results]
 
 
 def within(tolerance, wanted, measure, *args):
@@ -114,7 +116,8 @@ def within(tolerance, wanted, measure, *args):
 
 def round_trip(hosts, one, other):
     """Milliseconds, the least of 8: what is not the network's only adds."""
-    ends, times = [socket_on(hosts, host, UDP) for host in (one, other)], []
+    ends = [socket_on(hosts, host, UDP) for host in (one, other)]
+    times = []
     for _ in range(8):
         begin = time.monotonic()
         exchange(*ends)
@@ -158,7 +161,7 @@ def test_goodput_is_the_rate_asked_for():
 
 
 def half_over_full():
-    """The processor time that a host with half the processors gets over that of another, at the same time."""
+    """The processor time of a host with half the processors over that of another at that moment."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with Hosts(2, cpu={(): 0.2, (1,): 0.1}) as hosts:
         counts = [hosts.start(host, [sys.executable, "-c", COUNT], **pipes) for host in (0, 1)]
@@ -191,12 +194,13 @@ def test_cut_drops_both_directions_until_restored():
         exchange(ends[0], ends[2], b"meanwhile")            # the others go on
         hosts.mbit[1,] = 20
         hosts.cut([1], 0)
-        exchange(ends[0], ends[1], b"after")                # had "lost" only been late, it would come first
+        exchange(ends[0], ends[1], b"after")        # had "lost" only been late, it would come first
 
 
 @pytest.mark.parametrize("command, number, status", [
     ("exit 0", None, 0), ("exit 3", None, 3),
-    ("echo here; sleep 1000", signal.SIGINT, 130), ("echo here; sleep 1000 & wait", signal.SIGTERM, -15),
+    ("echo here; sleep 1000", signal.SIGINT, 130),
+    ("echo here; sleep 1000 & wait", signal.SIGTERM, -15),
     ("echo here; setsid sleep 1000 & wait", signal.SIGKILL, -9),
 ])
 def test_nothing_is_left_behind(command, number, status):
@@ -206,7 +210,7 @@ def test_nothing_is_left_behind(command, number, status):
         try:
             if number:
                 assert process.stdout.readline() == b"here\n"
-                wait_until(lambda: len(left() - before) >= 4)       # two networks, two control groups
+                wait_until(lambda: len(left() - before) >= 4)   # two networks, two control groups
                 process.send_signal(number)
             assert process.wait(patience(60)) == status
         finally:
@@ -215,11 +219,28 @@ def test_nothing_is_left_behind(command, number, status):
 
 
 def test_every_host_is_told_where_it_is():
-    words = " ".join(f"$PET_{name}" for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    words = "$PET_NNODES $PET_NODE_RANK $PET_MASTER_ADDR $PET_MASTER_PORT"
     done = run("2", "--", "sh", "-c", f"echo {words}; echo {words} >&2; exit $PET_NODE_RANK")
     told = [f"2 {host} 10.77.0.1 29500" for host in range(2)]
     assert (done.returncode, done.stdout) == (0, told[0] + "\n")
     assert sorted(done.stderr.splitlines()) == [*told, "host 1 ended with status 1"]
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_hosts_share_the_cores_unless_the_variable_is_set(hosts, monkeypatch):
+    """torchrun sets it only for several processes; each host would have a thread for each core."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share = max(1, len(os.sched_getaffinity(0)) // hosts)
+    assert run(str(hosts), "--", "sh", "-c", "echo $OMP_NUM_THREADS").stdout == f"{share}\n"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert run(str(hosts), "--", "sh", "-c", "echo $OMP_NUM_THREADS").stdout == "7\n"
+
+
+def test_a_host_that_is_not_there_is_blamed_on_the_option_that_was_typed():
+    for option in ("--slow", "--rate", "--mbit"):
+        done = run("2", option, "9=3", "--", "true")
+        line = f"error: {option} 9=3: a host is 0 to 1, a pair has two\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
 def test_what_node_0_prints_sets_things_off():

@@ -1,4 +1,6 @@
-"""The model beyond test_minimal.py: gradients, memory, stages, sizes, and Hugging Face's form of it."""
+"""The model beyond test_minimal.py: gradients, memory, stages, sizes, and Hugging Face's form."""
+
+import math
 
 import pytest
 import torch
@@ -23,22 +25,55 @@ def test_gradients_equal_independent_float64_llama():
     (3 * loss).backward()       # not 1: the gradient from above counts
     for name, p in model.named_parameters():
         want = w[name].grad
-        assert torch.allclose(p.grad.double(), want, rtol=1e-4, atol=1e-4 * float(want.abs().max())), name
+        atol = 1e-4 * float(want.abs().max())
+        assert torch.allclose(p.grad.double(), want, rtol=1e-4, atol=atol), name
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_activation_bytes_equal_what_autograd_keeps(kv_heads):
-    config, kept = Config(num_key_value_heads=kv_heads, num_hidden_layers=3), {}
-    model, x = Llama(config), torch.randn(2, 32, 128, requires_grad=True)
-    address = lambda t: t.untyped_storage().data_ptr()
-    angles = rotary(32, 128 // 4, config.rope_theta, x.device)  # made once for all layers and microbatches
-    own = {address(t) for t in (*model.parameters(), *angles)}
-    passing = lambda t: address(t) in own or not t.is_floating_point()
-    keep = lambda t: t if passing(t) else kept.setdefault(address(t), t)
+    config = Config(num_key_value_heads=kv_heads, num_hidden_layers=3)
+    model = Llama(config)
+    x = torch.randn(2, 32, 128, requires_grad=True)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(t):
+        address = t.untyped_storage().data_ptr()
+        if t.is_floating_point() and address not in own:
+            kept[address] = t
+        return t
+
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         model.blocks(x)
     floats = 8 * 128 + 2 * 32 * kv_heads + 4 * 512 + 4 + 2      # a of docs/speed.md
-    assert sum(t.untyped_storage().nbytes() for t in kept.values()) == 4 * 64 * 3 * floats
+    angles = 2 * 32 * 32                                        # cos and sin, for all layers
+    total = sum(t.untyped_storage().nbytes() for t in kept.values())
+    assert total == 4 * (64 * 3 * floats + angles)
+
+
+def test_a_model_first_called_under_inference_mode_then_trains():
+    """By itself and compiled, on a shape and a base that no other test has."""
+    model = Llama(Config(num_hidden_layers=1, rope_theta=321.0))
+    tokens = torch.arange(2 * 19).view(2, 19)
+    for module in (model, torch.compile(model, fullgraph=True, backend="eager")):
+        with torch.inference_mode():
+            first = module(tokens)
+        logits = module(tokens)
+        assert torch.equal(first, logits)
+        model.zero_grad()
+        logits.square().sum().backward()
+        assert all(p.grad.any() for p in model.parameters())
+
+
+def test_angles_are_those_of_the_formula_on_the_device_asked_for():
+    cos, sin = rotary(5, 6, 100.0, torch.device("cpu"))
+    for t, i in [(0, 0), (1, 0), (4, 1), (3, 2)]:
+        angle = t * 100.0 ** (-2 * i / 6)
+        assert cos[t, i] == cos[t, i + 3] == pytest.approx(math.cos(angle), abs=1e-7)
+        assert -sin[t, i] == sin[t, i + 3] == pytest.approx(math.sin(angle), abs=1e-7)
+    with torch.device("meta"):              # whatever the default device is
+        again = rotary(5, 6, 100.0, torch.device("cpu"))
+    assert torch.equal(again[0], cos) and torch.equal(again[1], sin)
 
 
 def test_stages_hold_the_whole_models_weights_in_the_order_given():
@@ -53,7 +88,8 @@ def test_model_sizes_are_the_papers():
     sizes = dict(tiny=(1.1, 1.0), small=(310, 113), medium=(2135, 1611), large=(9639, 8590))
     for name, (millions, inner) in sizes.items():
         o = options("--model", name)
-        all_, without = count_parameters(Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.kv_heads))
+        config = Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.kv_heads)
+        all_, without = count_parameters(config)
         assert all_ / 1e6 == pytest.approx(millions, rel=0.02)
         assert without / 1e6 == pytest.approx(inner, rel=0.05)
 
@@ -61,13 +97,16 @@ def test_model_sizes_are_the_papers():
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_saved_is_the_same_model_in_transformers(tied, tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = Config(256, 32, 48, 4, 4, 2, rope_theta=700.0, rms_norm_eps=1e-3, tie_word_embeddings=tied)
-    ours, tokens = Llama(config, seed=9), torch.arange(40).view(2, 20) * 37 % 256
+    config = Config(256, 32, 48, 4, 4, 2, rope_theta=700.0, rms_norm_eps=1e-3,
+                    tie_word_embeddings=tied)
+    ours = Llama(config, seed=9)
+    tokens = torch.arange(40).view(2, 20) * 37 % 256
     for p in ours.parameters():
         p.data.mul_(5)
     save_pretrained(ours, tmp_path / "out", 128)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.allclose(theirs(tokens).logits, ours.logits(through([ours], tokens)), rtol=0, atol=1e-4)
+    wanted = ours.logits(through([ours], tokens))
+    assert torch.allclose(theirs(tokens).logits, wanted, rtol=0, atol=1e-4)
     assert count_parameters(config)[0] == sum(p.numel() for p in theirs.parameters())
     same = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
     assert theirs.config.tie_word_embeddings == tied == same

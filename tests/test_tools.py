@@ -21,21 +21,25 @@ def test_export_equals_ours_in_transformers(trained, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     config = Config(256, 32, 64, 4, 2, 1, 500.0)
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
-    thetas, printed = [checkpoint(tmp_path / "runs/x", 6, rank)["theta"] for rank in range(3)], {}
+    thetas = [checkpoint(tmp_path / "runs/x", 6, rank)["theta"] for rank in range(3)]
+    printed = {}
     for choice, ranks in (("0", [0]), ("1", [1]), ("mean", [0, 1])):
         export.main(["runs/x", f"out{choice}", "--replica", choice])
         printed[choice] = float(re.search(rf"replica {choice} +(\S+)", capsys.readouterr().out)[1])
         theta = sum(thetas[rank] for rank in ranks) / len(ranks)
         ours = [loaded(theta, [0], config), loaded(thetas[2], [1, 2, 3], config)]
         theirs = transformers.AutoModelForCausalLM.from_pretrained(f"out{choice}")
-        assert torch.allclose(theirs(tokens).logits, ours[0].logits(through(ours, tokens)), rtol=0, atol=1e-5)
+        wanted = ours[0].logits(through(ours, tokens))
+        assert torch.allclose(theirs(tokens).logits, wanted, rtol=0, atol=1e-5)
         assert theirs.dtype == torch.float32
     line, seen = metrics(tmp_path / "runs/x")[-1], sorted([printed["0"], printed["1"]])
     assert seen == pytest.approx([line["heldout_min"], line["heldout_max"]], abs=2e-6)
     assert printed["mean"] != printed["0"]
-    said = theirs.generate(tokens[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=8, do_sample=False)
+    said = theirs.generate(tokens[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=8,
+                           do_sample=False)
     assert torch.equal(said[:, :5], tokens[:1, :5]) and 5 < said.shape[1] <= 13
-    assert theirs.generation_config.eos_token_id == 0 and not Path("outmean/tokenizer.json").exists()
+    assert theirs.generation_config.eos_token_id == 0
+    assert not Path("outmean/tokenizer.json").exists()
     torn = tmp_path / "runs/x/checkpoints/00000006/rank2.pt"
     torn.write_bytes(torn.read_bytes()[:1000])
     for argv, error in ((["out0"], "not an empty folder"),
@@ -59,8 +63,9 @@ def test_partial_inference_equals_the_layers_in_one_process(skip_run, corpus, tm
     dead = json.loads((folder / "partial.json").read_text())
     # stage 1 is gone; origin 0 and rank 3 are left
     assert len(dead) == 1 and dead[0]["stages"] == [0, 2]
-    assert checkpoint(folder, 3, 0)["rho"] == [1, 0.5, 0.5]     # so one of the two adds all it has learnt
-    left = [loaded(checkpoint(folder, 3, rank)["theta"], layers) for rank, layers in ((0, [0]), (3, [2, 3]))]
+    assert checkpoint(folder, 3, 0)["rho"] == [1, 0.5, 0.5]     # one of the two adds all it learnt
+    left = [loaded(checkpoint(folder, 3, 0)["theta"], [0]),
+            loaded(checkpoint(folder, 3, 3)["theta"], [2, 3])]
     want = heldout_loss(left, options("--data", corpus, *SMALL))
     assert dead[0]["heldout_loss"] == pytest.approx(want, abs=1e-5)
 
@@ -69,15 +74,18 @@ def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monke
     """So a plain Llama has the loss that training evaluated (the rho rule). --unscaled: neither."""
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.chdir(shutil.copytree(skip_run, tmp_path / "skip"))
-    line, states = metrics(Path("runs/x"))[-1], [checkpoint(Path("runs/x"), 3, r) for r in range(5)]
-    rho = [sum(path[1] in ranks for path in states[0]["plan"]["paths"]) / 8 for ranks in ([2], [3, 4])]
+    line = metrics(Path("runs/x"))[-1]
+    states = [checkpoint(Path("runs/x"), 3, r) for r in range(5)]
+    second = [path[1] for path in states[0]["plan"]["paths"]]
+    rho = [second.count(2) / 8, (second.count(3) + second.count(4)) / 8]
     assert states[0]["rho"] == [1.0, *rho] and sum(rho) == 1.0 and min(rho) > 0
     config = json.loads(Path("runs/x/config.json").read_text())
     losses = []
     for unscaled in (False, True):
         Path("runs/x/config.json").write_text(json.dumps({**config, "unscaled": unscaled}))
         export.main(["runs/x", f"out{unscaled}", "--replica", "1"])
-        losses.append([float(loss) for loss in re.findall(r"replica \d +(\S+)", capsys.readouterr().out)])
+        said = re.findall(r"replica \d +(\S+)", capsys.readouterr().out)
+        losses.append([float(loss) for loss in said])
         weights = safetensors.load_file(f"out{unscaled}/model.safetensors")
         for share, layers, rank in ((rho[0], [1], 2), (rho[1], [2, 3], 4)):
             for name, w in loaded(states[rank]["theta"], layers).named_parameters():
@@ -92,5 +100,6 @@ def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monke
 
 def test_dead_ranks_must_leave_an_origin_of_this_run(skip_run):
     for ranks in ("7", "0,1", "0,1,2,3,4"):
-        error = f"error: --dead {ranks}: takes ranks of this run, and must leave one of the origins [0, 1]"
-        assert refused(5, "runs/x", "--dead", ranks, cwd=skip_run, main=partial.main, after=5) == error
+        line = refused(5, "runs/x", "--dead", ranks, cwd=skip_run, main=partial.main, after=5)
+        assert line == (f"error: --dead {ranks}: takes ranks of this run, and must leave one of "
+                        "the origins [0, 1]")

@@ -1,9 +1,9 @@
-"""Training as over given links: no message arrives and no task ends earlier than they say. One machine.
+"""Training on one machine as over given links: no message arrives before they say, no task ends.
 
-    torchrun --nproc-per-node 20 -m tools.emulate --links links.json --time-scale 0.1 [options of train.py]
+    torchrun --nproc-per-node 20 -m tools.emulate --links links.json --time-scale 0.1 [as train.py]
 
-For comparing an iteration's time with what skippipe.simulate makes of the same network: metrics.jsonl has
-both, in the links' seconds.
+It compares an iteration's time with what skippipe.simulate makes of the same network: metrics.jsonl
+has both, in the links' seconds.
 """
 import os
 import time
@@ -54,20 +54,23 @@ class EmulatedPipeline(Pipeline):
 
     network: a skippipe.Network. scale: seconds of ours per second of the network.
     """
-    usable, runs = 0.0, 0       # when the last task's overhead ends; runs that trained
+    usable = 0.0        # when the last task's overhead ends
+    runs = 0            # that trained
 
     def run(self, paths, batches, train=True, order=None):
         if train:
             self.runs += 1
-            self.job.share(f"run/{self.runs}", "")          # all begin together: the time is this run's own
+            self.job.share(f"run/{self.runs}", "")      # all begin together: the time is this run's
         return super().run(paths, batches, train, order)
 
     def take(self, u, hop):
         x = super().take(u, hop)
         if self.train:
-            came = hop and self.chains[u][hop - 1] != self.rank
-            arrival = float(self.job.store.get(f"arrival/{self.runs}/{u}/{hop}")) if came else 0.0
-            sleep_until(max(arrival, self.usable))
+            earliest = self.usable
+            if hop and self.chains[u][hop - 1] != self.rank:            # it came from another rank
+                arrival = self.job.store.get(f"arrival/{self.runs}/{u}/{hop}")
+                earliest = max(earliest, float(arrival))
+            sleep_until(earliest)
         self.start = time.monotonic()
         return x
 
@@ -76,7 +79,7 @@ class EmulatedPipeline(Pipeline):
         if self.train:
             seconds = WORK[kind(self.paths[u], hop)] * self.network.compute[self.rank]
             sleep_until(self.start + seconds * self.scale)
-            rest = self.network.overhead if hop else self.network.origin_overhead
+            rest = self.network.origin_overhead if hop == 0 else self.network.overhead
             self.usable = time.monotonic() + rest * self.scale
         return out
 

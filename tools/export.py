@@ -1,9 +1,10 @@
-"""Write a run's model as a folder that transformers loads: one replica's pipeline, or the mean of all.
+"""Write a run's model as a folder that transformers loads: one replica's, or the mean of all.
 
     python -m tools.export runs/NAME OUT [--replica mean]
 
-Prints the held-out loss of each replica and of the mean, whichever is written. Where paths left stages out
-the rho rule (planning/rho.py) is in the weights that are written, unless the run was --unscaled.
+It prints the held-out loss of each replica and of the mean, whichever is written. Where paths left
+stages out the rho rule (planning/rho.py) is in the weights that are written, unless the run was
+--unscaled.
 """
 from pathlib import Path
 
@@ -29,13 +30,15 @@ def main(argv=None):
 def export(argv, job):
     parser = Parser(__doc__)
     parser.add_argument("run", help="its folder, with the checkpoint parts of all ranks")
-    parser.add_argument("out", type=empty_folder, help="a folder that does not exist yet, or is empty")
+    parser.add_argument("out", type=empty_folder, help="a folder that is empty, or not there yet")
     parser.add_argument("--replica", default="mean", help="0, 1, ..., or the mean of all (default)")
     a = parser.parse_args(argv)
     forbid((job.world > 1, "tools.export runs in one process, without torchrun"))
     o = parse(["--resume", a.run])
     stages, layers = layout(o, sum(o.stages))
-    replicas = {str(i): [[r] for r in route] for i, route in enumerate(pipelines(stages))}
+    replicas = {}                                           # name: the ranks of each of its stages
+    for i, route in enumerate(pipelines(stages)):
+        replicas[str(i)] = [[r] for r in route]
     replicas["mean"] = stages
     forbid((a.replica not in replicas, f"--replica takes {', '.join(replicas)}, not {a.replica}"))
     replicas[a.replica] = replicas.pop(a.replica)           # the last one stays in the model
@@ -62,19 +65,23 @@ def newest(job, folder, stages):
     checkpoints = Checkpoints(job, folder)
     held = {r: checkpoints.parts(r, ranks) for ranks in stages for r in ranks}
     step, lacking = checkpoints.whole(held)
-    forbid((step < 0, f"{folder} has no checkpoint with the parts of all {len(held)} ranks: bring those that "
-                      "are on other machines here"))
+    forbid((step < 0, f"{folder} has no checkpoint with the parts of all {len(held)} ranks: "
+                      "bring those that are on other machines here"))
     job.say(f"warning: {why}; step {step} is taken instead" for why in lacking)
     return step, {r: load(files[step]) for r, files in held.items()}
 
 
 def by_stage(model, layers):
     """The model's parameters as one vector for each stage, laid out as the stage's theta."""
-    of_stage = [[] for _ in layers]
+    stage_of = {i: s for s, numbers in enumerate(layers) for i in numbers}
+    held = [[] for _ in layers]
     for name, p in model.named_parameters():
-        held = [s for s, numbers in enumerate(layers) for i in numbers if f".layers.{i}." in name]
-        of_stage[held[0] if held else 0].append(p)
-    return [flatten(params)[0] for params in of_stage]
+        words = name.split(".")
+        stage = 0                                               # of what belongs to no layer
+        if "layers" in words:
+            stage = stage_of[int(words[words.index("layers") + 1])]
+        held[stage].append(p)
+    return [flatten(params)[0] for params in held]
 
 
 if __name__ == "__main__":

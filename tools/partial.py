@@ -1,10 +1,10 @@
-"""Partial inference: the held-out loss of a trained run with only some of its stages, or without some ranks.
+"""Partial inference: the held-out loss of a trained run with only some of its stages, or ranks.
 
     torchrun --nproc-per-node 6 -m tools.partial runs/NAME --shares 1,0.75,0.5 [--dead 3,5]
 
-As many processes as the run has ranks; each loads its part of the newest checkpoint. Stage 0 always runs,
-of the others all choices or 16 drawn ones, with the scale of planning/rho.py unless the run was --unscaled.
-The numbers are kept in runs/NAME/partial.json.
+It needs as many processes as the run has ranks; each loads its part of the newest checkpoint. Stage
+0 always runs. Of the others all choices run, or 16 drawn ones, with the scale of planning/rho.py
+unless the run was --unscaled. The numbers are kept in runs/NAME/partial.json.
 """
 import json
 import math
@@ -28,12 +28,16 @@ def main(argv=None):
     o = Options(**job.agree(parse, ["--resume", a.run]))
     job.connect(o)
     run = build(job, o, make_outer=lambda *_, **more: None)
-    alive = [[r for r in ranks if r not in a.dead] for ranks in run.stages]
+    alive = []                                                  # the ranks of each stage that run
+    for ranks in run.stages:
+        alive.append([r for r in ranks if r not in a.dead])
     if not set(a.dead) < set(range(job.world)) or not alive[0]:
-        job.refuse(f"--dead {','.join(map(str, a.dead))}: takes ranks of this run, and must leave one of the "
-                   f"origins {run.stages[0]}")
-    numbers_kept = dict.fromkeys(max(1, round(share * len(alive))) for share in a.shares)
-    rows = [row for kept in numbers_kept for row in some_stages(run, alive, kept)]
+        job.refuse(f"--dead {','.join(map(str, a.dead))}: takes ranks of this run, and must leave "
+                   f"one of the origins {run.stages[0]}")
+    rows = []
+    numbers = [max(1, round(share * len(alive))) for share in a.shares]
+    for kept in dict.fromkeys(numbers):                         # each number once
+        rows += some_stages(run, alive, kept)
     if job.rank == 0:
         replace(run.folder / "partial.json", json.dumps(rows, indent=1))
     job.close()
@@ -48,8 +52,9 @@ def shares(text):
 
 
 def some_stages(run, alive, kept):
-    """On rank 0 a row for each choice of `kept` stages, else []. alive: each stage's ranks that run."""
-    later, rows = [s for s in range(1, len(alive)) if alive[s]], []
+    """On rank 0 a row for each choice of `kept` stages, else []. alive: the ranks of each stage."""
+    later = [s for s in range(1, len(alive)) if alive[s]]
+    rows = []
     for choice in some_choices(later, min(kept - 1, len(later)), random.Random(run.o.seed)):
         stages = [0, *choice]
         rho = with_stages_missing(run.rho, len(stages))
@@ -60,9 +65,11 @@ def some_stages(run, alive, kept):
             found = [loss for r in alive[0] for loss in losses[r]]
             mean = sum(found) / len(found)
             rows.append(dict(stages=stages, heldout_loss=mean, perplexity=math.exp(min(mean, 700))))
-    if found := [row["perplexity"] for row in rows]:
+    if rows:
+        found = [row["perplexity"] for row in rows]
         print(f"{len(stages)} of {len(alive)} stages, {len(found)} choices: perplexity mean "
-              f"{sum(found) / len(found):.3f}, best {min(found):.3f}, worst {max(found):.3f}", flush=True)
+              f"{sum(found) / len(found):.3f}, best {min(found):.3f}, worst {max(found):.3f}",
+              flush=True)
     return rows
 
 
