@@ -1,6 +1,6 @@
 """How planning grows with the network: results/planning.json, figures/planning.png and a table.
 
-    python -m planning.growth           # 5 minutes on one core
+    python -m planning.growth           # 5 minutes on one core; --out runs leaves the README's figures
 
 The nodes are in the twelve published cities in turn, in 8 stages of which a path visits 6; 20 nodes are the
 published instance. Each size is planned twice: without search, and within a limit of seconds, half of which
@@ -11,43 +11,63 @@ import time
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
+from planning.arguments import PlanningParser, make_writable
 from planning.assign import assign_stages
 from planning.instance import published_network, spread_network
-from planning.search import plan
+from planning.search import shorter_plan
 
 LIMITS = {20: 10, 42: 30, 84: 30, 168: 30, 504: 60, 1008: 120}     # nodes: seconds
 COLUMNS = ("nodes", "limit, s", "CPU, s", "iteration, s", "bound, s", "gap, %", "peak memory, MiB")
 
 
-def measured(nodes, limit):
-    """The figures of COLUMNS for a network of so many nodes."""
+def planned_within(nodes, limit):
+    """The figures of COLUMNS for a network of so many nodes and a limit of seconds."""
     start, busy = time.perf_counter(), time.process_time()
-    network, work = published_network()[0], (4, 3, 2)
-    if nodes != 20:
-        network, work = spread_network([nodes // 6] + [nodes // 6 * 5 // 7] * 7)[0], (6, 3, 2)
+    if nodes == 20:
+        network, _ = published_network()
+        work = (4, 3, 2)
+    else:
+        network, _ = spread_network([nodes // 6] + [nodes // 6 * 5 // 7] * 7)
+        work = (6, 3, 2)
         network = assign_stages(network, *work, seconds=limit / 2)
-    found = plan(network, *work, seconds=max(0.0, limit - (time.perf_counter() - start)))
-    return (nodes, limit, time.process_time() - busy, found.makespan, found.bound,
-            100 * (found.makespan / found.bound - 1), getrusage(RUSAGE_SELF).ru_maxrss / 1024)
+    left = max(0.0, limit - (time.perf_counter() - start))
+    found = shorter_plan(network, *work, seconds=left)
+    gap = 100 * (found.makespan / found.bound - 1)
+    memory = getrusage(RUSAGE_SELF).ru_maxrss / 1024
+    return nodes, limit, time.process_time() - busy, found.makespan, found.bound, gap, memory
 
 
-def draw(rows):
+def draw_growth(rows, file):
     from matplotlib.figure import Figure
     axis = Figure(figsize=(9, 3.6), layout="constrained").subplots()
-    for name, some in ("first plan", rows[::2]), ("within the limit of seconds", rows[1::2]):
+    first, best = rows[::2], rows[1::2]
+    for name, some in (("first plan", first), ("within the limit of seconds", best)):
         axis.plot([row[0] for row in some], [row[5] for row in some], "o-", label=name)
-    axis.set(title=f"Simulated: in time the search ends at most {max(row[5] for row in rows[1::2]):.0f}% "
-             "above the bound", xlabel="nodes", ylabel="% above the bound", xscale="log", ylim=(0, None))
+    axis.set(title=f"Simulated: in time the search ends at most {max(row[5] for row in best):.0f}% above "
+             "the bound", xlabel="nodes", ylabel="% above the bound", xscale="log", ylim=(0, None))
     axis.legend()
-    axis.figure.savefig("figures/planning.png", dpi=150)
+    axis.figure.savefig(file, dpi=150)
 
 
-if __name__ == "__main__":
+def main(argv=None):
+    parser = PlanningParser("python -m planning.growth", __doc__)
+    parser.add_argument("--out", default=".", help="folder of results/ and figures/ (default: this one)")
+    out = Path(parser.parse_args(argv).out)
+    table, picture = out / "results/planning.json", out / "figures/planning.png"
+    try:
+        make_writable(table)
+        make_writable(picture)
+    except OSError as error:
+        parser.error(error)
     rows = []
     print("", *COLUMNS, "", sep=" | ")
     for nodes, most in LIMITS.items():
-        for limit in 0, most:
-            rows.append(measured(nodes, limit))
+        for limit in (0, most):
+            rows.append(planned_within(nodes, limit))
             print("", *(f"{x:.4g}" for x in rows[-1]), "", sep=" | ", flush=True)
-    Path("results/planning.json").write_text(json.dumps([dict(zip(COLUMNS, x)) for x in rows], indent=1))
-    draw(rows)
+    table.write_text(json.dumps([dict(zip(COLUMNS, row)) for row in rows], indent=1))
+    draw_growth(rows, picture)
+
+
+if __name__ == "__main__":
+    main()

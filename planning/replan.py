@@ -14,7 +14,7 @@ MANY = 100      # tasks whose median counts
 NOISE = 1.1     # a rank whose tasks take up to so many times as long, or as short, has not changed
 
 
-class Timed:
+class TimedBackwards:
     """Before train.Pipeline among the bases of a class: the pipeline times its backward tasks.
 
     They are most of a rank's work, and the rank does as many of them as of forwards, whatever the paths.
@@ -47,7 +47,7 @@ class Timed:
 
 
 class Replanning:
-    """Before train.Routes among the bases of a class; its pipeline is Timed."""
+    """Before train.Routes among the bases of a class; its pipeline is TimedBackwards."""
 
     factors = None          # of all ranks, at the last look
 

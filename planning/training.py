@@ -8,14 +8,25 @@ import torch
 from planning.instance import read_instance
 from planning.methods import random_valid_paths
 from planning.regions import WHOLE, around
-from planning.search import Search, plan
+from planning.search import shorter_plan
 from plumbing.processes import BadInput
-from skippipe import Deadlock, Infeasible, full_paths, simulate
+from skippipe import Deadlock, Infeasible, Problem, Search, full_paths, simulate, without
 
 
 def planned(network, kept, each, rounds, seed, dead, **options):
     """A budget of work, not of time, so that a plan depends on the network and the seed alone."""
-    return plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead, **options)
+    return shorter_plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead,
+                        **options)
+
+
+def drawn(network, kept, each, rounds, seed, dead):
+    """Random valid paths, first come, first served."""
+    return random_valid_paths(network, kept, each, seed=seed, dead=dead), None
+
+
+def every_stage(network, kept, each, rounds, seed, dead):
+    """The full pipeline of the living, first come, first served."""
+    return full_paths(living(network.stages, dead), each), None
 
 
 # --routing: (network, kept, each, rounds, seed, dead) -> paths, order or None: first come, first served
@@ -23,17 +34,14 @@ PLANNERS = {
     "skippipe": planned,
     "no-swaps": partial(planned, swaps=0),              # ours: every path in order
     "no-tc2": partial(planned, collisions=False),
-    "dtfm-skip": lambda network, kept, each, rounds, seed, dead: (
-        random_valid_paths(network, kept, each, seed=seed, dead=dead), None),
-    "dtfm": lambda network, kept, each, rounds, seed, dead: (           # every stage
-        full_paths(living(network.stages, dead), each), None),
+    "dtfm-skip": drawn,
+    "dtfm": every_stage,
 }
 
 
 def living(stages, dead):
     """The ranks of each stage that are not dead, without the stages of which none is left."""
-    alive = [[r for r in stage if r not in dead] for stage in stages]
-    return [stage for stage in alive if stage]
+    return [stage for stage in without(dead, stages) if stage]
 
 
 def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None):
@@ -48,28 +56,47 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None)
     ranks only the regions that have changed since are planned anew (`regions.around`). Raises BadInput
     where there is no plan.
     """
-    rounds = next((r for r in range(1, microbatches)
-                   if microbatches % r == 0 and microbatches // r <= min(network.memory)), 1)
+    rounds = rounds_of(microbatches, min(network.memory))
     kept = min(round((1 - skip) * len(network.stages)), len(living(network.stages, dead)))
     while True:
         try:
-            work = kept, microbatches // rounds, rounds
-            same = before and (len(before["paths"][0]), routing) == (kept, "skippipe")
-            found = same and len(network.delay) > WHOLE and around(before, network, *work, seed, dead)
-            paths, order = found or PLANNERS[routing](network, *work, seed, tuple(dead))
-            result = simulate(network, paths, rounds, order) if order else Search(
-                network, kept, work[1], rounds, dead=dead).dispatch(paths)
-            return dict(paths=paths * rounds, order=result.order, makespan=result.makespan,
-                        network=asdict(network), planned="in regions" if found else "anew")
+            return plan_kept(network, routing, kept, microbatches // rounds, rounds, seed, dead, before)
         except (Infeasible, Deadlock) as error:
             if not dead or kept == 1:
                 raise BadInput(f"--routing {routing}: {error}")
             kept -= 1
 
 
+def rounds_of(microbatches, memory):
+    """The fewest rounds of equally many microbatches that fit into a node's memory; 1 if none do."""
+    for rounds in range(1, microbatches):
+        if microbatches % rounds == 0 and microbatches // rounds <= memory:
+            return rounds
+    return 1
+
+
+def plan_kept(network, routing, kept, each, rounds, seed, dead, before):
+    """As `plan_paths`, for paths of `kept` stages. Raises Infeasible or Deadlock where there is no plan."""
+    work = (kept, each, rounds)
+    found = None
+    if before and routing == "skippipe" and len(network.delay) > WHOLE:
+        if len(before["paths"][0]) == kept:
+            found = around(before, network, *work, seed, dead)
+    paths, order = found or PLANNERS[routing](network, *work, seed, tuple(dead))
+    if order:
+        result = simulate(network, paths, rounds, order)
+    else:
+        result = Search(Problem(network, *work, dead=dead)).dispatch(paths)
+    return dict(paths=paths * rounds, order=result.order, makespan=result.makespan, network=asdict(network),
+                planned="in regions" if found else "anew")
+
+
 def idle(plan, world):
     """The warning that a plan leaves ranks out."""
-    if ranks := set(range(world)) - {r for path in plan["paths"] for r in path}:
+    ranks = set(range(world))
+    for path in plan["paths"]:
+        ranks -= set(path)
+    if ranks:
         yield (f"warning: ranks {sorted(ranks)} get no work in this plan: more --microbatches, or fewer "
                "replicas")
 
@@ -81,12 +108,16 @@ def read_links(file, stages):
         network, _ = read_instance(file, stages)
     except (OSError, ValueError) as error:
         raise BadInput(f"--links {error}")
-    sizes, own = ([len(stage) for stage in each] for each in (network.stages, stages))
+    sizes = [len(stage) for stage in network.stages]
+    own = [len(stage) for stage in stages]
     if sizes != own:
         raise BadInput(f"{file} has stages of {sizes} nodes, this run of {own}: give --stages as there")
     nodes = [node for stage in network.stages for node in stage]        # rank r is the file's node nodes[r]
-    delay = [[network.delay[a][b] for b in nodes] for a in nodes]
-    compute, memory = ([each[n] for n in nodes] for each in (network.compute, network.memory))
+    delay = []
+    for a in nodes:
+        delay.append([network.delay[a][b] for b in nodes])
+    compute = [network.compute[node] for node in nodes]
+    memory = [network.memory[node] for node in nodes]
     return replace(network, delay=delay, compute=compute, memory=memory, stages=stages)
 
 
@@ -103,8 +134,12 @@ def measure(pipeline, stages, job):
     own = next(stage for stage in stages if job.rank in stage)
 
     def there_and_back(peer):
+        """The lower rank sends first, then the other one."""
         for sends in (job.rank < peer, job.rank > peer):
-            work, _, _ = pipeline.send(message, peer, 0, 0) if sends else pipeline.receive(peer, 0, 0)
+            if sends:
+                work, _, _ = pipeline.send(message, peer, 0, 0)
+            else:
+                work, _, _ = pipeline.receive(peer, 0, 0)
             pipeline.wait(work, peer)
 
     def forward():

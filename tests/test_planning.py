@@ -23,10 +23,10 @@ from tests.oracles import PUBLISHED_ROUTES, assert_possible, random_network, val
 def in_regions(*args, **kwargs):
     """Ours, as for hundreds of nodes."""
     with mock.patch("planning.regions.WHOLE", 4):
-        return search.plan(*args, **kwargs)
+        return search.shorter_plan(*args, **kwargs)
 
 
-PLANS = [skippipe.plan, search.plan, in_regions]
+PLANS = [skippipe.plan, search.shorter_plan, in_regions]
 NETWORK = published_network()[0]
 
 
@@ -89,7 +89,7 @@ def test_random_instances_keep_the_invariants(plan, monkeypatch):
 def test_a_plan_depends_on_seed_and_work_alone():
     network = random_network(random.Random(3), [3, 2, 2, 2], memory=(3,))
     first, again, other, longer = (
-        replace(search.plan(network, 3, 3, seconds=None, iterations=work, seed=seed), seconds=0)
+        replace(search.shorter_plan(network, 3, 3, seconds=None, iterations=work, seed=seed), seconds=0)
         for seed, work in ((1, 900), (1, 900), (2, 900), (1, 3000)))
     assert first == again       # paths, order, makespan, bound, work and every task
     assert (first.paths, first.order) != (other.paths, other.order) and longer.makespan <= first.makespan
@@ -122,13 +122,13 @@ def test_dead_nodes_and_what_cannot_be_met(plan, monkeypatch):
 def test_a_slow_node_gets_less_work_and_a_stage_one_visit_more():
     compute, stages = [1, 1, 1, 5, 1, 1, 1, 1], [[0, 1], [2, 3, 4], [5, 6, 7]]
     network = skippipe.Network([[0.2] * 8] * 8, compute, stages, memory=3)
-    found = search.plan(network, 3, 3, seconds=None, iterations=3000)
+    found = search.shorter_plan(network, 3, 3, seconds=None, iterations=3000)
     before, slow, after = (sum(r in p for p in found.paths) for r in (2, 3, 4))
     assert slow < min(before, after) and before + slow + after == 6
     one_each = [(0, 2, 5), (1, 3, 6), (0, 4, 7), (1, 2, 5), (0, 3, 6), (1, 4, 7)]
     assert found.makespan < skippipe.simulate(network, one_each).makespan
     # the search chooses which stages get one visit more: 12% longer with the first choice alone
-    found = search.plan(network_of(8)[0], 4, 3, rounds=2, seconds=None, iterations=3000)
+    found = search.shorter_plan(network_of(8)[0], 4, 3, rounds=2, seconds=None, iterations=3000)
     assert found.makespan == pytest.approx(found.bound)
 
 
@@ -136,14 +136,15 @@ def test_an_order_that_deadlocks_is_no_candidate():
     paths = PUBLISHED_ROUTES["SkipPipe"][2]
     order = skippipe.simulate(NETWORK, paths, rounds=2).order
     order[8].reverse()
-    assert skippipe.Search(NETWORK, 4, 3, 2).simulate(paths, order) is None
+    problem = skippipe.Problem(NETWORK, 4, 3, 2)
+    assert skippipe.Search(problem).simulate(paths, order) is None
 
 
 def test_assigned_stages_are_at_least_as_good_as_the_published():
     assert 132 < NETWORK.delay[6][10] < 133 and published_network(corrected=True)[0].delay[6][10] < 1
     ours = assign_stages(NETWORK, 4, 3, 2, seconds=None, iterations=250)
     assert [*map(len, ours.stages)] == [5, 3, 3, 3, 3, 3] and {*sum(ours.stages, [])} == {*range(20)}
-    ours, theirs = (search.plan(network, 4, 3, 2, seconds=None, iterations=600).makespan
+    ours, theirs = (search.shorter_plan(network, 4, 3, 2, seconds=None, iterations=600).makespan
                     for network in (ours, NETWORK))
     assert ours <= theirs
 
@@ -152,7 +153,7 @@ def test_hundreds_of_nodes_are_planned_in_regions():
     network = assign_stages(spread_network([28] + [20] * 7)[0], 6, 3, 2)
     assert [len(stage) for stage in network.stages] == [28] + [20] * 7
     dead = 30, network.stages[0][0]
-    found, again, fewer = (search.plan(network, 6, 3, 2, seconds=None, iterations=work, dead=gone)
+    found, again, fewer = (search.shorter_plan(network, 6, 3, 2, seconds=None, iterations=work, dead=gone)
                            for work, gone in ((2000, ()), (2000, ()), (500, dead)))
     assert (found.paths, found.order) == (again.paths, again.order)
     for plan, gone in (found, ()), (fewer, dead):
@@ -175,7 +176,7 @@ def test_a_region_is_mended_as_well_as_by_brute_force():
         network = random_network(draw, [2, 4, 4], memory=(3,))
         delay = [[x + 50 * ((i + j) % 2) for j, x in enumerate(row)] for i, row in enumerate(network.delay)]
         network, dead = replace(network, delay=delay), draw.choice((2, 4, 6, 8))
-        first = search.plan(network, 3, 1, seconds=None, iterations=500)
+        first = search.shorter_plan(network, 3, 1, seconds=None, iterations=500)
         before = dict(paths=first.paths, makespan=1e9, network=vars(network))
         paths, order = around(before, network, 3, 1, 1, 0, {dead})
         caps = [3 * (r != dead) for r in range(10)]
