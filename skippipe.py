@@ -2,8 +2,7 @@
 
 A path is the tuple of ranks that a microbatch visits, (origin, r1, ..., rm). The origin is a rank
 of stage 0: it holds the embedding, its own layers, the final norm, the head and the loss. So every
-path ends by going home, and backward retraces it. A microbatch is a chain of 2m + 3 tasks, numbered
-by hop:
+path ends by going home, and backward retraces it. A microbatch is 2m + 3 tasks, one a hop:
 
     hop     0  ...  m       m + 1     m + 2  ...  2m + 2
     task    forward         loss      backward
@@ -21,9 +20,8 @@ the chain is due on node j:
 a time and holds at most `memory` microbatches: a forward takes a slot, the same microbatch's
 backward frees it.
 
-From top to bottom: simple paths, the network, the simulator, the constraints (CC1, CC2, CC3, TC1,
-TC2) and the search. planning/ holds a stronger search and the command line: `python skippipe.py`
-plans the published 20 nodes in 12 cities, `--instance mine.json` your own network.
+planning/ holds a stronger search and the command line: `python skippipe.py` plans the published 20
+nodes in 12 cities, `--instance mine.json` your own network.
 """
 import heapq
 import math
@@ -52,21 +50,17 @@ def kind(path, hop):
 
 
 def full_paths(stages, microbatches):
-    """Paths through every stage: replica i's microbatches go straight through the i-th ranks.
-
-    Where stages are unequal, each stage's ranks are dealt out in turn, so that their shares differ
-    by at most one. Returns `microbatches` paths for each origin, the origins in turn.
-    """
+    """Paths through every stage: replica i's microbatches go straight through the i-th ranks. Where
+    stages are unequal, each stage's ranks are dealt out in turn, so that their shares differ by at
+    most one. Returns `microbatches` paths for each origin, the origins in turn."""
     return deal(stages, microbatches, lambda boundary, ranks: ranks)
 
 
 def random_paths(stages, microbatches, step, seed):
-    """NoLoCo's random routing (arXiv 2506.10911): a fresh permutation at every stage boundary.
-
-    Each deck of microbatches has its own permutation; the released code draws one for each
-    sequence. Every rank draws the same permutations from (seed, step, boundary), so ranks agree
-    without a message. Shares and order are those of `full_paths`.
-    """
+    """NoLoCo's random routing (arXiv 2506.10911): a fresh permutation at every stage boundary. Each
+    deck of microbatches has its own; the released code draws one for each sequence. Every rank
+    draws the same ones from (seed, step, boundary), so ranks agree without a message. Shares and
+    order are those of `full_paths`."""
     draws = [random.Random(f"routes {seed} {step} {after}") for after in range(len(stages) - 1)]
     shuffle = lambda boundary, ranks: draws[boundary].sample(ranks, len(ranks))
     return deal(stages, microbatches, shuffle)
@@ -110,8 +104,7 @@ class Network:
     seconds of one forward on i (w). stages: the ranks of each stage, stages[0] the origins. memory:
     microbatches that a node holds at once. compute and memory are one number or one per node.
     overhead, origin_overhead: seconds (S5). Arrays and tensors become lists. Sets stage_of: rank ->
-    stage. A node of no stage stays idle. Raises ValueError where these do not fit together.
-    """
+    stage. A node of no stage stays idle. Raises ValueError where these do not fit together."""
     delay: list
     compute: list
     stages: list
@@ -122,8 +115,6 @@ class Network:
     def __post_init__(self):
         for name in ("delay", "compute", "stages", "memory", "overhead", "origin_overhead"):
             setattr(self, name, plain(getattr(self, name)))
-        if not isinstance(self.delay, list):
-            raise ValueError("delay must be a list of rows, one per node")
         nodes = len(self.delay)
         if not all(isinstance(row, list) and len(row) == nodes for row in self.delay):
             raise ValueError(f"delay must have as many columns as rows, {nodes}")
@@ -137,22 +128,17 @@ class Network:
         if not all(isinstance(m, int) and 0 <= m <= 1e9 for m in self.memory):
             raise ValueError("memory must be whole numbers of microbatches, 0 to 1e9, "
                              f"got {self.memory}")
-        if not are_stages(self.stages, nodes):
+        ranks = []
+        if isinstance(self.stages, list) and all(isinstance(s, list) and s for s in self.stages):
+            ranks = [*joined(*self.stages)]
+        known = all(isinstance(r, int) and 0 <= r < nodes for r in ranks)
+        if not ranks or not known or len(set(ranks)) != len(ranks):
             raise ValueError(f"stages must be non-empty lists of different nodes below {nodes}, "
                              f"whole numbers, got {self.stages}")
         self.stage_of = {r: s for s, stage in enumerate(self.stages) for r in stage}
 
 
-def are_stages(stages, nodes):
-    """Whether these are non-empty lists of different nodes below `nodes`."""
-    lists = isinstance(stages, list) and all(isinstance(s, list) and s for s in stages)
-    ranks = [*joined(*stages)] if lists else []
-    known = all(isinstance(r, int) and 0 <= r < nodes for r in ranks)
-    return known and 0 < len(ranks) == len(set(ranks))
-
-
 # ---- the simulator
-
 
 class Deadlock(RuntimeError):
     """No task can start although some are left: the order or the memory is impossible."""
@@ -181,13 +167,14 @@ def simulate(network, paths, rounds=1, order=None):
     one before is home and the origin usable. order: each rank's (microbatch, hop), in the order to
     keep. Without it a node runs what arrived first, hop 0 last, of equal arrivals the lowest
     microbatch. What arrives at the moment its node becomes usable is already waiting. Raises
-    Deadlock where tasks can never start, ValueError without paths.
-    """
+    Deadlock where tasks can never start, ValueError without paths."""
     if not paths:
         raise ValueError("there is no path to simulate")
     count, slots = len(paths), list(network.memory)
     chains = [chain(path) for path in paths]
-    places = order and [places_in(tasks) for tasks in order]
+    places = [{} for _ in slots]        # {(microbatch, hop): place in the order} at each node
+    for node, tasks in enumerate(order or []):
+        places[node] = {tuple(task): place for place, task in enumerate(tasks)}
     forwards = [[] for _ in slots]      # at each node the forwards that wait, a heap
     others = [[] for _ in slots]        # the losses and backwards, which need no slot, a heap
     timeline, ran = [], [[] for _ in slots]
@@ -227,30 +214,20 @@ def simulate(network, paths, rounds=1, order=None):
             heapq.heappush(events, (usable, ARRIVES, u + count, 0, node))
     left = rounds * sum(map(len, chains)) - len(timeline)
     if left > 0:
-        raise Deadlock(f"{left} tasks can never start: the order or the memory of the nodes forbids it")
+        raise Deadlock(f"{left} tasks can never start: the order or the nodes' memory forbids it")
     return Result(max(task.end for task in timeline), timeline, ran)
 
 
-def places_in(tasks):
-    """{(microbatch, hop): place} of one rank's order."""
-    return {tuple(task): place for place, task in enumerate(tasks)}
-
-
 # ---- the constraints: each function yields Violations
-
 
 class Infeasible(ValueError):
     """No valid plan exists; the message names the constraint that cannot be met."""
 
 
-@dataclass
-class Violation:
-    """text: what is wrong. bans: (microbatch, nodes) pairs. For CC3 and TC1 at least one of these
-    microbatches keeps off its nodes in any valid plan; for TC2 each is worth a try. excess: visits,
-    or seconds of waiting, too many."""
-    text: str
-    bans: list = field(default_factory=list, repr=False)
-    excess: float = 1
+# text: what is wrong. bans: (microbatch, nodes) pairs. For CC3 and TC1 at least one of these
+# microbatches keeps off its nodes in any valid plan; for TC2 each is worth a try. excess: visits or
+# seconds of waiting too many
+Violation = namedtuple("Violation", "text bans excess", defaults=((), 1))
 
 
 def cc1(network, paths):
@@ -266,9 +243,7 @@ def cc1(network, paths):
 def cc2(network, paths, swaps=2):
     """CC2: at most two consecutive stages are swapped: stage s+1 may come right before stage s, at
     most `swaps` times in a path, and each stage takes part in one swap. The rest is in order and no
-    stage comes twice. (The released search refuses jumps of more than four stages, as in 0, 5, 4,
-    which the paper does not ask for.)
-    """
+    stage comes twice."""
     for u, path in enumerate(paths):
         stages = [network.stage_of[r] for r in path]
         swapped = 0
@@ -278,9 +253,9 @@ def cc2(network, paths, swaps=2):
                 swapped += 1
             back = b < a - 1 or b < a and swapped > swaps
             if back or b in stages[:i] or b < max(stages[:i - 1], default=b):
-                yield Violation(f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to "
-                                f"stage {b} (node {path[i]}): not in order, even with {swaps} "
-                                "swaps of neighbours")
+                yield Violation(
+                    f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to stage {b} "
+                    f"(node {path[i]}): not in order, even with {swaps} swaps of neighbours")
 
 
 def visitors_of(paths, place):
@@ -292,17 +267,13 @@ def visitors_of(paths, place):
     return found
 
 
-def fair_share(visits, stages):
-    """The least and the most visits of a stage where they are shared out as evenly as can be."""
-    return visits // max(1, stages), -(-visits // max(1, stages))
-
-
 def cc3(network, paths, dead=()):
     """CC3: stages are skipped equally often, as far as the numbers allow: visits to any two stages
     differ by at most one. Stages without a living node do not count."""
     living = [s for s, nodes in enumerate(network.stages) if s and not set(nodes) <= set(dead)]
     visitors = {s: [] for s in living} | visitors_of(paths, network.stage_of.get)
-    low, high = fair_share(sum(map(len, visitors.values())), len(visitors))
+    visits, stages = sum(map(len, visitors.values())), max(1, len(visitors))
+    low, high = visits // stages, -(-visits // stages)
     # An under-full stage gains only where a microbatch leaves a fuller one.
     crowded = {s: users for s, users in visitors.items() if len(users) > low}
     leavers = [(u, network.stages[s]) for s, users in crowded.items() for u in users]
@@ -310,8 +281,9 @@ def cc3(network, paths, dead=()):
         excess = max(len(users) - high, low - len(users))
         if excess > 0:
             bans = [(u, network.stages[s]) for u in users] if s in crowded else leavers
-            yield Violation(f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} "
-                            f"microbatches, {users}; {low} to {high} are due", bans, excess)
+            text = (f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} "
+                    f"microbatches, {users}; {low} to {high} are due")
+            yield Violation(text, bans, excess)
 
 
 def tc1(network, paths, caps):
@@ -320,9 +292,9 @@ def tc1(network, paths, caps):
     they carry their own microbatches, however many."""
     for r, users in sorted(visitors_of(paths, lambda r: r).items()):
         if len(users) > caps[r]:
-            bans = [(u, [r]) for u in users]
-            yield Violation(f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} "
-                            f"microbatches, {users}, of at most {caps[r]}", bans, len(users) - caps[r])
+            text = (f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} "
+                    f"microbatches, {users}, of at most {caps[r]}")
+            yield Violation(text, [(u, [r]) for u in users], len(users) - caps[r])
 
 
 def tc2(network, paths, result):
@@ -337,18 +309,16 @@ def tc2(network, paths, result):
         before[task.rank] = task.microbatch
     for early, rank, u, v in sorted(found):
         users = sorted({u % len(paths), v % len(paths)}) if network.stage_of.get(rank) else []
-        bans = [(user, [rank]) for user in users]
-        yield Violation(f"TC2: microbatch {u} waits {-early:.2f} s at node {rank} for {v}", bans, -early)
+        text = f"TC2: microbatch {u} waits {-early:.2f} s at node {rank} for {v}"
+        yield Violation(text, [(user, [rank]) for user in users], -early)
 
 
 def node_caps(network, share, dead=()):
-    """For each node the most paths that may run through it, when each stage has `share` visits.
-
-    A path has one microbatch under way at a time, so a node with at most `memory` paths never waits
+    """For each node the most paths that may run through it, when each stage has `share` visits. A
+    path has one microbatch under way at a time, so a node with at most `memory` paths never waits
     for memory: that is the published search's rule. A cap is larger where the node's part of the
     stage's memory x speed is: so a plan exists, and slow nodes get fewer paths. The simulator then
-    sees to what is held at once.
-    """
+    sees to what is held at once."""
     caps = [0] * len(network.compute)
     for stage in network.stages[1:]:
         power = {r: network.memory[r] / max(network.compute[r], 1e-9)
@@ -369,23 +339,20 @@ def without(nodes, lists):
 
 def check(network, paths, stages_kept=None, swaps=2, dead=()):
     """Every violation of CC1, CC2, CC3 and TC1 as a list of sentences that name microbatch, stage
-    and node; empty for valid paths.
-
-    The list also names paths of another length than stages_kept (default: the first path's), nodes
-    that are dead or in no stage, and the absence of any path.
-    """
+    and node; empty for valid paths. The list also names paths of another length than stages_kept
+    (default: the first path's), nodes that are dead or in no stage, and the absence of any path."""
     if not paths:
         return ["there is no path"]
     kept = stages_kept or len(paths[0])
     strangers = set(joined(*paths)) - set(network.stage_of)
     found = [f"microbatch {u} visits {len(path)} stages, not {kept}: {path}"
              for u, path in enumerate(paths) if len(path) != kept]
-    found += [f"microbatch {u} visits node {r} of stage {network.stage_of.get(r)}, which is not there"
+    missing = "microbatch {} visits node {} of stage {}, which is not there"
+    found += [missing.format(u, r, network.stage_of.get(r))
               for u, path in enumerate(paths) for r in path if r in dead or r in strangers]
     known = without(strangers, paths)
     living = [stage for stage in without(dead, network.stages[1:]) if stage]
-    _, share = fair_share(len(paths) * (kept - 1), len(living))
-    caps = node_caps(network, share, dead)
+    caps = node_caps(network, -(-len(paths) * (kept - 1) // max(1, len(living))), dead)
     violations = joined(cc1(network, known), cc2(network, known, swaps), cc3(network, known, dead),
                         tc1(network, known, caps))
     return found + [v.text for v in violations]
@@ -393,16 +360,13 @@ def check(network, paths, stages_kept=None, swaps=2, dead=()):
 
 # ---- the search
 
-
 def shortest_path(cost, stages, origin, kept, swaps, must=()):
     """The cheapest path of one microbatch through `kept` stages under CC1 and CC2: (seconds, path)
-    or None.
-
-    cost[i][j]: seconds from i to j and of the work on j; j = origin: of the way home. stages: the
-    nodes of each stage that may be used. must: the stages that may not be skipped. A dynamic
-    programme over the stages in order: skip stage s, visit it, or visit s+1 and then s.
-    layers[s][visits, swaps][last node] = (seconds, path), everything below stage s being decided.
-    """
+    or None. cost[i][j]: seconds from i to j and of the work on j; j = origin: of the way home.
+    stages: the nodes of each stage that may be used. must: the stages that may not be skipped. A
+    dynamic programme over the stages in order: skip stage s, visit it, or visit s+1 and then s.
+    layers[s][visits, swaps][last node] = (seconds, path), everything below stage s being
+    decided."""
     def visit(ends, nodes):
         """The best way from any of `ends` on to each of the nodes."""
         found = {}
@@ -451,10 +415,10 @@ def hop_costs(network, forward=1.0, backward=1.5):
 
 @dataclass
 class Plan:
-    """paths: a tuple of ranks per microbatch of a round, the origins in turn. order: for each rank its
-    (microbatch, hop) in order of dispatch. makespan: seconds of simulate(network, paths, rounds,
-    order). bound: no plan is faster, seconds. seconds, work: what the search took. result: the
-    simulation. Unpacks: paths, order = plan(...)."""
+    """paths: a tuple of ranks per microbatch of a round, the origins in turn. order: for each rank
+    its (microbatch, hop) in order of dispatch. makespan: seconds of simulate(network, paths,
+    rounds, order). bound: no plan is faster, seconds. seconds, work: what the search took. result:
+    the simulation. Unpacks: paths, order = plan(...)."""
     paths: list
     order: list = field(repr=False)
     makespan: float
@@ -467,52 +431,39 @@ class Plan:
         return iter((self.paths, self.order))
 
 
-def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
-         iterations=None, dead=(), collisions=True):
-    """Paths and dispatch order of one iteration, as short as the paper's search makes it. Returns a
-    `Plan`.
+def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0,
+         *, iterations=None, dead=()):
+    """Paths and dispatch order of one iteration, as short as the paper's search makes it: a `Plan`.
 
-    stages_kept: how many stages a path visits, the origin's included. microbatches_per_origin: paths
-    of each living origin, each planned on its own (the released search ties three together). rounds:
-    microbatches that an origin sends down each path (the command line's default is 2, as in the
-    published instance). dead: nodes that are not there; a dead origin takes its microbatches with
-    it. seconds: limit of the search, the first plan excepted. iterations: limit in paths planned and
-    simulations run. With seconds=None the plan depends on seed and iterations alone.
-    collisions=False stops before TC2. Raises Infeasible exactly where no valid plan exists,
-    ValueError where an argument cannot be. `planning.search.shorter_plan` takes the same arguments
-    and finds shorter iterations.
-    """
+    stages_kept: how many stages a path visits, the origin's included. microbatches_per_origin:
+    paths of each living origin, each planned on its own (the released search ties three together).
+    rounds: microbatches that an origin sends down each path (2 by default on the command line, as
+    in the published instance). dead: nodes that are not there; a dead origin takes its microbatches
+    with it. seconds: limit of the search, the first plan excepted. iterations: limit in paths
+    planned and simulations run. With seconds=None the plan depends on seed and iterations alone.
+    Raises Infeasible exactly where no valid plan exists, ValueError where an argument is wrong.
+    `planning.search.shorter_plan` takes the same arguments and finds shorter iterations."""
     asked = network, stages_kept, microbatches_per_origin, rounds, swaps, dead
-    search = Search(Problem(*asked), seed, seconds, iterations)
-    return search.plan(lower_bound(*asked), collisions)
-
-
-def limit(name, value):
-    """A search's limit of seconds or iterations as a number. None: no limit."""
-    if value is None:
-        return math.inf
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number from 0, or None for no limit, got {value}")
-    return value
+    return Search(Problem(*asked), seed, seconds, iterations).plan(lower_bound(*asked))
 
 
 class Problem:
-    """What is to be planned, and what CC3 and TC1 make of it: visits, {stage: visits due}; spare, the
-    stages that may get the one visit more; caps, each node's most paths. Raises ValueError, or
+    """What is to be planned, and what CC3 and TC1 make of it: visits, {stage: visits due}; spare,
+    the stages that may get the one visit more; caps, each node's most paths. Raises ValueError, or
     Infeasible where no valid plan exists."""
 
     def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=()):
         most, counts = len(network.stages), (stages_kept, microbatches_per_origin, rounds, swaps)
         whole = all(hasattr(count, "__index__") for count in counts)
         if not whole or min(counts[:3]) < 1 or swaps < 0 or stages_kept > most:
-            raise ValueError(f"stages_kept must be 1 to {most}, microbatches_per_origin and rounds 1 "
-                             f"or more, swaps 0 or more, all whole numbers; got {counts}")
+            raise ValueError(f"stages_kept must be 1 to {most}, microbatches_per_origin and rounds "
+                             f"1 or more, swaps 0 or more, all whole numbers; got {counts}")
         self.network, self.kept = network, stages_kept
         self.each, self.rounds = microbatches_per_origin, rounds
         self.swaps, self.dead = swaps, frozenset(plain(dead))
-        unknown = self.dead - set(range(len(network.compute)))
+        unknown = [*self.dead.difference(range(len(network.compute)))]
         if unknown:
-            raise ValueError(f"dead: {[*unknown]} are no nodes of a network of {len(network.compute)}")
+            raise ValueError(f"dead: {unknown} are no nodes of a network of {len(network.compute)}")
         self.stages = without(self.dead, network.stages)
         self.origins = self.stages[0] * self.each
         self.share_out_visits()
@@ -521,14 +472,9 @@ class Problem:
     def cost(self):
         return hop_costs(self.network)
 
-    def shortest_path(self, origin, banned=()):
-        """(seconds, path) of the origin's shortest path off the banned nodes, or None."""
-        stages = without(banned, self.stages)
-        return shortest_path(self.cost, stages, origin, self.kept, self.swaps)
-
     def share_out_visits(self):
-        """A valid plan exists exactly if these visits fit the nodes: deal the stages out in turn and
-        let every path visit its own in ascending order."""
+        """Set visits, spare and caps. A valid plan exists exactly if the visits fit the nodes: deal
+        the stages out in turn and let every path visit its own in ascending order."""
         living = [s for s in range(1, len(self.stages)) if self.stages[s]]
         if not self.stages[0]:
             raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
@@ -537,41 +483,44 @@ class Problem:
         if len(living) < self.kept - 1:
             raise Infeasible(f"CC3 cannot be met: a path visits {self.kept - 1} stages after its "
                              f"origin, living nodes have only {living}")
-        due = len(self.origins) * (self.kept - 1)
-        low, high = fair_share(due, len(living))
-        extra = due - low * len(living)         # so many stages get one visit more
-        self.caps = node_caps(self.network, high, self.dead)
-        fits = {s: sum(self.caps[r] for r in self.stages[s]) for s in living}
+        # Each stage gets low visits, `extra` stages one more.
+        low, extra = divmod(len(self.origins) * (self.kept - 1), max(1, len(living)))
+        high = low + 1 if extra else low
+        self.caps, fits = node_caps(self.network, high, self.dead), {}
+        for s in living:
+            fits[s] = sum(self.caps[r] for r in self.stages[s])
         self.spare = [s for s in living if extra and fits[s] > low]
         if len(self.spare) < extra or min(fits.values(), default=low) < low:
             s = min(fits, key=fits.get)
-            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {high} visits to each stage, "
-                             f"stage {s} (nodes {self.stages[s]}) has room for {fits[s]}")
+            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {high} visits to each "
+                             f"stage, stage {s} (nodes {self.stages[s]}) has room for {fits[s]}")
         self.visits = dict.fromkeys(living, low)
         for s in self.spare[:extra]:
             self.visits[s] += 1
 
 
 class Search:
-    """The paper's search: its problem, its limits, the work done, and the best simulation so far with
-    its paths. Another search overrides `find` and, where it cannot branch, `find_valid`."""
+    """The paper's search: its problem, its limits, the work done, and the best simulation so far
+    with its paths. Other searches override `find`, `over` and `ends`."""
+    ends = False        # whether it comes to an end without seconds and iterations
 
     def __init__(self, problem, seed=0, seconds=None, iterations=None):
         self.problem, self.random = problem, random.Random(f"plan {seed}")
-        self.seconds, self.iterations = limit("seconds", seconds), limit("iterations", iterations)
+        for name, limit in (("seconds", seconds), ("iterations", iterations)):
+            if limit is not None and not 0 <= limit < math.inf:
+                raise ValueError(f"{name} must be a finite number from 0, or None, got {limit}")
+        self.seconds = math.inf if seconds is None else seconds
+        self.iterations = math.inf if iterations is None else iterations
         self.start, self.work = time.perf_counter(), 0
         self.best, self.paths = None, None
-        self.bound = 0.0        # where a makespan is the best there can be
+        self.trips, self.bound = {}, 0.0        # trips: what `best_trip` has found
 
-    def plan(self, bound, collisions=True):
-        """Run the search to its end and return the `Plan`. bound: no plan is faster."""
+    def plan(self, bound):
+        """Run the search to its end and return the `Plan`. bound: seconds; no plan is faster."""
         self.bound = bound
-        if not collisions:
-            self.find_valid()
-        elif self.seconds == self.iterations == math.inf:
+        if self.seconds == self.iterations == math.inf and not self.ends:
             raise ValueError("plan needs an end: give seconds or iterations")
-        else:
-            self.find()
+        self.find()
         best, spent = self.best, time.perf_counter() - self.start
         return Plan(self.paths, best.order, best.makespan, bound, spent, self.work, best)
 
@@ -579,12 +528,6 @@ class Search:
         """Every step of the search in turn, until it is `over`."""
         self.farthest_first()       # first of all, since it cannot fail
         self.conflict_based_search()
-
-    def find_valid(self):
-        """Valid paths, and no more: TC2 is left out."""
-        self.conflict_based_search(limit=5000, collisions=False)
-        if not self.best:
-            self.farthest_first()
 
     def late(self):
         return time.perf_counter() - self.start > self.seconds
@@ -606,8 +549,8 @@ class Search:
 
     def dispatch(self, paths):
         """Simulate first come, first served. Where that runs out of memory and deadlocks, every
-        rank's tasks go in order of depth * microbatch + hop. The larger depth, the fewer microbatches
-        are under way at once, in the end one, so this ends."""
+        rank's tasks go in order of depth * microbatch + hop. The larger depth, the fewer
+        microbatches are under way at once, in the end one, so this ends."""
         result, depth = self.simulate(paths), 1
         while result is None:
             depth *= 2
@@ -620,29 +563,58 @@ class Search:
             result = self.simulate(paths, order)
         return result
 
-    def conflict_based_search(self, limit=math.inf, collisions=True):
-        """The paper's method: every microbatch on its own shortest path, then one conflict after the
-        other resolved by branching: which microbatch keeps off? Ends after `limit` paths and
-        simulations, or without TC2 at the first valid paths."""
-        tree, limit = ConflictTree(self), limit + self.work
-        tree.grow((frozenset(),) * len(self.problem.origins))
-        while tree.heap and self.work < limit and not self.over():
-            if self.best and not collisions:
-                break
-            bans, children = tree.pop()
+    def conflict_based_search(self, limit=math.inf):
+        """The paper's method: every microbatch on its own shortest path, then one conflict after
+        the other resolved by branching: which microbatch keeps off? Ends after `limit` paths and
+        simulations. A branch holds its bans: for each microbatch the nodes that it keeps off."""
+        limit += self.work
+        tree, seen = [], set()      # a heap of branches; the bans of all
+        self.grow(tree, seen, (frozenset(),) * len(self.problem.origins))
+        while tree and self.work < limit and not self.over():
+            _, _, bans, children = heapq.heappop(tree)
             for u, nodes in children:
                 if self.late():
                     break
-                tree.grow((*bans[:u], bans[u] | frozenset(nodes), *bans[u + 1:]))
+                self.grow(tree, seen, (*bans[:u], bans[u] | frozenset(nodes), *bans[u + 1:]))
+
+    def grow(self, tree, seen, bans):
+        """Add the branch with these bans, unless it is known or leaves a microbatch no path. Its
+        conflict is the first of: an over-full stage (CC3), an over-full node (TC1), a time overlap
+        (TC2). Each child keeps one of the microbatches involved off the stage or the node."""
+        problem = self.problem
+        trips = [self.best_trip(o, banned) for o, banned in zip(problem.origins, bans)]
+        if bans in seen or not all(trips):
+            return
+        seen.add(bans)
+        self.work += 1
+        paths, network = [path for _, path in trips], problem.network
+        conflicts = [*cc3(network, paths, problem.dead), *tc1(network, paths, problem.caps)]
+        excess, (seconds, _) = sum([v.excess for v in conflicts]), max(trips)
+        if not conflicts:
+            result = self.dispatch(paths)
+            seconds = result.makespan
+            conflicts = [v for v in tc2(network, paths, result) if v.bans]
+        children = conflicts[0].bans if conflicts else []
+        # Of equal excess the deepest branch comes first (ours; the paper's order is best first): a
+        # full network shifts its last conflict about, and breadth would try all permutations. Then
+        # the shortest iteration, for which the longest trip stands while paths are not valid.
+        rank = excess, -sum(map(len, bans)), seconds, sum([trip for trip, _ in trips])
+        heapq.heappush(tree, (rank, len(seen), bans, children))
+
+    def best_trip(self, origin, banned=frozenset()):
+        """(seconds, path) of the origin's shortest path off the banned nodes, or None."""
+        if (origin, banned) not in self.trips:
+            problem, stages = self.problem, without(banned, self.problem.stages)
+            found = shortest_path(problem.cost, stages, origin, problem.kept, problem.swaps)
+            self.trips[origin, banned] = found
+        return self.trips[origin, banned]
 
     def fill(self, paths, visits, trip, costs=None, noise=0.0):
         """Plan the missing paths (None), so that each stage gets `visits` more. Never a dead end: a
-        stage due for all that are left is a must.
-
-        The origin with the longest trip comes first: its path is the longest part of the iteration,
-        and the other paths have slack to give way. costs(): for each path anew, the costs of the hops
-        (default: `hop_costs`). noise: how far the order of planning is shuffled.
-        """
+        stage due for all that are left is a must. The origin with the longest trip (seconds) comes
+        first: its path is the longest part of the iteration, and the other paths have slack to give
+        way. costs(): for each path anew, the costs of the hops (default: `hop_costs`). noise: how
+        far the order of planning is shuffled."""
         problem, stage_of = self.problem, self.problem.network.stage_of
         paths, visits = list(paths), dict(visits)
         room, todo = list(problem.caps), []
@@ -656,72 +628,27 @@ class Search:
         for planned, (_, u, origin) in enumerate(sorted(todo)):
             must = tuple([s for s, due in visits.items() if due == len(todo) - planned])
             closed = frozenset([r for r in nodes if room[r] <= 0 or not visits.get(stage_of[r])])
-            choice = (origin, closed, must)
+            choice = origin, closed, must
             if costs or choice not in known:
-                cost, stages = costs() if costs else problem.cost, without(closed, problem.stages)
-                known[choice] = shortest_path(cost, stages, origin, problem.kept, problem.swaps, must)
-            _, paths[u] = known[choice]
+                cost, open_ = costs() if costs else problem.cost, without(closed, problem.stages)
+                found = shortest_path(cost, open_, origin, problem.kept, problem.swaps, must)
+                known[choice] = found[1]
+            paths[u] = known[choice]
             self.work += 1
             for r in paths[u][1:]:
                 room[r] -= 1
                 visits[stage_of[r]] -= 1
         return paths
 
-    @cached_property
-    def trip(self):
-        """{origin: seconds of its shortest path}"""
-        return {o: self.problem.shortest_path(o)[0] for o in self.problem.stages[0]}
-
     def farthest_first(self):
         """All paths in one sweep: a valid plan in milliseconds, however large the network."""
-        paths = self.fill([None] * len(self.problem.origins), self.problem.visits, self.trip)
+        trip = {o: self.best_trip(o)[0] for o in self.problem.stages[0]}
+        paths = self.fill([None] * len(self.problem.origins), self.problem.visits, trip)
         self.dispatch(paths)
         return paths
 
 
-class ConflictTree:
-    """The branches of the conflict-based search, a heap. A branch holds its bans, which are for each
-    microbatch the nodes that it keeps off, and its conflict: the first of an over-full stage (CC3), an
-    over-full node (TC1) and a time overlap (TC2). Each child bans one of the microbatches involved
-    from the stage or the node."""
-
-    def __init__(self, search):
-        self.search, self.problem = search, search.problem
-        self.heap, self.seen = [], set()
-        self.trips = {}         # {(origin, banned nodes): (seconds, path), or None}
-
-    def pop(self):
-        """(bans, children) of the branch of least rank. children: pairs of a microbatch and nodes."""
-        _, _, bans, children = heapq.heappop(self.heap)
-        return bans, children
-
-    def grow(self, bans):
-        """Add the branch with these bans, unless it is known or leaves a microbatch no path."""
-        for key in zip(self.problem.origins, bans):
-            if key not in self.trips:
-                self.trips[key] = self.problem.shortest_path(*key)
-        trips = [self.trips[key] for key in zip(self.problem.origins, bans)]
-        if bans in self.seen or not all(trips):
-            return
-        self.seen.add(bans)
-        self.search.work += 1
-        paths, network = [path for _, path in trips], self.problem.network
-        conflicts = [*cc3(network, paths, self.problem.dead), *tc1(network, paths, self.problem.caps)]
-        excess, (seconds, _) = sum(v.excess for v in conflicts), max(trips)
-        if not conflicts:
-            result = self.search.dispatch(paths)
-            seconds = result.makespan
-            conflicts = [v for v in tc2(network, paths, result) if v.bans]
-        children = conflicts[0].bans if conflicts else []
-        # Of equal excess the deepest branch comes first (ours; the paper's order is best first): a
-        # full network shifts its last conflict about, and breadth would try all permutations. Then
-        # the shortest iteration, for which the longest trip stands while paths are not valid.
-        rank = excess, -sum(map(len, bans)), seconds, sum(trip for trip, _ in trips)
-        heapq.heappush(self.heap, (rank, len(self.seen), bans, children))
-
-
 # ---- how good can a plan be
-
 
 def one_machine(tasks, chains):
     """A lower bound of the seconds that one machine needs for `chains` equal chains of tasks: the
@@ -732,21 +659,19 @@ def one_machine(tasks, chains):
 
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(),
                 machine=one_machine, origins=None):
-    """Seconds below which no plan can come, whatever its paths and order: each case only drops rules.
+    """Seconds below which no plan can come, whatever its paths and order: each case drops rules.
 
     Take one origin alone. What remains of its microbatches is forward, loss and backward on the
-    origin itself, with at least the shortest way out and the shortest way back between them (each the
-    minimum over all paths that CC1 and CC2 allow). At most `lanes` of them are under way at once: as
-    many as it has paths, or memory for. So they form `lanes` chains, each microbatch beginning after
-    the one before it in its chain has ended, and the longest chain has at least q =
-    ceil(microbatches / lanes).
+    origin itself, with at least the shortest way out and the shortest way back between them (each
+    the minimum over all paths that CC1 and CC2 allow). At most `lanes` of them are under way at
+    once: as many as it has paths, or memory for. So they form `lanes` chains, each microbatch
+    beginning after the one before it in its chain has ended, and the longest has at least q, the
+    microbatches / lanes rounded up.
 
-    Case 1: no chain is longer. Then at least microbatches - lanes (q - 1) chains have q microbatches,
-    and machine(tasks, chains) bounds the time of these alone (planning/bound.py's is tighter).
-    Case 2: a chain has q + 1, which alone takes its time. This cannot be where the chains are the
-    paths, of `rounds` each.
-    origins: which to look at, default all.
-    """
+    Case 1: no chain is longer. Then at least microbatches - lanes (q - 1) chains have q, and
+    machine(tasks, chains) bounds the time of these alone (planning/bound.py's is tighter). Case 2:
+    a chain has q + 1, which alone takes its time. This cannot be where the chains are the paths, of
+    `rounds` each. origins: which to look at, default all."""
     stages = Problem(network, stages_kept, microbatches_per_origin, rounds, swaps, dead).stages
     total, pause = microbatches_per_origin * rounds, network.overhead
     there, home = hop_costs(network, 1, 0), hop_costs(network, 0, 1.5)

@@ -5,6 +5,7 @@
     python -m planning --instance mine.json     # {"delay": [[...]], "compute": [...], "stages": [[...]]}
 """
 import json
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from planning.arguments import PlanningParser, make_writable
 from planning.assign import assign_stages
 from planning.instance import published_network, read_instance, spread_network
 from planning.methods import compare, print_paths, print_table
-from skippipe import Problem, Search, limit
+from skippipe import Problem, Search
 
 PATIENCE = 5.0      # seconds; of first plans that take longer, a line says how long
 FEW = 30            # paths per origin, which are planned at once
@@ -43,7 +44,8 @@ OPTIONS = (     # name, type, default, help
 
 
 def read_network(o):
-    """The Network that the options ask for, and the names of its nodes. Raises ValueError or OSError."""
+    """The Network that the options ask for, and the names of its nodes. Raises ValueError or
+    OSError."""
     if o.instance and o.sizes:
         raise ValueError("--instance has stages of its own: leave out --sizes")
     if o.nodes and o.nodes != sum(o.sizes or [0]):
@@ -54,9 +56,10 @@ def read_network(o):
 
 
 def understand(o):
-    """(network, names, (kept, microbatches, rounds)). Raises ValueError or OSError where nothing can be
-    planned or written, so any exception after it is a mistake in this program."""
-    limit("--seconds", o.seconds)
+    """(network, names, (kept, microbatches, rounds)). Raises ValueError or OSError where nothing
+    can be planned or written, so any exception after it is a mistake in this program."""
+    if not 0 <= o.seconds < math.inf:
+        raise ValueError(f"--seconds takes a time from 0, not {o.seconds}")
     network, names = read_network(o)
     kept = o.kept
     if kept is None:
@@ -70,8 +73,8 @@ def understand(o):
 
 
 def first_plans_take(network, work, dead):
-    """About how many seconds the first plans take on this machine, whatever --seconds says. They grow
-    with the number of microbatches, so FEW are planned and timed."""
+    """About how many seconds the first plans take on this machine, whatever --seconds says. They
+    grow with the number of microbatches, so FEW are planned and timed."""
     kept, microbatches, rounds = work
     search = Search(Problem(network, kept, FEW, rounds, dead=dead))
     search.farthest_first()
@@ -80,8 +83,8 @@ def first_plans_take(network, work, dead):
 
 
 def teller(network, work, dead):
-    """What says on stderr which method is planned now; a function that says nothing where the first plans
-    take no longer than PATIENCE."""
+    """What says on stderr which method is planned now; a function that says nothing where the first
+    plans take no longer than PATIENCE."""
     _, microbatches, _ = work
     if microbatches <= FEW:
         return silent

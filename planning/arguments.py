@@ -15,8 +15,8 @@ class PlanningParser(argparse.ArgumentParser):
 
 
 def make_writable(file):
-    """Create the file where it is missing, and its folder. Raises OSError where it cannot be written, so
-    before any work is lost."""
+    """Create the file where it is missing, and its folder. Raises OSError where it cannot be
+    written, so before any work is lost."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a"):
         pass

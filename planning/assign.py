@@ -1,24 +1,24 @@
 """Which node serves which stage."""
 import math
 import random
-import time
 from dataclasses import replace
 
 from planning.regions import WHOLE, cut
-from skippipe import Problem, Search, limit
+from skippipe import Problem, Search
 
 
 def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
                   iterations=None):
     """The network with its nodes dealt to stages of the same sizes, for short iterations.
 
-    More than WHOLE nodes by geography (`regions.cut`). Up to WHOLE nodes by local search: swap two nodes
-    of different stages, and keep the swap if the first plan's iteration gets no longer, or hardly. seconds
-    and iterations (swaps tried) limit the search; the other options are as in `plan`.
-    """
-    seconds, iterations = limit("seconds", seconds), limit("iterations", iterations)
-    if seconds == iterations == math.inf:
+    More than WHOLE nodes by geography (`regions.cut`). Up to WHOLE nodes by local search: swap two
+    nodes of different stages, and keep the swap if the first plan's iteration gets no longer, or
+    hardly. seconds and iterations (swaps tried) limit the search; the other options are as in
+    `plan`."""
+    if seconds is None and iterations is None:
         raise ValueError("assign_stages needs an end: give seconds or iterations")
+    problem = Problem(network, stages_kept, microbatches_per_origin, rounds, swaps)
+    limits = Search(problem, seed, seconds, iterations)         # of which no search is made
     sizes = [len(stage) for stage in network.stages]
     if len(network.delay) > WHOLE:
         stage_of = {}
@@ -33,14 +33,14 @@ def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
         search.farthest_first()
         return search.best.makespan, dealt
 
-    draw, start = random.Random(f"stages {seed}"), time.perf_counter()
+    draw = random.Random(f"stages {seed}")
     stages = []                 # of the first node, the second one, ...
     for s, size in enumerate(sizes):
         stages += [s] * size
     nodes = draw.sample(range(len(stages)), len(stages))
     now = best = score(nodes)
     tried = 0
-    while len(sizes) > 1 and tried < iterations and time.perf_counter() - start < seconds:
+    while len(sizes) > 1 and tried < limits.iterations and not limits.late():
         tried += 1
         i, j = draw.sample(range(len(nodes)), 2)
         other = list(nodes)

@@ -26,8 +26,9 @@ def tighter_one_machine(tasks, chains):
 
 
 def tighter_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
-    """The larger of `skippipe.lower_bound` with the machine above and of `crossing_bound`. Of hundreds of
-    nodes the first looks at the most remote origins only; what it finds is still a bound."""
+    """The larger of `skippipe.lower_bound` with the machine above and of `crossing_bound`. Of
+    hundreds of nodes the first looks at the most remote origins only; what it finds is still a
+    bound."""
     asked = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     living = [o for o in network.stages[0] if o not in dead]
     most = max(1, int(2e6 / len(network.delay) ** 2))
@@ -36,8 +37,8 @@ def tighter_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
 
 
 class Island:
-    """Nodes, and how many visits they may have beyond those due to the origins among them: spare, less
-    than 0 where room lacks."""
+    """Nodes, and how many visits they may have beyond those due to the origins among them: spare,
+    less than 0 where room lacks."""
 
     def __init__(self, nodes, spare):
         self.nodes = nodes

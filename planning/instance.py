@@ -13,8 +13,8 @@ MESSAGE = 4 * 1024 * 1024 * 8       # bytes: fp32, width 1024, 1024 tokens, 8 sa
 
 
 def city_links():
-    """{(a, b): (latency in seconds, bytes per second)} both ways, from published.json; within a city 1 ms
-    and 2 GiB/s (the released figures)."""
+    """{(a, b): (latency in seconds, bytes per second)} both ways, from published.json; within a
+    city 1 ms and 2 GiB/s (the released figures)."""
     links = {(city, city): (0.001, 2 * 2**30) for city in CITIES}
     for i, line in enumerate(DATA["links"]):
         for city, link in zip(CITIES[i + 1:], line.split()):
@@ -37,7 +37,8 @@ def city_delays(names, links, message=MESSAGE):
 
 
 def city_tables(count):
-    """(Mbit/s, milliseconds one way) of nodes in the twelve cities in turn: tables of tools.hosts.Hosts."""
+    """(Mbit/s, milliseconds one way) of nodes in the twelve cities in turn: tables of
+    tools.hosts.Hosts."""
     links = city_links()
     mbit, latency = {(): 0}, {}         # the rate of all other links is that of ()
     for i, j in combinations(range(count), 2):
@@ -47,8 +48,8 @@ def city_tables(count):
 
 
 def published_network(corrected=False):
-    """The published instance: (Network of 20 nodes, their cities). The released table has NL-London 1024
-    times too slow: so it is here, or corrected."""
+    """The published instance: (Network of 20 nodes, their cities). The released table has NL-London
+    1024 times too slow: so it is here, or corrected."""
     names, links = (CITIES * 2)[:20], city_links()
     if not corrected:
         for pair in (("NL", "London"), ("London", "NL")):
@@ -58,7 +59,8 @@ def published_network(corrected=False):
 
 
 def spread_network(sizes):
-    """(Network, cities) of nodes in the twelve cities in turn, sizes[s] of them in stage s in this order."""
+    """(Network, cities) of nodes in the twelve cities in turn, sizes[s] of them in stage s in this
+    order."""
     names = [CITIES[i % len(CITIES)] for i in range(sum(sizes))]
     stages = []
     for s, size in enumerate(sizes):
@@ -68,8 +70,9 @@ def spread_network(sizes):
 
 
 def read_instance(file, stages=None):
-    """(Network, names or None) of a JSON file: an object with delay, compute, stages and what else a Network
-    takes, and names. stages: where the file has none. Raises OSError, or ValueError with one line."""
+    """(Network, names or None) of a JSON file: an object with delay, compute, stages and what else
+    a Network takes, and names. stages: where the file has none. Raises OSError, or ValueError with
+    one line."""
     try:
         data = json.loads(Path(file).read_text())
     except ValueError as error:
@@ -77,6 +80,8 @@ def read_instance(file, stages=None):
     known = {field.name for field in fields(Network)} | {"names"}
     if not isinstance(data, dict) or not {"delay", "compute"} <= set(data) <= known:
         raise ValueError(f"{file}: must hold an object with delay and compute, and only {sorted(known)}")
+    if not isinstance(data["delay"], list):
+        raise ValueError(f"{file}: delay must be a list of rows")
     names = data.pop("names", None)
     data.setdefault("stages", stages)
     try:

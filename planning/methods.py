@@ -10,8 +10,8 @@ DRAWN = 200     # nodes; beyond, a random draw takes minutes
 
 
 def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2, seed=0, dead=()):
-    """DT-FM skip: paths drawn at random, blind to the links, among those that keep to CC1, CC2, CC3 and
-    TC1."""
+    """DT-FM skip: paths drawn at random, blind to the links, among those that keep to CC1, CC2, CC3
+    and TC1."""
     problem = Problem(network, stages_kept, microbatches_per_origin, 1, swaps, dead)
     search = Search(problem, seed)
     nodes = range(len(network.compute))
@@ -30,10 +30,9 @@ def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds
             tell=lambda method: None):
     """Plan with each method, on equal work. Returns (rows, the SkipPipe Plan).
 
-    A row: method, microbatches, seconds, planning (s). seconds: limit of the whole, each method's first
-    plan excepted. Up to a quarter goes to the random draws, which are left out beyond DRAWN nodes, and as
-    much to SkipPipe without TC2. tell(method) is called as each begins.
-    """
+    A row: method, microbatches, seconds, planning (s). seconds: limit of the whole, each method's
+    first plan excepted. Up to a quarter goes to the random draws, which are left out beyond DRAWN
+    nodes, and as much to SkipPipe without TC2. tell(method) is called as each begins."""
     start, work = time.perf_counter(), (kept, microbatches_per_origin, rounds)
 
     def left():
@@ -69,9 +68,8 @@ def full_pipeline(network, microbatches, dead):
 def random_draws(network, work, dead, late):
     """The row of the median of up to 25 random draws: a list, empty beyond DRAWN nodes.
 
-    On the published instance random paths get the faulty link corrected, or they take its 132 s most of
-    the time. late(): whether this draw is the last one.
-    """
+    On the published instance random paths get the faulty link corrected, or they take its 132 s
+    most of the time. late(): whether this draw is the last one."""
     if len(network.delay) > DRAWN:
         return []
     kept, each, rounds = work

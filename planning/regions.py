@@ -25,11 +25,10 @@ def evenly_mixed(counts):
 def cut(delay, sizes, stage_of=None):
     """Cut the nodes into regions, each a dict {node: stage}.
 
-    The first region begins with the most remote node, each later one with the node nearest to the region
-    before. It takes the nodes nearest to that one: as few as hold every stage, or a few more where they
-    would strand some nodes nearby. sizes: nodes in each stage. stage_of: {node: stage} as it is to be;
-    None: a region's nodes take stages in turn.
-    """
+    The first region begins with the most remote node, each later one with the node nearest to the
+    region before. It takes the nodes nearest to that one: as few as hold every stage, or a few more
+    where they would strand some nodes nearby. sizes: nodes in each stage. stage_of: {node: stage}
+    as it is to be; None: a region's nodes take stages in turn."""
     def apart(i, j):
         return delay[i][j] + delay[j][i]
 
@@ -60,8 +59,8 @@ def cut(delay, sizes, stage_of=None):
 def origins_here(distances, origins, each, least):
     """How many of the origins that are left the next region has, at least `least`.
 
-    distances: of the nodes that are left from the region's first, ascending. each: nodes for each origin.
-    """
+    distances: of the nodes that are left from the region's first, ascending. each: nodes for each
+    origin."""
     reach = 1.1 * distances[round(least * each) - 1]
     nearby = sum(distance <= reach for distance in distances)
     here = math.ceil(nearby / each - 1e-9)
@@ -72,8 +71,8 @@ def origins_here(distances, origins, each, least):
 
 
 def take_nodes(nearest, due, stage_of):
-    """{node: stage} of the first nodes that fill {stage: nodes due}. stage_of None: the first nodes take
-    these stages in turn."""
+    """{node: stage} of the first nodes that fill {stage: nodes due}. stage_of None: the first nodes
+    take these stages in turn."""
     if stage_of is None:
         return dict(zip(nearest, evenly_mixed(due)))
     left, region = Counter(due), {}
@@ -86,8 +85,8 @@ def take_nodes(nearest, due, stage_of):
 
 
 def problem_within(problem, nodes, visits):
-    """The problem for the origins among these nodes: all other nodes are dead to it. visits: what the
-    whole leaves to it of each stage."""
+    """The problem for the origins among these nodes: all other nodes are dead to it. visits: what
+    the whole leaves to it of each stage."""
     part = copy(problem)
     part.cost = problem.cost            # found once for all regions
     part.dead = problem.dead | set(range(len(problem.caps))) - nodes
@@ -101,9 +100,8 @@ def problem_within(problem, nodes, visits):
 class Region:
     """The large neighbourhood search among some nodes of the network of `whole`, a RegionSearch.
 
-    First come, first served, since an order of the whole would take a simulation of the whole. It has no
-    conflict-based search, since CC3 holds for the whole and not in a region.
-    """
+    First come, first served, since an order of the whole would take a simulation of the whole. It
+    has no conflict-based search, since CC3 holds for the whole and not in a region."""
 
     def __init__(self, whole, nodes, visits):
         problem = problem_within(whole.problem, nodes, visits)
@@ -137,10 +135,6 @@ class RegionSearch(Search):
             self.work = sum(region.search.work for region in regions)
         self.join(regions)
 
-    def find_valid(self):
-        """The regions' first plans."""
-        self.join(self.plan_regions())
-
     def plan_regions(self):
         """The regions, each with its first plan."""
         network = self.problem.network
@@ -156,8 +150,8 @@ class RegionSearch(Search):
         return regions
 
     def share_out(self, parts):
-        """The visits that each region's paths make to each stage, which are `problem.visits` together.
-        None where a region has no living origin, or no room was found for a visit."""
+        """The visits that each region's paths make to each stage, which are `problem.visits`
+        together. None where a region has no living origin, or no room was found for a visit."""
         rooms = [self.most_visits(nodes) for nodes in parts]
         left = dict(self.problem.visits)
         found = []
@@ -200,12 +194,21 @@ class RegionSearch(Search):
         self.dispatch(in_turn(paths, self.problem.stages[0]))
 
 
-def around(plan, network, kept, each, rounds, seed, dead):
-    """(paths, order) of the plan now that nodes are dead, or their compute is another, mended node by node.
+class FirstPlansOfRegions(RegionSearch):
+    """For a plan without TC2: the regions' first plans, together."""
+    ends = True
 
-    plan: dict(paths of all rounds, makespan, network: a Network's fields). None where all paths must be
-    planned anew: if `mend` finds no region, or no plan that is valid and at most 5% longer.
-    """
+    def find(self):
+        self.join(self.plan_regions())
+
+
+def around(plan, network, kept, each, rounds, seed, dead):
+    """(paths, order) of the plan now that nodes are dead, or their compute is another, mended node
+    by node.
+
+    plan: dict(paths of all rounds, makespan, network: a Network's fields). None where all paths
+    must be planned anew: if `mend` finds no region, or no plan that is valid and at most 5%
+    longer."""
     work = (kept, each, rounds, 2)
     paths = [tuple(path) for path in plan["paths"][:len(plan["paths"]) // rounds]]
     before = plan["network"]["compute"]
@@ -224,12 +227,12 @@ def around(plan, network, kept, each, rounds, seed, dead):
 
 
 def mend(node, paths, whole, most=1500):
-    """The paths, but those of the region around this node are planned anew: the search `whole` has its state.
+    """The paths, but those of the region around this node are planned anew: the search `whole` has
+    its state.
 
-    The region is the idle nodes and the groups (`groups_of`) nearest to the node, as few as have room for
-    the visits that CC3 leaves to them. It is searched until it is no slower than the other paths, or has
-    tried `most` plans. Raises ValueError if no path stays.
-    """
+    The region is the idle nodes and the groups (`groups_of`) nearest to the node, as few as have
+    room for the visits that CC3 leaves to them. It is searched until it is no slower than the other
+    paths, or has tried `most` plans. Raises ValueError if no path stays."""
     network, groups = whole.problem.network, groups_of(paths)
     region = set(range(len(network.compute))) - set(groups)
 
@@ -257,7 +260,8 @@ def mend(node, paths, whole, most=1500):
 
 
 def groups_of(paths):
-    """{node: the nodes of its group}: nodes on one path are a group, and so are groups that share a node."""
+    """{node: the nodes of its group}: nodes on one path are a group, and so are groups that share a
+    node."""
     groups = {}
     for path in paths:
         nodes = set(path)
@@ -268,7 +272,8 @@ def groups_of(paths):
 
 
 def in_turn(paths, origins):
-    """The paths in the order in which a plan lists them: first one of each origin, then the next one."""
+    """The paths in the order in which a plan lists them: first one of each origin, then the next
+    one."""
     columns = []
     for origin in origins:
         columns.append([path for path in paths if path[0] == origin])

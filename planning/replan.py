@@ -17,8 +17,8 @@ NOISE = 1.1     # a rank whose tasks take up to so many times as long, or as sho
 class TimedBackwards:
     """Before train.Pipeline among the bases of a class: the pipeline times its backward tasks.
 
-    They are most of a rank's work, and the rank does as many of them as of forwards, whatever the paths.
-    """
+    They are most of a rank's work, and the rank does as many of them as of forwards, whatever the
+    paths."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -35,8 +35,8 @@ class TimedBackwards:
         return out
 
     def slower(self):
-        """How many times longer than at first this rank's backwards took since the last look. Changes within
-        NOISE do not count."""
+        """How many times longer than at first this rank's backwards took since the last look.
+        Changes within NOISE do not count."""
         if self.times:
             self.usual = self.usual or median(self.times[:MANY])
             factor = median(self.times[-MANY:]) / self.usual
@@ -52,7 +52,8 @@ class Replanning:
     factors = None          # of all ranks, at the last look
 
     def renew(self, step):
-        """At an evaluation, on every rank: another plan where one is shorter by more than --replan."""
+        """At an evaluation, on every rank: another plan where one is shorter by more than
+        --replan."""
         factors = [float(x) for x in self.job.share(f"factor/{step}", self.pipeline.slower())]
         if factors == (self.factors or [1.0] * len(factors)):       # the plan stays
             return
@@ -62,7 +63,8 @@ class Replanning:
             self.job.say(idle(new, self.job.world))
 
     def better(self, factors, step):
-        """On rank 0: a plan for the network as it is now, or None where the plan in force will do."""
+        """On rank 0: a plan for the network as it is now, or None where the plan in force will
+        do."""
         o, plan = self.o, self.plan
         network = replace(self.network, compute=[w * x for w, x in zip(self.network.compute, factors)])
         now = simulate(network, plan["paths"], order=plan["order"]).makespan

@@ -24,9 +24,8 @@ def shares(paths, stages):
 def with_stages_missing(rho, there):
     """What takes rho's place where only so many of the stages run, stage 0 among them.
 
-    Each adds more, so that on average over the choices of stages the sum is what it was in training; but
-    none adds more than it has learnt.
-    """
+    Each adds more, so that on average over the choices of stages the sum is what it was in
+    training; but none adds more than it has learnt."""
     later = sum(share > 0 for share in rho) - 1
     more = max(1.0, later / max(1, there - 1))
     return [min(1.0, share * more) for share in rho]

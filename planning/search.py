@@ -5,6 +5,7 @@ On the published instance the paper's search ends at 33.31 s, as published; this
 `bound.tighter_bound` proves to be the optimum.
 """
 from collections import Counter
+from functools import cached_property
 
 from tqdm import tqdm
 
@@ -14,25 +15,45 @@ from skippipe import Problem, Search
 
 def shorter_plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0,
                  *, iterations=None, dead=(), collisions=True):
-    """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached. More than
-    `regions.WHOLE` nodes are planned in regions. On a terminal tqdm counts the turns after 3 s."""
-    from planning.regions import WHOLE, RegionSearch        # which builds on this file
+    """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached.
+    More than `regions.WHOLE` nodes are planned in regions. On a terminal tqdm counts the turns
+    after 3 s. collisions=False: the paper's search without TC2, in regions their first plans."""
+    from planning.regions import WHOLE, FirstPlansOfRegions, RegionSearch      # which build on this file
     asked = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    problem = Problem(*asked)
     if len(network.delay) <= WHOLE:
-        search = NeighbourhoodSearch(problem, seed, seconds, iterations)
+        kind = NeighbourhoodSearch if collisions else SearchWithoutTC2
     else:
-        search = RegionSearch(problem, seed, seconds, iterations)
-    return search.plan(tighter_bound(*asked), collisions)
+        kind = RegionSearch if collisions else FirstPlansOfRegions
+    return kind(Problem(*asked), seed, seconds, iterations).plan(tighter_bound(*asked))
+
+
+class SearchWithoutTC2(Search):
+    """The paper's search, which is over at the first valid paths."""
+    ends = True
+
+    def find(self):
+        self.conflict_based_search(limit=5000)
+        if not self.best:
+            self.farthest_first()
+
+    def over(self):
+        return self.best is not None or super().over()
 
 
 def turns_of(search):
-    """An item for each turn of the search, until it is over. On a terminal tqdm counts them after 3 s."""
+    """An item for each turn of the search, until it is over. On a terminal tqdm counts them after 3
+    s."""
     return tqdm(iter(search.over, True), "planning", delay=3, disable=None, unit="turn")
 
 
 class NeighbourhoodSearch(Search):
-    """The paper's search, then two of ours in turns until the time is up or the bound is reached."""
+    """The paper's search, then two of ours in turns until the time is up or the bound is
+    reached."""
+
+    @cached_property
+    def trip(self):
+        """{origin: seconds of its shortest path}"""
+        return {o: self.best_trip(o)[0] for o in self.problem.stages[0]}
 
     def find(self):
         walk = self.farthest_first()        # the paths that the large neighbourhood search goes on from
@@ -43,11 +64,10 @@ class NeighbourhoodSearch(Search):
             walk = self.large_neighbourhood_search(walk, steps=200)
 
     def reorder(self, paths, steps):
-        """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path can
-        shorten the iteration, for whatever keeps to that chain of tasks, each starting when the one
-        before lets it, is as long. First-come-first-served cannot let a node wait for a task that is
-        about to arrive; this can.
-        """
+        """Ordered dispatch: swap two neighbours in a node's order. Only swaps on the critical path
+        can shorten the iteration, for whatever keeps to that chain of tasks, each starting when the
+        one before lets it, is as long. First-come-first-served cannot let a node wait for a task
+        that is about to arrive; this can."""
         result = self.best if paths == self.paths else self.dispatch(paths)
         for _ in range(steps):
             swaps = critical_swaps(paths, result)
@@ -61,11 +81,10 @@ class NeighbourhoodSearch(Search):
                 result = new
 
     def large_neighbourhood_search(self, paths, steps):
-        """Take a few paths out, often the last to come home among them, and plan them anew on somewhat
-        random costs; go on from there unless the iteration gets clearly longer. One step untangles what
-        conflict-based search, one ban at a time, must branch over again and again. Returns the paths it
-        ended on.
-        """
+        """Take a few paths out, often the last to come home among them, and plan them anew on
+        somewhat random costs; go on from there unless the iteration gets clearly longer. One step
+        untangles what conflict-based search, one ban at a time, must branch over again and again.
+        Returns the paths it ended on."""
         result = self.dispatch(paths)
         for _ in range(steps):
             if self.over():
@@ -88,7 +107,8 @@ class NeighbourhoodSearch(Search):
         return out
 
     def noisy_cost(self):
-        """The costs of the hops between the living nodes, each with as much noise as is drawn now."""
+        """The costs of the hops between the living nodes, each with as much noise as is drawn
+        now."""
         draw = self.random.random
         scale = 0.3 * draw() ** 4 * max(self.trip.values())
         nodes = [r for stage in self.problem.stages for r in stage]
@@ -99,8 +119,8 @@ class NeighbourhoodSearch(Search):
         return cost
 
     def visits_of(self, paths, out):
-        """{stage: visits} that the paths in `out` are to make: those that they made. CC3 leaves open which
-        stages get one visit more, so now and then that changes."""
+        """{stage: visits} that the paths in `out` are to make: those that they made. CC3 leaves
+        open which stages get one visit more, so now and then that changes."""
         seen, gone = Counter(), Counter()
         for u, path in enumerate(paths):
             stages = [self.problem.network.stage_of[r] for r in path]
@@ -118,7 +138,8 @@ class NeighbourhoodSearch(Search):
         return visits
 
     def leeway(self, power):
-        """By how many seconds a step may be worse: up to a tenth of the iteration, mostly far less."""
+        """By how many seconds a step may be worse: up to a tenth of the iteration, mostly far
+        less."""
         return 0.1 * self.random.random() ** power * self.best.makespan
 
 
@@ -128,9 +149,9 @@ def last_home(result):
 
 
 def critical_swaps(paths, result):
-    """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on the
-    critical path, which is walked back from the last task: to the task that the node ran before if that
-    kept it waiting, else to the hop before."""
+    """(rank, i): the tasks i and i + 1 of a rank's order that follow each other without a pause on
+    the critical path, which is walked back from the last task: to the task that the node ran before
+    if that kept it waiting, else to the hop before."""
     place = {}          # {(microbatch, hop): (rank, its place in the rank's order)}
     for rank, tasks in enumerate(result.order):
         for i, task in enumerate(tasks):

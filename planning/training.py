@@ -45,17 +45,16 @@ def living(stages, dead):
 
 
 def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None):
-    """An iteration's plan: dict(paths (of all rounds), order (every rank's tasks), makespan (simulated
-    seconds), network (the fields of the Network it is for), planned (anew, or in regions: only where
-    something has changed since `before`)), which JSON can hold.
+    """An iteration's plan: dict(paths (of all rounds), order (every rank's tasks), makespan
+    (simulated seconds), network (the fields of the Network it is for), planned (anew, or in
+    regions: only where something has changed since `before`)), which JSON can hold.
 
-    routing: a key of PLANNERS. skip: the share of the stages that a path leaves out. microbatches: per
-    origin; it sends as many at once as nodes hold, the rest in further rounds where that divides. dead:
-    ranks that are not there; the living may have less room, so then paths become shorter where they
-    must. before: a plan without the dead, or for other compute times. With more than `regions.WHOLE`
-    ranks only the regions that have changed since are planned anew (`regions.around`). Raises BadInput
-    where there is no plan.
-    """
+    routing: a key of PLANNERS. skip: the share of the stages that a path leaves out. microbatches:
+    per origin; it sends as many at once as nodes hold, the rest in further rounds where that
+    divides. dead: ranks that are not there; the living may have less room, so then paths become
+    shorter where they must. before: a plan without the dead, or for other compute times. With more
+    than `regions.WHOLE` ranks only the regions that have changed since are planned anew
+    (`regions.around`). Raises BadInput where there is no plan."""
     rounds = rounds_of(microbatches, min(network.memory))
     kept = min(round((1 - skip) * len(network.stages)), len(living(network.stages, dead)))
     while True:
@@ -68,7 +67,8 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None)
 
 
 def rounds_of(microbatches, memory):
-    """The fewest rounds of equally many microbatches that fit into a node's memory; 1 if none do."""
+    """The fewest rounds of equally many microbatches that fit into a node's memory; 1 if none
+    do."""
     for rounds in range(1, microbatches):
         if microbatches % rounds == 0 and microbatches // rounds <= memory:
             return rounds
@@ -76,7 +76,8 @@ def rounds_of(microbatches, memory):
 
 
 def plan_kept(network, routing, kept, each, rounds, seed, dead, before):
-    """As `plan_paths`, for paths of `kept` stages. Raises Infeasible or Deadlock where there is no plan."""
+    """As `plan_paths`, for paths of `kept` stages. Raises Infeasible or Deadlock where there is no
+    plan."""
     work = (kept, each, rounds)
     found = None
     if before and routing == "skippipe" and len(network.delay) > WHOLE:
@@ -102,8 +103,8 @@ def idle(plan, world):
 
 
 def read_links(file, stages):
-    """The Network in a JSON file (`planning.instance.read_instance`; stages default to this run's), its nodes
-    in the order of this run's ranks. Raises BadInput."""
+    """The Network in a JSON file (`planning.instance.read_instance`; stages default to this run's),
+    its nodes in the order of this run's ranks. Raises BadInput."""
     try:
         network, _ = read_instance(file, stages)
     except (OSError, ValueError) as error:
@@ -122,13 +123,13 @@ def read_links(file, stages):
 
 
 def measure(pipeline, stages, job):
-    """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages (no
-    path joins others), and compute[i], seconds of one microbatch's forward on each rank while all compute;
-    medians of 5. None, None on the other ranks.
+    """On rank 0: delay[i][j], seconds of one message between every two ranks of different stages
+    (no path joins others), and compute[i], seconds of one microbatch's forward on each rank while
+    all compute; medians of 5. None, None on the other ranks.
 
-    N ranks take N turns. In turn t ranks i and j meet if i + j = t modulo N, up to N / 2 pairs at once. Each
-    rank sends 6 messages in a turn. So the time grows as N and all messages together as N^2, 6 N (N - 1).
-    """
+    N ranks take N turns. In turn t ranks i and j meet if i + j = t modulo N, up to N / 2 pairs at
+    once. Each rank sends 6 messages in a turn. So the time grows as N and all messages together as
+    N^2, 6 N (N - 1)."""
     message = torch.zeros(pipeline.message_shape, dtype=pipeline.dtype, device=pipeline.device)
     sent = pipeline.bytes_sent
     own = next(stage for stage in stages if job.rank in stage)
@@ -171,8 +172,7 @@ def median_seconds(work, device):
 def clock(device):
     """Seconds, once a GPU has done this stream's work: the host runs ahead of it.
 
-    The other streams may hold receives that NCCL has posted ahead, which end later.
-    """
+    The other streams may hold receives that NCCL has posted ahead, which end later."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
