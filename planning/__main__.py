@@ -1,8 +1,8 @@
 """Plan SkipPipe's paths; without options for the published instance.
 
-    python -m planning                                                # a table, and the paths
-    python -m planning --sizes 7,5,5,5,5,5,5,5 --kept 6               # 42 nodes in the same cities
-    python -m planning --instance mine.json     # {"delay": [[...]], "compute": [...], "stages": [[...]]}
+    python -m planning                                          # a table, and the paths
+    python -m planning --sizes 7,5,5,5,5,5,5,5 --kept 6         # 42 nodes in the same cities
+    python -m planning --instance mine.json                     # your own delay, compute and stages
 """
 import json
 import math
@@ -26,18 +26,22 @@ def numbers(text):
 
 
 OPTIONS = (     # name, type, default, help
-    ("instance", str, None, "JSON file with delay and compute (s) and stages: a network of your own"),
-    ("sizes", numbers, None, "nodes in each stage, e.g. 7,5,5: in the published cities, assigned by "
-                             "search"),
+    ("instance", str, None,
+     "JSON file with delay and compute (s) and stages: a network of your own"),
+    ("sizes", numbers, None,
+     "nodes in each stage, e.g. 7,5,5: in the published cities, assigned by search"),
     ("nodes", int, None, "how many nodes there are: as many as --sizes adds up to"),
-    ("kept", int, None, "stages that a microbatch visits, the first included (default: two thirds)"),
-    ("microbatches", int, 3, "paths per origin: an iteration has origins x paths x rounds microbatches"),
-    ("rounds", int, 2, "microbatches that go down each path, one after the other: two, as in the "
-                       "published instance; the functions have one"),
-    ("dead", numbers, [], "nodes that are not there, e.g. 5,17; dead origins take their microbatches "
-                          "along"),
-    ("seconds", float, 10.0, "limit of the planning, first plans excepted; of the assignment (--sizes) "
-                             "too"),
+    ("kept", int, None,
+     "stages that a microbatch visits, the first included (default: two thirds)"),
+    ("microbatches", int, 3,
+     "paths per origin: an iteration has origins x paths x rounds microbatches"),
+    ("rounds", int, 2,
+     "microbatches that go down each path in turn: 2 as in the published instance, where the "
+     "function skippipe.plan has 1"),
+    ("dead", numbers, [],
+     "nodes that are not there, e.g. 5,17; dead origins take their microbatches along"),
+    ("seconds", float, 10.0,
+     "limit of the planning, first plans excepted; of the assignment (--sizes) too"),
     ("results", str, "runs/skippipe.json", "numbers, paths and order of dispatch; '' for none"),
     ("save", str, "", "write the network to this file, in the form of --instance"),
 )
@@ -49,7 +53,8 @@ def read_network(o):
     if o.instance and o.sizes:
         raise ValueError("--instance has stages of its own: leave out --sizes")
     if o.nodes and o.nodes != sum(o.sizes or [0]):
-        raise ValueError(f"--nodes {o.nodes}: give --sizes that add up to as many (42: 7,5,5,5,5,5,5,5)")
+        raise ValueError(f"--nodes {o.nodes}: give --sizes that add up to as many "
+                         "(42: 7,5,5,5,5,5,5,5)")
     if o.instance:
         return read_instance(o.instance)
     return spread_network(o.sizes) if o.sizes else published_network()
@@ -95,16 +100,19 @@ def teller(network, work, dead):
 
     def tell(method):
         after = time.perf_counter() - start
-        print(f"after {after:.0f} of about {seconds:.0f} s: planning {method}", file=sys.stderr, flush=True)
+        complain(f"after {after:.0f} of about {seconds:.0f} s: planning {method}")
 
-    print(f"{microbatches} paths per origin: the first plans take about {seconds:.0f} s here, and --seconds "
-          "limits only what comes after them; fewer --microbatches are planned sooner", file=sys.stderr,
-          flush=True)
+    complain(f"{microbatches} paths per origin: the first plans take about {seconds:.0f} s here, "
+             "and --seconds limits only what comes after them; fewer --microbatches take less")
     return tell
 
 
 def silent(method):
     pass
+
+
+def complain(line):
+    print(line, file=sys.stderr, flush=True)
 
 
 def run(o, network, names, work):
@@ -114,7 +122,8 @@ def run(o, network, names, work):
     print_table(network, work, o.dead, rows, found.bound)
     print_paths(network, names, found.paths, o.dead)
     results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows,
-                   stages=network.stages, names=names, rounds=o.rounds, paths=found.paths, order=found.order)
+                   stages=network.stages, names=names, rounds=o.rounds, paths=found.paths,
+                   order=found.order)
     instance = dict(asdict(network), names=names)
     for file, data in ((o.results, results), (o.save, instance)):
         if file:

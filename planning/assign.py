@@ -7,8 +7,8 @@ from planning.regions import WHOLE, cut
 from skippipe import Problem, Search
 
 
-def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
-                  iterations=None):
+def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0,
+                  seed=0, *, iterations=None):
     """The network with its nodes dealt to stages of the same sizes, for short iterations.
 
     More than WHOLE nodes by geography (`regions.cut`). Up to WHOLE nodes by local search: swap two

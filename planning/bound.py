@@ -5,16 +5,16 @@ from skippipe import Problem, lower_bound
 
 
 def tighter_one_machine(tasks, chains):
-    """As `skippipe.one_machine`, and tighter: the largest bound that tasks i to j give, over all i <= j.
+    """As `skippipe.one_machine`, and tighter: the largest bound that tasks i to j give, for i <= j.
 
     1. No chain's task i starts before that chain's tasks 0 to i - 1 and their waits are over.
     2. From then on the machine does tasks i to j of every chain, one at a time.
-    3. The last of these to end is some chain's task j, since chains run in order. Its chain must then
-       still wait for task j's message and run its tasks after j.
+    3. The last of these to end is some chain's task j, since chains run in order. Its chain must
+       then still wait for task j's message and run its tasks after j.
 
     The sum of the three is a bound. On the published instance the largest one is exact.
     """
-    busy = [0.0, *accumulate(seconds for seconds, _ in tasks)]       # busy[i]: of the tasks before i
+    busy = [0.0, *accumulate(seconds for seconds, _ in tasks)]      # busy[i]: of those before i
     waits = [0.0, *accumulate(seconds for _, seconds in tasks)]
     best = 0.0
     for j, (last, _) in enumerate(tasks):
@@ -48,23 +48,24 @@ class Island:
 def crossing_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
     """Seconds of a path that must leave its island, in every valid plan.
 
-    Islands are sets of living nodes, at first single nodes. All pairs of nodes are gone through by the
-    seconds of their link there and back, least first; each pair joins its two islands.
+    Islands are sets of living nodes, at first single nodes. All pairs of nodes are gone through by
+    the seconds of their link there and back, least first; each pair joins its two islands.
 
-    1. An island lacks room if its origins' paths are due more visits after the origin than the caps of
-       its nodes allow (TC1, `node_caps`). Then at least one of these paths visits a node of another
-       island, whatever the plan.
-    2. Let `slow` be the last pair joined while any island lacked room. All pairs before it lie inside
-       islands. So every link out of the lacking island takes at least `slow`, there and back.
-    3. A path is a round trip of stages_kept links, each taken there (forward) and back (backward). One
-       that leaves its island crosses the border at least twice: out, and home.
-    4. Each of its other stages_kept - 2 links takes at least as long as the fastest pair. Each of its
-       nodes takes at least as long as the fastest node for its tasks (S2).
+    1. An island lacks room if its origins' paths are due more visits after the origin than the caps
+       of its nodes allow (TC1, `node_caps`). Then at least one of these paths visits a node of
+       another island, whatever the plan.
+    2. Let `slow` be the last pair joined while any island lacked room. All pairs before it lie
+       inside islands. So every link out of the lacking island takes at least `slow`, there and
+       back.
+    3. A path is a round trip of stages_kept links, each taken there (forward) and back (backward).
+       One that leaves its island crosses the border at least twice: out, and home.
+    4. Each of its other stages_kept - 2 links takes at least as long as the fastest pair. Each of
+       its nodes takes at least as long as the fastest node for its tasks (S2).
     5. These times add up along the microbatch's chain (S3, S4). The path's rounds run one after the
        other, so the iteration takes at least `rounds` times the sum.
 
-    CC2, CC3, waits and overheads only make plans slower, so the bound leaves them out. A path of one
-    stage never leaves: 0.
+    CC2, CC3, waits and overheads only make plans slower, so the bound leaves them out. A path of
+    one stage never leaves: 0.
     """
     problem = Problem(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     if stages_kept == 1:

@@ -1,10 +1,10 @@
 """How planning grows with the network: results/planning.json, figures/planning.png and a table.
 
-    python -m planning.growth           # 5 minutes on one core; --out runs leaves the README's figures
+    python -m planning.growth       # 5 minutes on one core; --out runs keeps the README's figures
 
-The nodes are in the twelve published cities in turn, in 8 stages of which a path visits 6; 20 nodes are the
-published instance. Each size is planned twice: without search, and within a limit of seconds, half of which
-may go to the assignment.
+The nodes are in the twelve published cities in turn, in 8 stages of which a path visits 6; 20 nodes
+are the published instance. Each size is planned twice: without search, and within a limit of
+seconds, half of which may go to the assignment.
 """
 import json
 import time
@@ -43,15 +43,17 @@ def draw_growth(rows, file):
     first, best = rows[::2], rows[1::2]
     for name, some in (("first plan", first), ("within the limit of seconds", best)):
         axis.plot([row[0] for row in some], [row[5] for row in some], "o-", label=name)
-    axis.set(title=f"Simulated: in time the search ends at most {max(row[5] for row in best):.0f}% above "
-             "the bound", xlabel="nodes", ylabel="% above the bound", xscale="log", ylim=(0, None))
+    most = max(row[5] for row in best)
+    axis.set(title=f"Simulated: in time the search ends at most {most:.0f}% above the bound",
+             xlabel="nodes", ylabel="% above the bound", xscale="log", ylim=(0, None))
     axis.legend()
     axis.figure.savefig(file, dpi=150)
 
 
 def main(argv=None):
     parser = PlanningParser("python -m planning.growth", __doc__)
-    parser.add_argument("--out", default=".", help="folder of results/ and figures/ (default: this one)")
+    parser.add_argument("--out", default=".",
+                        help="folder of results/ and figures/ (default: this one)")
     out = Path(parser.parse_args(argv).out)
     table, picture = out / "results/planning.json", out / "figures/planning.png"
     try:

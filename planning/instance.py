@@ -1,5 +1,5 @@
-"""Networks: the one published with SkipPipe's code (arXiv 2502.19913; 20 nodes in 12 cities, 6 stages), more
-nodes in its cities, and a file's."""
+"""Networks: the one published with SkipPipe's code (arXiv 2502.19913; 20 nodes in 12 cities, 6
+stages), more nodes in its cities, and a file's."""
 import json
 from dataclasses import fields
 from itertools import combinations
@@ -79,7 +79,8 @@ def read_instance(file, stages=None):
         raise ValueError(f"{file}: is no JSON ({error})")
     known = {field.name for field in fields(Network)} | {"names"}
     if not isinstance(data, dict) or not {"delay", "compute"} <= set(data) <= known:
-        raise ValueError(f"{file}: must hold an object with delay and compute, and only {sorted(known)}")
+        raise ValueError(f"{file}: must hold an object with delay and compute, and only "
+                         f"{sorted(known)}")
     if not isinstance(data["delay"], list):
         raise ValueError(f"{file}: delay must be a list of rows")
     names = data.pop("names", None)

@@ -23,7 +23,8 @@ def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2,
         return costs
 
     equal = dict.fromkeys(problem.stages[0], 1.0)
-    return search.fill([None] * len(problem.origins), problem.visits, equal, random_costs, noise=1.0)
+    none = [None] * len(problem.origins)
+    return search.fill(none, problem.visits, equal, random_costs, noise=1.0)
 
 
 def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0,
@@ -43,15 +44,16 @@ def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds
     rows += full_pipeline(network, microbatches_per_origin * rounds, dead)
     tell("random valid paths")
     rows += random_draws(network, work, dead, lambda: time.perf_counter() - start >= seconds / 4)
-    for method, share, collisions in (("SkipPipe without TC2", 1 / 4, False), ("SkipPipe", 1, True)):
+    for method, share, tc2 in (("SkipPipe without TC2", 1 / 4, False), ("SkipPipe", 1, True)):
         tell(method)
-        found = shorter_plan(network, *work, seconds=left() * share, dead=dead, collisions=collisions)
+        found = shorter_plan(network, *work, seconds=left() * share, dead=dead, collisions=tc2)
         rows.append(row_of(method, len(found.paths) * rounds, found.result, found.seconds))
     return rows, found
 
 
 def row_of(method, microbatches, result, planning=0.0):
-    return dict(method=method, microbatches=microbatches, seconds=result.makespan, planning=planning)
+    return dict(method=method, microbatches=microbatches, seconds=result.makespan,
+                planning=planning)
 
 
 def full_pipeline(network, microbatches, dead):
@@ -93,8 +95,10 @@ def print_table(network, work, dead, rows, bound):
     """The head and the table. work: (kept, paths per origin, rounds)."""
     kept, paths, rounds = work
     alive = len(set(network.stages[0]) - set(dead))
-    print(f"\n{len(network.delay)} nodes; stages of {[*map(len, network.stages)]} nodes, {kept} kept;\n"
-          f"{alive} origins x {paths} paths x {rounds} rounds = {alive * paths * rounds} microbatches")
+    sizes = [len(stage) for stage in network.stages]
+    print(f"\n{len(network.delay)} nodes; stages of {sizes} nodes, {kept} kept;\n"
+          f"{alive} origins x {paths} paths x {rounds} rounds = {alive * paths * rounds} "
+          "microbatches")
     print(f"Simulated; no plan with these skips and stages takes less than {bound:.3f} s:\n")
     print(f"{'method':50}   iteration      gap   planning")
     for r in rows:
@@ -111,8 +115,8 @@ def name_of(network, names, r):
 
 def print_paths(network, names, paths, dead):
     """A line per path: how often it is taken, and its nodes. Then the nodes without work."""
-    print("\nSkipPipe's paths, node by node (and its stage), and how many paths take the same nodes;\n"
-          "then each goes home for its loss, and the same way back:\n")
+    print("\nSkipPipe's paths, node by node (and its stage), and how many paths take the same "
+          "nodes;\nthen each goes home for its loss, and the same way back:\n")
     for path, times in sorted(Counter(paths).items()):
         print(f"{times:4} x  {' > '.join(name_of(network, names, r) for r in path)}")
     idle = set(range(len(network.delay))) - set(dead)

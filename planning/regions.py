@@ -1,8 +1,8 @@
 """Hundreds of nodes: near nodes form regions, and every region is planned by itself.
 
 A region is some origins and their share of the nodes of every other stage. Its paths stay in it, so
-regions run side by side, and an iteration takes as long as the slowest region's. The search works on that
-one. After a death only the region around the dead node is planned anew (`around`).
+regions run side by side, and an iteration takes as long as the slowest region's. The search works
+on that one. After a death only the region around the dead node is planned anew (`around`).
 """
 import math
 from collections import Counter
@@ -34,7 +34,7 @@ def cut(delay, sizes, stage_of=None):
 
     rest = set(range(sum(sizes)) if stage_of is None else stage_of)
     origins = sizes[0]                                              # that are left
-    others = evenly_mixed(dict(enumerate(sizes[1:], 1)))            # stages of the nodes that are left
+    others = evenly_mixed(dict(enumerate(sizes[1:], 1)))            # stages of the others left
     least = origins                                                 # origins of a region
     if len(rest) > WHOLE:
         least = math.ceil(origins / min(sizes))
@@ -168,7 +168,8 @@ class RegionSearch(Search):
                 open_stages = [s for s in left if left[s] and visits[s] < rooms[i][s]]
                 if not open_stages:
                     return None
-                s = min(open_stages, key=lambda s: spare[s] + visits[s])    # later there is least to spare
+                # The regions after this one have least to spare of this stage.
+                s = min(open_stages, key=lambda s: spare[s] + visits[s])
                 left[s] -= 1
                 visits[s] += 1
             found.append(visits)

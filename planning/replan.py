@@ -1,7 +1,7 @@
 """Planning anew while training runs (`--replan`; ours), where ranks have become slower or faster.
 
-A rank compares its backward tasks with its own first ones. So whatever the time model leaves out is on both
-sides. Links are not measured anew, nor is a rank without work.
+A rank compares its backward tasks with its own first ones. So whatever the time model leaves out is
+on both sides. Links are not measured anew, nor is a rank without work.
 """
 from dataclasses import replace
 from functools import partial
@@ -66,7 +66,8 @@ class Replanning:
         """On rank 0: a plan for the network as it is now, or None where the plan in force will
         do."""
         o, plan = self.o, self.plan
-        network = replace(self.network, compute=[w * x for w, x in zip(self.network.compute, factors)])
+        compute = [w * x for w, x in zip(self.network.compute, factors)]
+        network = replace(self.network, compute=compute)
         now = simulate(network, plan["paths"], order=plan["order"]).makespan
         new = plan_paths(network, o.routing, o.skip, o.microbatches, o.seed, before=plan)
         if now <= (1 + o.replan) * new["makespan"]:
@@ -74,7 +75,7 @@ class Replanning:
         planned = plan["network"]["compute"]
         changed = [f"rank {r} takes {factors[r]:.1f}x its time"
                    for r, seconds in enumerate(network.compute) if seconds != planned[r]]
-        line = (f"step {step}: {', '.join(changed)}: planned anew, iteration {new['makespan']:.3g} s instead "
-                f"of {now:.3g} s (simulated)")
+        line = (f"step {step}: {', '.join(changed)}: planned anew, iteration "
+                f"{new['makespan']:.3g} s instead of {now:.3g} s (simulated)")
         self.job.tell(dict(event="planned anew", step=step, compute=network.compute, line=line))
         return new

@@ -1,8 +1,8 @@
-"""Shorter iterations than the paper's search finds: paths planned anew a few at a time, and an order of
-dispatch that lets a node wait for what is about to arrive.
+"""Shorter iterations than the paper's search finds: paths planned anew a few at a time, and an
+order of dispatch that lets a node wait for what is about to arrive.
 
-On the published instance the paper's search ends at 33.31 s, as published; this one at 33.05 s, which
-`bound.tighter_bound` proves to be the optimum.
+On the published instance the paper's search ends at 33.31 s, as published; this one at 33.05 s,
+which `bound.tighter_bound` proves to be the optimum.
 """
 from collections import Counter
 from functools import cached_property
@@ -13,12 +13,13 @@ from planning.bound import tighter_bound
 from skippipe import Problem, Search
 
 
-def shorter_plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0,
-                 *, iterations=None, dead=(), collisions=True):
+def shorter_plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0,
+                 seed=0, *, iterations=None, dead=(), collisions=True):
     """As `skippipe.plan`, with this room's search and bound; it ends when the bound is reached.
     More than `regions.WHOLE` nodes are planned in regions. On a terminal tqdm counts the turns
     after 3 s. collisions=False: the paper's search without TC2, in regions their first plans."""
-    from planning.regions import WHOLE, FirstPlansOfRegions, RegionSearch      # which build on this file
+    # That file builds on this one.
+    from planning.regions import WHOLE, FirstPlansOfRegions, RegionSearch
     asked = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
     if len(network.delay) <= WHOLE:
         kind = NeighbourhoodSearch if collisions else SearchWithoutTC2
@@ -56,7 +57,7 @@ class NeighbourhoodSearch(Search):
         return {o: self.best_trip(o)[0] for o in self.problem.stages[0]}
 
     def find(self):
-        walk = self.farthest_first()        # the paths that the large neighbourhood search goes on from
+        walk = self.farthest_first()        # where the large neighbourhood search goes on from
         self.conflict_based_search(limit=500)
         for _ in turns_of(self):
             for paths in (self.paths, walk):
@@ -169,7 +170,7 @@ def critical_swaps(paths, result):
             u, hop = before, its_hop
         elif hop:
             hop -= 1
-        else:       # an injection: it waited for the end of its path's round before, or it is the start
+        else:       # an injection waited for the end of its path's round before, or is the start
             hop = 2 * len(paths[u % len(paths)])
             u -= len(paths)
     return found

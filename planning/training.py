@@ -1,4 +1,5 @@
-"""Planned paths for training: what links and ranks take, measured or read from a file, and the plan."""
+"""Planned paths for training: what links and ranks take, measured or read from a file, and the
+plan."""
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,8 +16,8 @@ from skippipe import Deadlock, Infeasible, Problem, Search, full_paths, simulate
 
 def planned(network, kept, each, rounds, seed, dead, **options):
     """A budget of work, not of time, so that a plan depends on the network and the seed alone."""
-    return shorter_plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed, dead=dead,
-                        **options)
+    return shorter_plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed,
+                        dead=dead, **options)
 
 
 def drawn(network, kept, each, rounds, seed, dead):
@@ -29,7 +30,8 @@ def every_stage(network, kept, each, rounds, seed, dead):
     return full_paths(living(network.stages, dead), each), None
 
 
-# --routing: (network, kept, each, rounds, seed, dead) -> paths, order or None: first come, first served
+# --routing: (network, kept, each, rounds, seed, dead) -> paths, order (None: first come, first
+# served)
 PLANNERS = {
     "skippipe": planned,
     "no-swaps": partial(planned, swaps=0),              # ours: every path in order
@@ -59,7 +61,8 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None)
     kept = min(round((1 - skip) * len(network.stages)), len(living(network.stages, dead)))
     while True:
         try:
-            return plan_kept(network, routing, kept, microbatches // rounds, rounds, seed, dead, before)
+            work = (kept, microbatches // rounds, rounds)
+            return plan_of_work(network, routing, work, seed, dead, before)
         except (Infeasible, Deadlock) as error:
             if not dead or kept == 1:
                 raise BadInput(f"--routing {routing}: {error}")
@@ -67,18 +70,17 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None)
 
 
 def rounds_of(microbatches, memory):
-    """The fewest rounds of equally many microbatches that fit into a node's memory; 1 if none
-    do."""
+    """The fewest rounds of equally many microbatches that fit into a node's memory; else 1."""
     for rounds in range(1, microbatches):
         if microbatches % rounds == 0 and microbatches // rounds <= memory:
             return rounds
     return 1
 
 
-def plan_kept(network, routing, kept, each, rounds, seed, dead, before):
-    """As `plan_paths`, for paths of `kept` stages. Raises Infeasible or Deadlock where there is no
-    plan."""
-    work = (kept, each, rounds)
+def plan_of_work(network, routing, work, seed, dead, before):
+    """As `plan_paths`. work: (stages kept, microbatches of an origin in a round, rounds). Raises
+    Infeasible or Deadlock where there is no plan."""
+    kept, _, rounds = work
     found = None
     if before and routing == "skippipe" and len(network.delay) > WHOLE:
         if len(before["paths"][0]) == kept:
@@ -88,8 +90,8 @@ def plan_kept(network, routing, kept, each, rounds, seed, dead, before):
         result = simulate(network, paths, rounds, order)
     else:
         result = Search(Problem(network, *work, dead=dead)).dispatch(paths)
-    return dict(paths=paths * rounds, order=result.order, makespan=result.makespan, network=asdict(network),
-                planned="in regions" if found else "anew")
+    return dict(paths=paths * rounds, order=result.order, makespan=result.makespan,
+                network=asdict(network), planned="in regions" if found else "anew")
 
 
 def idle(plan, world):
@@ -98,8 +100,8 @@ def idle(plan, world):
     for path in plan["paths"]:
         ranks -= set(path)
     if ranks:
-        yield (f"warning: ranks {sorted(ranks)} get no work in this plan: more --microbatches, or fewer "
-               "replicas")
+        yield (f"warning: ranks {sorted(ranks)} get no work in this plan: more --microbatches, or "
+               "fewer replicas")
 
 
 def read_links(file, stages):
@@ -112,8 +114,9 @@ def read_links(file, stages):
     sizes = [len(stage) for stage in network.stages]
     own = [len(stage) for stage in stages]
     if sizes != own:
-        raise BadInput(f"{file} has stages of {sizes} nodes, this run of {own}: give --stages as there")
-    nodes = [node for stage in network.stages for node in stage]        # rank r is the file's node nodes[r]
+        raise BadInput(f"{file} has stages of {sizes} nodes, this run of {own}: give --stages as "
+                       "there")
+    nodes = [node for stage in network.stages for node in stage]    # rank r is nodes[r] of the file
     delay = []
     for a in nodes:
         delay.append([network.delay[a][b] for b in nodes])
@@ -153,7 +156,7 @@ def measure(pipeline, stages, job):
         if peer not in own:
             delays[peer] = median_seconds(partial(there_and_back, peer), pipeline.device) / 2
     compute = median_seconds(forward, pipeline.device)
-    pipeline.bytes_sent = sent                              # training's bytes are counted, not these
+    pipeline.bytes_sent = sent                          # training's bytes are counted, not these
     rows = job.share("measured", [*delays, compute])
     if job.rank:
         return None, None
