@@ -1,5 +1,6 @@
 """The planner beyond test_minimal.py: invariants, feasibility, the dead, assignment, command line."""
 
+import inspect
 import json
 import random
 import re
@@ -11,12 +12,13 @@ import torch
 
 import skippipe
 from experiments.skip import network_of
-from planning import methods, search
+from planning import growth, methods, search
 from planning.__main__ import main
 from planning.assign import assign_stages
 from planning.bound import crossing_bound
 from planning.instance import published_network, spread_network
 from planning.regions import around
+from planning.training import plan_paths
 from tests.oracles import PUBLISHED_ROUTES, assert_possible, random_network, valid_combinations
 
 
@@ -35,9 +37,8 @@ def cap(monkeypatch, caps):
     monkeypatch.setattr(skippipe, "node_caps", lambda network, share, dead=(): caps)
 
 
-@pytest.mark.parametrize("plan", PLANS[1:])
-def test_conflict_based_search_alone_finds_valid_paths(plan):
-    found = plan(NETWORK, 4, 3, rounds=2, seconds=None, collisions=False)
+def test_conflict_based_search_alone_finds_valid_paths():
+    found = search.shorter_plan(NETWORK, 4, 3, rounds=2, seconds=None, collisions=False)
     assert skippipe.check(NETWORK, found.paths, 4) == [] and found.work < 1000 and found.makespan < 40
 
 
@@ -186,6 +187,32 @@ def test_a_region_is_mended_as_well_as_by_brute_force():
         assert paths[1] == first.paths[1] and skippipe.check(network, paths, 3, dead={dead}) == []
 
 
+def test_training_mends_a_region_of_84_nodes_and_keeps_the_other_paths(monkeypatch):
+    monkeypatch.setattr("planning.training.shorter_plan", lambda *args, iterations, **options: (
+        search.shorter_plan(*args, iterations=300, **options)))         # of 3000: the first plan will do
+    network = assign_stages(spread_network([14] + [10] * 7)[0], 4, 3, 1)
+    first = plan_paths(network, "skippipe", 0.5, 3, 0)
+    assert first["planned"] == "anew" and {len(path) for path in first["paths"]} == {4}
+    before = json.loads(json.dumps(first))          # as a checkpoint has it
+    visited = {r for path in first["paths"] for r in path}
+    node = min(visited - set(network.stages[0]))
+    slow = replace(network, compute=[3 * w if r == node else w for r, w in enumerate(network.compute)])
+    for changed, dead in ((network, (node,)), (slow, ())):
+        mended = plan_paths(changed, "skippipe", 0.5, 3, 0, dead, before)
+        assert mended["planned"] == "in regions" and mended["makespan"] <= 1.05 * first["makespan"]
+        assert skippipe.check(changed, mended["paths"], 4, dead=dead) == []
+        assert not {r for path in mended["paths"] for r in path} & {*dead}
+        result = skippipe.simulate(changed, mended["paths"], 1, mended["order"])
+        assert result.makespan == mended["makespan"]
+        # The paths of the far regions stay, one by one.
+        moved = [u for u, pair in enumerate(zip(first["paths"], mended["paths"])) if pair[0] != pair[1]]
+        touched = [u for u, path in enumerate(first["paths"]) if node in path]
+        assert len(first["paths"]) == 42 and set(moved) <= set(range(42)) and len(moved) < 21
+        assert not dead or set(touched) <= set(moved)
+    # Where another share of the stages is skipped, nothing can stay.
+    assert plan_paths(network, "skippipe", 0.25, 3, 0, (node,), before)["planned"] == "anew"
+
+
 def test_no_valid_choice_of_paths_is_faster_than_the_crossing_bound():
     """By brute force: two islands of nodes that differ in speed and memory."""
     forced = 0
@@ -213,6 +240,7 @@ def test_networks_that_cannot_be_and_no_paths_get_one_clear_line():
     for wrong, words in (
         *((dict(memory=m), "memory must be whole numbers of microbatches, 0 to 1e9") for m in (2.5, 1e308)),
         (dict(delay=[0.0, 1.0]), "delay must have as many columns as rows, 2"),
+        (dict(delay=[[0]], compute=[1, 2]), "delay has 1 rows, compute 2 values: give one per node"),
         (dict(stages=[[0.0], [1]]), "stages must be non-empty lists of different nodes below 2, whole"),
         (dict(stages=[0, 1]), "stages must be non-empty lists"),
         *((dict(compute=seconds), "must be seconds from 0 to 1e9") for seconds in (1e308, float("nan"))),
@@ -226,6 +254,16 @@ def test_networks_that_cannot_be_and_no_paths_get_one_clear_line():
     assert skippipe.plan(network, 2, 1, seconds=0).paths == [(0, 1)]
     with pytest.raises(skippipe.Infeasible, match="CC1 cannot be met: a node of stage 0 has memory 0"):
         skippipe.plan(replace(network, memory=0), 2, 1, seconds=0)
+
+
+@pytest.mark.parametrize("call", [skippipe.plan, search.shorter_plan, assign_stages])
+def test_limits_that_are_no_numbers_or_no_end_get_one_clear_line(call):
+    for limit in (float("nan"), float("inf"), -1):
+        for name in ("seconds", "iterations"):
+            with pytest.raises(ValueError, match=f"{name} must be a finite number from 0, or None, got"):
+                call(NETWORK, 4, 3, **{"seconds": None, name: limit})
+    with pytest.raises(ValueError, match="needs an end: give seconds or iterations"):
+        call(NETWORK, 4, 3, seconds=None)
 
 
 # ---- the command line
@@ -321,3 +359,56 @@ def test_arrays_and_tensors_are_taken_as_delays_and_compute():
         network = replace(network, stages=stages)
         found = skippipe.plan(network, numpy.int64(2), 2, seconds=None, iterations=50)
         assert (found.paths, found.order, found.makespan) == (want.paths, want.order, want.makespan)
+
+
+def test_first_plans_that_take_long_are_announced(tmp_path, monkeypatch, capsys):
+    """--seconds does not limit them, and they grow with the microbatches: 13 silent minutes for 100000."""
+    monkeypatch.chdir(tmp_path)
+    few, more = (["--microbatches", count, "--seconds", "0", "--results", ""] for count in ("3", "60"))
+    for argv in (few, more):
+        main(argv)
+        assert capsys.readouterr().err == ""        # a moment
+    monkeypatch.setattr("planning.__main__.PATIENCE", 0.0)
+    main(more)
+    said = capsys.readouterr().err.splitlines()
+    assert re.match(r"60 paths per origin: the first plans take about \d+ s here, and --seconds limits "
+                    "only what comes after them", said[0])
+    assert [line.split("planning ")[1] for line in said[1:]] == [
+        "the full pipeline", "random valid paths", "SkipPipe without TC2", "SkipPipe"]
+    main(few)
+    assert capsys.readouterr().err == ""
+
+
+def help_of(capsys, call):
+    with pytest.raises(SystemExit) as stop:
+        call(["--help"])
+    assert stop.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_names_its_own_program_and_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = help_of(capsys, main)
+    assert text.startswith("usage: python -m planning [-h]")
+    assert "2 as in the published instance, where the function skippipe.plan has 1" in text
+    assert inspect.signature(skippipe.plan).parameters["rounds"].default == 1
+    monkeypatch.setattr(growth, "planned_within", mock.Mock(side_effect=AssertionError("it has started")))
+    assert "usage: python -m planning.growth [-h] [--out OUT]" in help_of(capsys, growth.main)
+    assert not list(tmp_path.iterdir())
+
+
+def test_growth_writes_where_it_is_told(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(growth, "LIMITS", {20: 0.1})
+    with pytest.raises(SystemExit):
+        growth.main(["--out", "file"])              # before any planning
+    assert re.fullmatch("error: .*'file/results'\n", capsys.readouterr().err)
+    growth.main(["--out", "there"])
+    rows = json.loads((tmp_path / "there/results/planning.json").read_text())
+    assert [row["nodes"] for row in rows] == [20, 20]
+    assert rows[0]["iteration, s"] == pytest.approx(33.314, abs=1e-3) and rows[0]["gap, %"] > 0.5
+    assert rows[1]["bound, s"] - 1e-6 <= rows[1]["iteration, s"] <= rows[0]["iteration, s"]
+    assert (tmp_path / "there/figures/planning.png").stat().st_size > 1000
+    assert not (tmp_path / "results").exists()
