@@ -116,6 +116,7 @@ def check(o, given):
         (foreign, f"--method {o.method} has no {' and no '.join(foreign)}"),
         (not o.skip < 1, f"--skip must be below 1, got {o.skip}"),
         (o.skip and not planned, f"--skip needs a planned routing, not --routing {o.routing}"),
+        (o.alpha is not None and not o.alpha < 1, f"--alpha must be below 1, got {o.alpha}"),
         (not o.beta2 < 1, f"--beta2 must be below 1, got {o.beta2}"),
         (o.replan and not planned, "--replan is for planned paths: give --skip or --routing skippipe"),
         (o.survive and (o.replan or o.delay), "--survive goes with neither --replan nor --delay"),
