@@ -1,31 +1,27 @@
 """SkipPipe: pipelines whose microbatches take their own paths (arXiv 2502.19913).
 
-A path is the tuple of ranks that a microbatch visits, (origin, r1, ..., rm). The origin is a rank of
-stage 0: it holds the embedding, its own layers, the final norm, the head and the loss. So every path
-ends by going home, and backward retraces it. A microbatch is a chain of 2m + 3 tasks, numbered by hop:
+A path is the tuple of ranks that a microbatch visits, (origin, r1, ..., rm). The origin is a rank
+of stage 0: it holds the embedding, its own layers, the final norm, the head and the loss. So every
+path ends by going home, and backward retraces it. A microbatch is 2m + 3 tasks, one a hop:
 
     hop     0  ...  m       m + 1     m + 2  ...  2m + 2
     task    forward         loss      backward
-    rank    path[0..m]      origin    path[m..0]                                                  (S1)
-    work    1               1/4       1.5                                                         (S2)
+    rank    path[0..m]      origin    path[m..0]                                              (S1)
+    work    1               1/4       1.5                                                     (S2)
 
-The time model is that of the released scheduler. Node i begins a task at `start`. The next task of the
-chain is due on node j:
+The time model is that of the released scheduler. Node i begins a task at `start`. The next task of
+the chain is due on node j:
 
-    end     = start + work * w[i]          w[i]: the seconds of a forward on node i               (S3)
-    arrival = end + delay[i][j]            links do not contend, sending does not occupy a node   (S4)
-    usable  = end + overhead               when node i may begin its next task                    (S5)
+    end     = start + work * w[i]          w[i]: the seconds of a forward on node i           (S3)
+    arrival = end + delay[i][j]            links do not contend, sending occupies no node     (S4)
+    usable  = end + overhead               when node i may begin its next task                (S5)
 
-(S5 has `origin_overhead` after an origin's first forward of a microbatch.) A node runs one task at a
-time and holds at most `memory` microbatches: a forward takes a slot, the same microbatch's backward
-frees it.
+(S5 has `origin_overhead` after an origin's first forward of a microbatch.) A node runs one task at
+a time and holds at most `memory` microbatches: a forward takes a slot, the same microbatch's
+backward frees it.
 
-From top to bottom: simple paths, the network, the simulator, the constraints (CC1, CC2, CC3, TC1, TC2)
-and the search. planning/ holds a stronger search and the command line:
-
-    python skippipe.py                                              # the published 20 nodes in 12 cities
-    python skippipe.py --sizes 7,5,5,5,5,5,5,5 --kept 6             # 42 nodes in the same cities
-    python skippipe.py --instance mine.json                         # your own delay, compute and stages
+planning/ holds a stronger search and the command line: `python skippipe.py` plans the published 20
+nodes in 12 cities, `--instance mine.json` your own network.
 """
 import heapq
 import math
@@ -33,11 +29,12 @@ import random
 import time
 from collections import namedtuple
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import chain as joined, takewhile
+from functools import cached_property
+from itertools import chain as joined
 
-FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
-WORK = {FORWARD: 1.0, LOSS: 0.25, BACKWARD: 1.5}        # S2
+WORK = {"forward": 1.0, "loss": 0.25, "backward": 1.5}      # S2
+TAKES = {"forward": 1, "loss": 0, "backward": -1}           # slots, from the task's start on
+FORWARD, LOSS, BACKWARD = WORK
 
 
 def chain(path):
@@ -53,48 +50,50 @@ def kind(path, hop):
 
 
 def full_paths(stages, microbatches):
-    """Paths through every stage: replica i's microbatches go straight through the i-th rank of each.
-
-    Where stages are unequal, each stage's ranks are dealt out in turn, so that their shares differ by at
-    most one. Returns `microbatches` paths for each origin, microbatch by microbatch, the origins in
-    turn.
-    """
+    """Paths through every stage: replica i's microbatches go straight through the i-th ranks. Where
+    stages are unequal, each stage's ranks are dealt out in turn, so that their shares differ by at
+    most one. Returns `microbatches` paths for each origin, the origins in turn."""
     return deal(stages, microbatches, lambda boundary, ranks: ranks)
 
 
 def random_paths(stages, microbatches, step, seed):
-    """NoLoCo's random routing (arXiv 2506.10911): a fresh permutation at every stage boundary.
-
-    Each deck of microbatches has its own permutation; the released code draws one for each sequence.
-    Every rank draws the same permutations from (seed, step, boundary), so ranks agree without a message.
-    Shares and order are those of `full_paths`.
-    """
-    draws = [random.Random(f"routes {seed} {step} {boundary}") for boundary in range(len(stages) - 1)]
-    return deal(stages, microbatches, lambda boundary, ranks: draws[boundary].sample(ranks, len(ranks)))
+    """NoLoCo's random routing (arXiv 2506.10911): a fresh permutation at every stage boundary. Each
+    deck of microbatches has its own; the released code draws one for each sequence. Every rank
+    draws the same ones from (seed, step, boundary), so ranks agree without a message. Shares and
+    order are those of `full_paths`."""
+    draws = [random.Random(f"routes {seed} {step} {after}") for after in range(len(stages) - 1)]
+    shuffle = lambda boundary, ranks: draws[boundary].sample(ranks, len(ranks))
+    return deal(stages, microbatches, shuffle)
 
 
 def deal(stages, microbatches, shuffle):
-    """Deal each stage's ranks to the microbatches, one deck after the other."""
+    """Deal each stage's ranks to the microbatches, one deck after the other. shuffle(boundary,
+    ranks): the next deck of the ranks after this boundary."""
     columns = [list(stages[0]) * microbatches]
     for boundary, ranks in enumerate(stages[1:]):
-        decks = -(-len(columns[0]) // len(ranks))
-        columns.append(joined(*(shuffle(boundary, ranks) for _ in range(decks))))
+        column = []
+        while len(column) < len(columns[0]):
+            column += shuffle(boundary, ranks)
+        columns.append(column)
     return list(zip(*columns))      # zip ends with the origins; a last deck may hold more cards
 
 
 def plain(value):
     """Lists and numbers, also where numpy's or torch's were given."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    listed = isinstance(value, (list, tuple, range))
-    return [x if type(x) is float else plain(x) for x in value] if listed else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (list, tuple, range)):
+        return [x if type(x) is float else plain(x) for x in value]     # floats are the many
+    return value
 
 
 def per_node(value, nodes, name):
-    """A list with one value per node, of such a list or of one value for all."""
-    values = list(value) if hasattr(value, "__len__") else [value] * nodes
-    if len(values) != nodes:
-        raise ValueError(f"{name} must be one number or {nodes}, one per node, got {len(values)}")
-    return values
+    """A list of one value per node, where these or one for all are given. nodes: rows of delay."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * nodes
+    if len(value) != nodes:
+        raise ValueError(f"delay has {nodes} rows, {name} {len(value)} values: give one per node")
+    return list(value)
 
 
 @dataclass
@@ -103,10 +102,9 @@ class Network:
 
     delay[i][j]: seconds from the end of a task on i to the arrival of its message on j. compute[i]:
     seconds of one forward on i (w). stages: the ranks of each stage, stages[0] the origins. memory:
-    microbatches that a node holds at once. compute and memory are one number or one per node. overhead,
-    origin_overhead: seconds (S5). Arrays and tensors become lists. Sets stage_of: rank -> stage. A node
-    of no stage stays idle. Raises ValueError where these do not fit together.
-    """
+    microbatches that a node holds at once. compute and memory are one number or one per node.
+    overhead, origin_overhead: seconds (S5). Arrays and tensors become lists. Sets stage_of: rank ->
+    stage. A node of no stage stays idle. Raises ValueError where these do not fit together."""
     delay: list
     compute: list
     stages: list
@@ -115,30 +113,32 @@ class Network:
     origin_overhead: float = None
 
     def __post_init__(self):
-        vars(self).update({name: plain(value) for name, value in vars(self).items()})
+        for name in ("delay", "compute", "stages", "memory", "overhead", "origin_overhead"):
+            setattr(self, name, plain(getattr(self, name)))
         nodes = len(self.delay)
+        if not all(isinstance(row, list) and len(row) == nodes for row in self.delay):
+            raise ValueError(f"delay must have as many columns as rows, {nodes}")
         self.compute = per_node(self.compute, nodes, "compute")
         self.memory = per_node(self.memory, nodes, "memory")
         if self.origin_overhead is None:
             self.origin_overhead = self.overhead
-        if not all(isinstance(row, list) and len(row) == nodes for row in self.delay):
-            raise ValueError(f"delay must have as many columns as rows, {nodes}")
         seconds = [self.overhead, self.origin_overhead, *self.compute, *joined(*self.delay)]
         if not all(isinstance(x, (int, float)) and 0 <= x <= 1e9 for x in seconds):
             raise ValueError("delays, compute times and overheads must be seconds from 0 to 1e9")
         if not all(isinstance(m, int) and 0 <= m <= 1e9 for m in self.memory):
-            raise ValueError(f"memory must be whole numbers of microbatches, 0 to 1e9, got {self.memory}")
-        lists = isinstance(self.stages, list) and all(isinstance(s, list) and s for s in self.stages)
-        ranks = [*joined(*self.stages)] if lists else []
-        known = ranks and all(isinstance(r, int) and 0 <= r < nodes for r in ranks)
-        if not known or len(set(ranks)) != len(ranks):
-            raise ValueError(f"stages must be non-empty lists of different nodes below {nodes}, whole "
-                             f"numbers, got {self.stages}")
+            raise ValueError("memory must be whole numbers of microbatches, 0 to 1e9, "
+                             f"got {self.memory}")
+        ranks = []
+        if isinstance(self.stages, list) and all(isinstance(s, list) and s for s in self.stages):
+            ranks = [*joined(*self.stages)]
+        known = all(isinstance(r, int) and 0 <= r < nodes for r in ranks)
+        if not ranks or not known or len(set(ranks)) != len(ranks):
+            raise ValueError(f"stages must be non-empty lists of different nodes below {nodes}, "
+                             f"whole numbers, got {self.stages}")
         self.stage_of = {r: s for s, stage in enumerate(self.stages) for r in stage}
 
 
 # ---- the simulator
-
 
 class Deadlock(RuntimeError):
     """No task can start although some are left: the order or the memory is impossible."""
@@ -150,8 +150,8 @@ Task = namedtuple("Task", "rank microbatch hop kind arrived start end")
 
 @dataclass
 class Result:
-    """makespan: seconds until the last microbatch is back home. timeline: the Tasks in order of start.
-    order: for each rank the (microbatch, hop) that it ran, in order: what `simulate` takes as `order`."""
+    """makespan: seconds until the last microbatch is back home. timeline: the Tasks in order of
+    start. order: for each rank the (microbatch, hop) that it ran, in order; `simulate` takes it."""
     makespan: float
     timeline: list = field(repr=False)
     order: list = field(repr=False)
@@ -163,20 +163,22 @@ ARRIVES, USABLE = 0, 1      # in this order at one moment
 def simulate(network, paths, rounds=1, order=None):
     """Run one iteration by S1 to S5 and return a `Result`. Seconds.
 
-    rounds: microbatches per path. A path's next one, numbered len(paths) higher, starts when the one before
-    is home and the origin usable. order: each rank's (microbatch, hop), in the order to keep. Without it a
-    node runs what arrived first, hop 0 last, of equal arrivals the lowest microbatch. What arrives at the
-    moment its node becomes usable is already waiting. Raises Deadlock where tasks can never start,
-    ValueError without paths.
-    """
+    rounds: microbatches per path. A path's next one, numbered len(paths) higher, starts when the
+    one before is home and the origin usable. order: each rank's (microbatch, hop), in the order to
+    keep. Without it a node runs what arrived first, hop 0 last, of equal arrivals the lowest
+    microbatch. What arrives at the moment its node becomes usable is already waiting. Raises
+    Deadlock where tasks can never start, ValueError without paths."""
     if not paths:
         raise ValueError("there is no path to simulate")
     count, slots = len(paths), list(network.memory)
     chains = [chain(path) for path in paths]
-    places = order and [{tuple(task): i for i, task in enumerate(tasks)} for tasks in order]
-    forwards, others = ([[] for _ in slots] for _ in range(2))      # the tasks that wait at each node, heaps
-    idle = [True] * len(slots)
+    places = [{} for _ in slots]        # {(microbatch, hop): place in the order} at each node
+    for node, tasks in enumerate(order or []):
+        places[node] = {tuple(task): place for place, task in enumerate(tasks)}
+    forwards = [[] for _ in slots]      # at each node the forwards that wait, a heap
+    others = [[] for _ in slots]        # the losses and backwards, which need no slot, a heap
     timeline, ran = [], [[] for _ in slots]
+    idle = [True] * len(slots)
     events = [(0.0, ARRIVES, u, 0, path[0]) for u, path in enumerate(paths)]
     heapq.heapify(events)
     while events:
@@ -185,18 +187,21 @@ def simulate(network, paths, rounds=1, order=None):
             idle[node] = True
         else:
             what = kind(paths[u % count], hop)
-            # without an order: True for injections, which come last
+            # Without an order, injections have place True, which comes last.
             place = places[node].get((u, hop), math.inf) if order else hop == 0
-            heapq.heappush((forwards if what == FORWARD else others)[node], (place, now, u, hop, what))
-        startable = [others[node], forwards[node]] if slots[node] else [others[node]]
-        heap = min(filter(None, startable), default=None)       # the one whose first task is first
-        if not idle[node] or heap is None or order and heap[0][0] != len(ran[node]):
+            waiting = forwards[node] if what == FORWARD else others[node]
+            heapq.heappush(waiting, (place, now, u, hop, what))
+        if not idle[node]:
+            continue
+        heap = others[node]
+        if slots[node] and forwards[node] and (not heap or forwards[node][0] < heap[0]):
+            heap = forwards[node]
+        if not heap or order and heap[0][0] != len(ran[node]):      # keep to the order: wait
             continue
         _, came, u, hop, what = heapq.heappop(heap)
         idle[node] = False
         ran[node].append((u, hop))
-        # a backward frees its slot from its start: the node is busy anyway
-        slots[node] += (what == BACKWARD) - (what == FORWARD)
+        slots[node] -= TAKES[what]
         end = now + WORK[what] * network.compute[node]                              # S3
         timeline.append(Task(node, u, hop, what, came, now, end))
         usable = end + (network.overhead if hop else network.origin_overhead)       # S5
@@ -209,30 +214,25 @@ def simulate(network, paths, rounds=1, order=None):
             heapq.heappush(events, (usable, ARRIVES, u + count, 0, node))
     left = rounds * sum(map(len, chains)) - len(timeline)
     if left > 0:
-        raise Deadlock(f"{left} tasks can never start: the order or the memory of the nodes forbids it")
+        raise Deadlock(f"{left} tasks can never start: the order or the nodes' memory forbids it")
     return Result(max(task.end for task in timeline), timeline, ran)
 
 
 # ---- the constraints: each function yields Violations
 
-
 class Infeasible(ValueError):
     """No valid plan exists; the message names the constraint that cannot be met."""
 
 
-@dataclass
-class Violation:
-    """text: what is wrong. bans: (microbatch, nodes) pairs. For CC3 and TC1 at least one of these
-    microbatches keeps off its nodes in any valid plan; for TC2 each is worth a try. excess: visits, or
-    seconds of waiting, too many."""
-    text: str
-    bans: list = field(default_factory=list, repr=False)
-    excess: float = 1
+# text: what is wrong. bans: (microbatch, nodes) pairs. For CC3 and TC1 at least one of these
+# microbatches keeps off its nodes in any valid plan; for TC2 each is worth a try. excess: visits or
+# seconds of waiting too many
+Violation = namedtuple("Violation", "text bans excess", defaults=((), 1))
 
 
 def cc1(network, paths):
-    """CC1: the first stage is never skipped. A path starts at a node of stage 0 and does not come back
-    there before its loss."""
+    """CC1: the first stage is never skipped. A path starts at a node of stage 0 and does not come
+    back there before its loss."""
     for u, path in enumerate(paths):
         for i, r in enumerate(path):
             if (i == 0) != (network.stage_of[r] == 0):
@@ -241,21 +241,21 @@ def cc1(network, paths):
 
 
 def cc2(network, paths, swaps=2):
-    """CC2: at most two consecutive stages are swapped: stage s+1 may come right before stage s, at most
-    `swaps` times in a path, and each stage takes part in one swap. The rest is in order and no stage
-    comes twice. (The released search refuses jumps of more than four stages, as in 0, 5, 4, which the
-    paper does not ask for.)
-    """
+    """CC2: at most two consecutive stages are swapped: stage s+1 may come right before stage s, at
+    most `swaps` times in a path, and each stage takes part in one swap. The rest is in order and no
+    stage comes twice."""
     for u, path in enumerate(paths):
         stages = [network.stage_of[r] for r in path]
         swapped = 0
         for i in range(1, len(path)):
             a, b = stages[i - 1], stages[i]
-            swapped += b == a - 1
+            if b == a - 1:
+                swapped += 1
             back = b < a - 1 or b < a and swapped > swaps
             if back or b in stages[:i] or b < max(stages[:i - 1], default=b):
-                yield Violation(f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to stage {b} "
-                                f"(node {path[i]}): not in order, even with {swaps} swaps of neighbours")
+                yield Violation(
+                    f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to stage {b} "
+                    f"(node {path[i]}): not in order, even with {swaps} swaps of neighbours")
 
 
 def visitors_of(paths, place):
@@ -272,77 +272,86 @@ def cc3(network, paths, dead=()):
     differ by at most one. Stages without a living node do not count."""
     living = [s for s, nodes in enumerate(network.stages) if s and not set(nodes) <= set(dead)]
     visitors = {s: [] for s in living} | visitors_of(paths, network.stage_of.get)
-    low, extra = divmod(sum(map(len, visitors.values())), max(1, len(visitors)))
-    high = low + (extra > 0)
-    # an under-full stage gains only where a microbatch leaves a fuller one
-    crowded = [(u, network.stages[s]) for s, users in visitors.items() if len(users) > low for u in users]
-    for s, users in sorted(visitors.items(), key=lambda item: -len(item[1])):   # over-full stages first
+    visits, stages = sum(map(len, visitors.values())), max(1, len(visitors))
+    low, high = visits // stages, -(-visits // stages)
+    # An under-full stage gains only where a microbatch leaves a fuller one.
+    crowded = {s: users for s, users in visitors.items() if len(users) > low}
+    leavers = [(u, network.stages[s]) for s, users in crowded.items() for u in users]
+    for s, users in sorted(visitors.items(), key=lambda item: -len(item[1])):   # over-full first
         excess = max(len(users) - high, low - len(users))
         if excess > 0:
-            bans = [(u, network.stages[s]) for u in users] if len(users) > low else crowded
-            yield Violation(f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} "
-                            f"microbatches, {users}; {low} to {high} are due", bans, excess)
+            bans = [(u, network.stages[s]) for u in users] if s in crowded else leavers
+            text = (f"CC3: stage {s} (nodes {network.stages[s]}) is visited by {len(users)} "
+                    f"microbatches, {users}; {low} to {high} are due")
+            yield Violation(text, bans, excess)
 
 
 def tc1(network, paths, caps):
-    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here it means
-    that at most caps[r] paths run through node r (see `node_caps`). Origins are left out: they carry
-    their own microbatches, however many."""
+    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here it
+    means that at most caps[r] paths run through node r (see `node_caps`). Origins are left out:
+    they carry their own microbatches, however many."""
     for r, users in sorted(visitors_of(paths, lambda r: r).items()):
         if len(users) > caps[r]:
-            bans = [(u, [r]) for u in users]
-            yield Violation(f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} microbatches, "
-                            f"{users}, of at most {caps[r]}", bans, len(users) - caps[r])
+            text = (f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} "
+                    f"microbatches, {users}, of at most {caps[r]}")
+            yield Violation(text, [(u, [r]) for u in users], len(users) - caps[r])
 
 
 def tc2(network, paths, result):
-    """TC2: no two microbatches want the same node at the same time. A soft constraint: `check` leaves it
-    out. Yields a Violation for every task that waited at a node, the longest wait first. A Violation at
-    an origin has no bans, since no microbatch can leave its origin out."""
-    before, found = {}, []
+    """TC2: no two microbatches want the same node at the same time. A soft constraint: `check`
+    leaves it out. Yields a Violation for every task that waited at a node, the longest wait first.
+    A Violation at an origin has no bans, since no microbatch can leave its origin out."""
+    before, found = {}, []      # before: the microbatch that each node ran last
     for task in result.timeline:
-        if task.start - task.arrived > 1e-9 and task.rank in before:
-            found.append((task.arrived - task.start, task.rank, task.microbatch, before[task.rank]))
+        early = task.arrived - task.start       # the wait in seconds, less than 0
+        if early < -1e-9 and task.rank in before:
+            found.append((early, task.rank, task.microbatch, before[task.rank]))
         before[task.rank] = task.microbatch
-    for early, rank, u, v in sorted(found):             # early: the wait in seconds, less than 0
+    for early, rank, u, v in sorted(found):
         users = sorted({u % len(paths), v % len(paths)}) if network.stage_of.get(rank) else []
-        bans = [(user, [rank]) for user in users]
-        yield Violation(f"TC2: microbatch {u} waits {-early:.2f} s at node {rank} for {v}", bans, -early)
+        text = f"TC2: microbatch {u} waits {-early:.2f} s at node {rank} for {v}"
+        yield Violation(text, [(user, [rank]) for user in users], -early)
 
 
 def node_caps(network, share, dead=()):
-    """For each node the most paths that may run through it, when each stage is visited by `share` paths.
-
-    A path has one microbatch under way at a time, so a node with at most `memory` paths never waits for
-    memory: that is the published search's rule. A cap is larger where the node's part of the stage's
-    memory x speed is: so a plan exists, and slow nodes get fewer paths. The simulator then sees to what
-    is held at once.
-    """
+    """For each node the most paths that may run through it, when each stage has `share` visits. A
+    path has one microbatch under way at a time, so a node with at most `memory` paths never waits
+    for memory: that is the published search's rule. A cap is larger where the node's part of the
+    stage's memory x speed is: so a plan exists, and slow nodes get fewer paths. The simulator then
+    sees to what is held at once."""
     caps = [0] * len(network.compute)
     for stage in network.stages[1:]:
         power = {r: network.memory[r] / max(network.compute[r], 1e-9)
                  for r in stage if r not in dead and network.memory[r]}
+        whole = sum(power.values())
         for r in power:
-            caps[r] = max(network.memory[r], math.ceil(share * power[r] / sum(power.values()) - 1e-9))
+            caps[r] = max(network.memory[r], math.ceil(share * power[r] / whole - 1e-9))
     return caps
 
 
-def check(network, paths, stages_kept=None, swaps=2, dead=()):
-    """Every violation of CC1, CC2, CC3 and TC1 as a list of sentences that name microbatch, stage and
-    node; empty for valid paths.
+def without(nodes, lists):
+    """The lists (stages, paths) without these nodes."""
+    left = []
+    for each in lists:
+        left.append([r for r in each if r not in nodes])
+    return left
 
-    The list also names paths of another length than stages_kept (default: the first path's), nodes that
-    are dead or in no stage, and the absence of any path.
-    """
+
+def check(network, paths, stages_kept=None, swaps=2, dead=()):
+    """Every violation of CC1, CC2, CC3 and TC1 as a list of sentences that name microbatch, stage
+    and node; empty for valid paths. The list also names paths of another length than stages_kept
+    (default: the first path's), nodes that are dead or in no stage, and the absence of any path."""
     if not paths:
         return ["there is no path"]
     kept = stages_kept or len(paths[0])
+    strangers = set(joined(*paths)) - set(network.stage_of)
     found = [f"microbatch {u} visits {len(path)} stages, not {kept}: {path}"
              for u, path in enumerate(paths) if len(path) != kept]
-    found += [f"microbatch {u} visits node {r} of stage {network.stage_of.get(r)}, which is not there"
-              for u, path in enumerate(paths) for r in path if r in dead or r not in network.stage_of]
-    known = [[r for r in path if r in network.stage_of] for path in paths]
-    living = [stage for stage in network.stages[1:] if not set(stage) <= set(dead)]
+    missing = "microbatch {} visits node {} of stage {}, which is not there"
+    found += [missing.format(u, r, network.stage_of.get(r))
+              for u, path in enumerate(paths) for r in path if r in dead or r in strangers]
+    known = without(strangers, paths)
+    living = [stage for stage in without(dead, network.stages[1:]) if stage]
     caps = node_caps(network, -(-len(paths) * (kept - 1) // max(1, len(living))), dead)
     violations = joined(cc1(network, known), cc2(network, known, swaps), cc3(network, known, dead),
                         tc1(network, known, caps))
@@ -351,19 +360,20 @@ def check(network, paths, stages_kept=None, swaps=2, dead=()):
 
 # ---- the search
 
-
 def shortest_path(cost, stages, origin, kept, swaps, must=()):
-    """The cheapest path of one microbatch through `kept` stages under CC1 and CC2: (seconds, path) or
-    None.
-
-    cost[i][j]: seconds from i to j and of the work on j; j = origin: of the way home. stages: the nodes
-    of each stage that may be used. must: the stages that may not be skipped. A dynamic programme over
-    the stages in order: skip stage s, visit it, or visit s+1 and then s. layers[s][visits, swaps][last
-    node] = (seconds, path), everything below stage s being decided.
-    """
+    """The cheapest path of one microbatch through `kept` stages under CC1 and CC2: (seconds, path)
+    or None. cost[i][j]: seconds from i to j and of the work on j; j = origin: of the way home.
+    stages: the nodes of each stage that may be used. must: the stages that may not be skipped. A
+    dynamic programme over the stages in order: skip stage s, visit it, or visit s+1 and then s.
+    layers[s][visits, swaps][last node] = (seconds, path), everything below stage s being
+    decided."""
     def visit(ends, nodes):
-        best = [min((seconds + cost[e][n], path) for e, (seconds, path) in ends.items()) for n in nodes]
-        return {n: (seconds, path + (n,)) for n, (seconds, path) in zip(nodes, best)}
+        """The best way from any of `ends` on to each of the nodes."""
+        found = {}
+        for n in nodes:
+            seconds, path = min((done + cost[e][n], way) for e, (done, way) in ends.items())
+            found[n] = seconds, path + (n,)
+        return found
 
     def reach(s, state, ends):
         known = layers[s].setdefault(state, {})
@@ -376,7 +386,7 @@ def shortest_path(cost, stages, origin, kept, swaps, must=()):
     for s in range(1, count):
         here, after = stages[s], stages[s + 1] if s + 1 < count else []
         for (visits, swapped), ends in layers[s].items():
-            if visits + count - s >= kept and s not in must:        # enough are left to skip this one
+            if visits + count - s >= kept and s not in must:    # enough are left to skip this one
                 reach(s + 1, (visits, swapped), ends)
             if visits + 1 < kept and here:
                 reach(s + 1, (visits + 1, swapped), visit(ends, here))
@@ -388,25 +398,27 @@ def shortest_path(cost, stages, origin, kept, swaps, must=()):
 
 
 def hop_costs(network, forward=1.0, backward=1.5):
-    """cost[i][j] for `shortest_path`, in seconds: the link there and back, and j's work, `forward` and
-    `backward` times w[j] (0: without that direction). The origin's own work is the same on all its paths
-    and left out."""
-    nodes, delay = range(len(network.compute)), network.delay
-    work = [(forward + backward) * network.compute[j] if network.stage_of.get(j) else 0.0 for j in nodes]
+    """cost[i][j] for `shortest_path`, in seconds: the link there and back, and j's work, `forward`
+    and `backward` times w[j] (0: without that direction). The origin's own work is the same on all
+    its paths and left out."""
+    def hop(i, j):
+        out = network.delay[i][j] if forward and i != j else 0.0
+        back = network.delay[j][i] if backward and i != j else 0.0
+        work = network.compute[j] if network.stage_of.get(j) else 0.0
+        return out + back + (forward + backward) * work
 
-    def links(i, j):
-        out = delay[i][j] if forward and i != j else 0.0
-        back = delay[j][i] if backward and i != j else 0.0
-        return out + back
-    return [[links(i, j) + work[j] for j in nodes] for i in nodes]
+    cost, nodes = [], range(len(network.compute))
+    for i in nodes:
+        cost.append([hop(i, j) for j in nodes])
+    return cost
 
 
 @dataclass
 class Plan:
-    """paths: a tuple of ranks per microbatch of a round, the origins in turn. order: for each rank its
-    (microbatch, hop) in order of dispatch. makespan: seconds of simulate(network, paths, rounds, order).
-    bound: no plan is faster, seconds. seconds, work: what the search took. result: the simulation.
-    Unpacks: paths, order = plan(...)."""
+    """paths: a tuple of ranks per microbatch of a round, the origins in turn. order: for each rank
+    its (microbatch, hop) in order of dispatch. makespan: seconds of simulate(network, paths,
+    rounds, order). bound: no plan is faster, seconds. seconds, work: what the search took. result:
+    the simulation. Unpacks: paths, order = plan(...)."""
     paths: list
     order: list = field(repr=False)
     makespan: float
@@ -419,93 +431,101 @@ class Plan:
         return iter((self.paths, self.order))
 
 
-def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0, *,
-         iterations=None, dead=(), collisions=True):
-    """Paths and dispatch order of one iteration, as short as the paper's search makes it. Returns a
-    `Plan`.
+def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0,
+         *, iterations=None, dead=()):
+    """Paths and dispatch order of one iteration, as short as the paper's search makes it: a `Plan`.
 
-    stages_kept: how many stages a path visits, the origin's included. microbatches_per_origin: paths of
-    each living origin, each planned on its own (the released search ties three together). rounds:
-    microbatches that an origin sends down each path. dead: nodes that are not there; a dead origin takes
-    its microbatches with it. seconds: limit of the search, the first plan excepted. iterations: limit in
-    paths planned and simulations run. With seconds=None the plan depends on seed and iterations alone.
-    collisions=False stops before TC2. Raises Infeasible exactly where no valid plan exists.
-    `planning.search.plan` takes the same arguments and finds shorter iterations.
-    """
-    problem = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    return Search(*problem, seed, seconds, iterations, lower_bound(*problem)).plan(collisions)
+    stages_kept: how many stages a path visits, the origin's included. microbatches_per_origin:
+    paths of each living origin, each planned on its own (the released search ties three together).
+    rounds: microbatches that an origin sends down each path (2 by default on the command line, as
+    in the published instance). dead: nodes that are not there; a dead origin takes its microbatches
+    with it. seconds: limit of the search, the first plan excepted. iterations: limit in paths
+    planned and simulations run. With seconds=None the plan depends on seed and iterations alone.
+    Raises Infeasible exactly where no valid plan exists, ValueError where an argument is wrong.
+    `planning.search.shorter_plan` takes the same arguments and finds shorter iterations."""
+    asked = network, stages_kept, microbatches_per_origin, rounds, swaps, dead
+    return Search(Problem(*asked), seed, seconds, iterations).plan(lower_bound(*asked))
 
 
-class Search:
-    """The problem, the work done and the best plan so far: what the steps of the search share."""
+class Problem:
+    """What is to be planned, and what CC3 and TC1 make of it: visits, {stage: visits due}; spare,
+    the stages that may get the one visit more; caps, each node's most paths. Raises ValueError, or
+    Infeasible where no valid plan exists."""
 
-    def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=(), seed=0,
-                 seconds=None, iterations=None, bound=0.0):
+    def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=()):
         most, counts = len(network.stages), (stages_kept, microbatches_per_origin, rounds, swaps)
         whole = all(hasattr(count, "__index__") for count in counts)
-        if not whole or min(*counts[:3], swaps + 1) < 1 or stages_kept > most:
-            raise ValueError(f"stages_kept must be 1 to {most}, microbatches_per_origin and rounds 1 or "
-                             f"more, swaps 0 or more, all whole numbers; got {counts}")
-        self.network, self.kept, self.rounds, self.swaps = network, stages_kept, rounds, swaps
-        self.dead = frozenset(plain(dead))
-        if unknown := self.dead - set(range(len(network.compute))):
-            raise ValueError(f"dead: {[*unknown]} are no nodes of a network of {len(network.compute)}")
-        self.stages = [[r for r in stage if r not in self.dead] for stage in network.stages]
-        self.origins = self.stages[0] * microbatches_per_origin
-        self.random = random.Random(f"plan {seed}")
-        self.start = time.perf_counter()
-        self.seconds = math.inf if seconds is None else seconds
-        self.iterations = math.inf if iterations is None else iterations
-        self.bound, self.work = bound, 0
-        self.best = self.paths = None
-        self.caps, self.visits, self.spare = self.fair_visits()
+        if not whole or min(counts[:3]) < 1 or swaps < 0 or stages_kept > most:
+            raise ValueError(f"stages_kept must be 1 to {most}, microbatches_per_origin and rounds "
+                             f"1 or more, swaps 0 or more, all whole numbers; got {counts}")
+        self.network, self.kept = network, stages_kept
+        self.each, self.rounds = microbatches_per_origin, rounds
+        self.swaps, self.dead = swaps, frozenset(plain(dead))
+        unknown = [*self.dead.difference(range(len(network.compute)))]
+        if unknown:
+            raise ValueError(f"dead: {unknown} are no nodes of a network of {len(network.compute)}")
+        self.stages = without(self.dead, network.stages)
+        self.origins = self.stages[0] * self.each
+        self.share_out_visits()
 
     @cached_property
     def cost(self):
         return hop_costs(self.network)
 
-    @cached_property
-    def trip(self):
-        """The seconds of each origin's shortest path, the others absent."""
-        return {o: shortest_path(self.cost, self.stages, o, self.kept, self.swaps)[0] for o in self.stages[0]}
-
-    def fair_visits(self):
-        """CC3 and TC1 as numbers: (each node's cap, {stage: visits}, the stages that may get the one visit
-        more). A valid plan exists exactly if these visits fit the nodes: deal the stages out in turn and
-        let every path visit its own in ascending order."""
+    def share_out_visits(self):
+        """Set visits, spare and caps. A valid plan exists exactly if the visits fit the nodes: deal
+        the stages out in turn and let every path visit its own in ascending order."""
         living = [s for s in range(1, len(self.stages)) if self.stages[s]]
         if not self.stages[0]:
             raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
         if not all(self.network.memory[o] for o in self.stages[0]):
             raise Infeasible("CC1 cannot be met: a node of stage 0 has memory 0")
         if len(living) < self.kept - 1:
-            raise Infeasible(f"CC3 cannot be met: a path visits {self.kept - 1} stages after its origin, "
-                             f"living nodes have only {living}")
+            raise Infeasible(f"CC3 cannot be met: a path visits {self.kept - 1} stages after its "
+                             f"origin, living nodes have only {living}")
+        # Each stage gets low visits, `extra` stages one more.
         low, extra = divmod(len(self.origins) * (self.kept - 1), max(1, len(living)))
-        caps = node_caps(self.network, low + (extra > 0), self.dead)
-        fits = {s: sum(caps[r] for r in self.stages[s]) for s in living}
-        spare = [s for s in living if fits[s] > low] if extra else []
-        if len(spare) < extra or min(fits.values(), default=low) < low:
+        high = low + 1 if extra else low
+        self.caps, fits = node_caps(self.network, high, self.dead), {}
+        for s in living:
+            fits[s] = sum(self.caps[r] for r in self.stages[s])
+        self.spare = [s for s in living if extra and fits[s] > low]
+        if len(self.spare) < extra or min(fits.values(), default=low) < low:
             s = min(fits, key=fits.get)
-            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {low + (extra > 0)} visits to each "
+            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {high} visits to each "
                              f"stage, stage {s} (nodes {self.stages[s]}) has room for {fits[s]}")
-        return caps, {s: low + (s in spare[:extra]) for s in living}, spare
+        self.visits = dict.fromkeys(living, low)
+        for s in self.spare[:extra]:
+            self.visits[s] += 1
 
-    def plan(self, collisions=True):
-        """Run the search to its end and return the `Plan`."""
-        if collisions and self.seconds == self.iterations == math.inf:
+
+class Search:
+    """The paper's search: its problem, its limits, the work done, and the best simulation so far
+    with its paths. Other searches override `find`, `over` and `ends`."""
+    ends = False        # whether it comes to an end without seconds and iterations
+
+    def __init__(self, problem, seed=0, seconds=None, iterations=None):
+        self.problem, self.random = problem, random.Random(f"plan {seed}")
+        for name, limit in (("seconds", seconds), ("iterations", iterations)):
+            if limit is not None and not 0 <= limit < math.inf:
+                raise ValueError(f"{name} must be a finite number from 0, or None, got {limit}")
+        self.seconds = math.inf if seconds is None else seconds
+        self.iterations = math.inf if iterations is None else iterations
+        self.start, self.work = time.perf_counter(), 0
+        self.best, self.paths = None, None
+        self.trips, self.bound = {}, 0.0        # trips: what `best_trip` has found
+
+    def plan(self, bound):
+        """Run the search to its end and return the `Plan`. bound: seconds; no plan is faster."""
+        self.bound = bound
+        if self.seconds == self.iterations == math.inf and not self.ends:
             raise ValueError("plan needs an end: give seconds or iterations")
-        if collisions:
-            self.find()
-        else:
-            self.conflict_based_search(limit=5000, collisions=False)
-        if not self.best:
-            self.farthest_first()
+        self.find()
         best, spent = self.best, time.perf_counter() - self.start
-        return Plan(self.paths, best.order, best.makespan, self.bound, spent, self.work, best)
+        return Plan(self.paths, best.order, best.makespan, bound, spent, self.work, best)
 
     def find(self):
-        """Every step of the search in turn, until it is `over`. Subclasses may override."""
+        """Every step of the search in turn, until it is `over`."""
         self.farthest_first()       # first of all, since it cannot fail
         self.conflict_based_search()
 
@@ -520,7 +540,7 @@ class Search:
         """The simulated iteration; None if it deadlocks. The best one is remembered."""
         self.work += 1
         try:
-            result = simulate(self.network, paths, self.rounds, order)
+            result = simulate(self.problem.network, paths, self.problem.rounds, order)
         except Deadlock:
             return None
         if self.best is None or result.makespan < self.best.makespan - 1e-9:
@@ -528,139 +548,147 @@ class Search:
         return result
 
     def dispatch(self, paths):
-        """Simulate first come, first served. Where that runs out of memory and deadlocks, every rank's
-        tasks go in order of depth * microbatch + hop. The larger depth, the fewer microbatches are under
-        way at once, in the end one, so this ends."""
-        result, depth, count = self.simulate(paths), 1, len(paths)
+        """Simulate first come, first served. Where that runs out of memory and deadlocks, every
+        rank's tasks go in order of depth * microbatch + hop. The larger depth, the fewer
+        microbatches are under way at once, in the end one, so this ends."""
+        result, depth = self.simulate(paths), 1
         while result is None:
             depth *= 2
-            tasks = [(depth * u + hop, u, hop, rank) for u in range(self.rounds * count)
-                     for hop, rank in enumerate(chain(paths[u % count]))]
-            order = [[] for _ in self.network.compute]
-            for _, u, hop, rank in sorted(tasks):
-                order[rank].append((u, hop))
+            order = [[] for _ in self.problem.network.compute]
+            for u in range(self.problem.rounds * len(paths)):
+                for hop, rank in enumerate(chain(paths[u % len(paths)])):
+                    order[rank].append((u, hop))
+            for tasks in order:
+                tasks.sort(key=lambda task: (depth * task[0] + task[1], task))
             result = self.simulate(paths, order)
         return result
 
-    def conflict_based_search(self, limit=math.inf, collisions=True):
-        """The paper's method: every microbatch on its own shortest path, then one conflict after the
-        other resolved by branching: which microbatch keeps off?
-
-        A node of the tree holds the bans of each microbatch. Its conflict is the first of: an over-full
-        stage (CC3), an over-full node (TC1), a time overlap (TC2). Each child forbids one of the
-        microbatches involved the stage or the node. The least excess comes first, then the deepest node
-        (ours; the paper's order is best first), then the shortest iteration; for paths not valid yet the
-        farthest microbatch's trip stands for it. Ends after `limit` paths and simulations, or without TC2
-        at the first valid paths.
-        """
-        @cache
-        def best_trip(origin, banned):
-            stages = [[r for r in stage if r not in banned] for stage in self.stages]
-            return shortest_path(self.cost, stages, origin, self.kept, self.swaps)
-
-        def push(bans):
-            trips = [best_trip(origin, banned) for origin, banned in zip(self.origins, bans)]
-            if bans in seen or not all(trips):
-                return
-            seen.add(bans)
-            self.work += 1
-            paths = [path for _, path in trips]
-            conflicts = [*cc3(self.network, paths, self.dead), *tc1(self.network, paths, self.caps)]
-            excess, seconds = sum(v.excess for v in conflicts), max(trips)[0]
-            if not conflicts:
-                result = self.dispatch(paths)
-                seconds = result.makespan
-                conflicts = (v for v in tc2(self.network, paths, result) if v.bans)
-            children = next((v.bans for v in conflicts), [])
-            # Of equal excess the deepest first: a full network shifts its last conflict about, and breadth
-            # would try all permutations.
-            depth, trip = sum(map(len, bans)), sum(trip for trip, _ in trips)
-            heapq.heappush(tree, (excess, -depth, seconds, trip, len(seen), bans, children))
-
-        seen, tree, limit = set(), [], self.work + limit
-        push((frozenset(),) * len(self.origins))
+    def conflict_based_search(self, limit=math.inf):
+        """The paper's method: every microbatch on its own shortest path, then one conflict after
+        the other resolved by branching: which microbatch keeps off? Ends after `limit` paths and
+        simulations. A branch holds its bans: for each microbatch the nodes that it keeps off."""
+        limit += self.work
+        tree, seen = [], set()      # a heap of branches; the bans of all
+        self.grow(tree, seen, (frozenset(),) * len(self.problem.origins))
         while tree and self.work < limit and not self.over():
-            excess, *_, bans, children = heapq.heappop(tree)
-            if not excess and not collisions:
-                break
-            for u, nodes in takewhile(lambda child: not self.late(), children):
-                push(bans[:u] + (bans[u] | frozenset(nodes),) + bans[u + 1:])
+            _, _, bans, children = heapq.heappop(tree)
+            for u, nodes in children:
+                if self.late():
+                    break
+                self.grow(tree, seen, (*bans[:u], bans[u] | frozenset(nodes), *bans[u + 1:]))
+
+    def grow(self, tree, seen, bans):
+        """Add the branch with these bans, unless it is known or leaves a microbatch no path. Its
+        conflict is the first of: an over-full stage (CC3), an over-full node (TC1), a time overlap
+        (TC2). Each child keeps one of the microbatches involved off the stage or the node."""
+        problem = self.problem
+        trips = [self.best_trip(o, banned) for o, banned in zip(problem.origins, bans)]
+        if bans in seen or not all(trips):
+            return
+        seen.add(bans)
+        self.work += 1
+        paths, network = [path for _, path in trips], problem.network
+        conflicts = [*cc3(network, paths, problem.dead), *tc1(network, paths, problem.caps)]
+        excess, (seconds, _) = sum([v.excess for v in conflicts]), max(trips)
+        if not conflicts:
+            result = self.dispatch(paths)
+            seconds = result.makespan
+            conflicts = [v for v in tc2(network, paths, result) if v.bans]
+        children = conflicts[0].bans if conflicts else []
+        # Of equal excess the deepest branch comes first (ours; the paper's order is best first): a
+        # full network shifts its last conflict about, and breadth would try all permutations. Then
+        # the shortest iteration, for which the longest trip stands while paths are not valid.
+        rank = excess, -sum(map(len, bans)), seconds, sum([trip for trip, _ in trips])
+        heapq.heappush(tree, (rank, len(seen), bans, children))
+
+    def best_trip(self, origin, banned=frozenset()):
+        """(seconds, path) of the origin's shortest path off the banned nodes, or None."""
+        if (origin, banned) not in self.trips:
+            problem, stages = self.problem, without(banned, self.problem.stages)
+            found = shortest_path(problem.cost, stages, origin, problem.kept, problem.swaps)
+            self.trips[origin, banned] = found
+        return self.trips[origin, banned]
 
     def fill(self, paths, visits, trip, costs=None, noise=0.0):
         """Plan the missing paths (None), so that each stage gets `visits` more. Never a dead end: a
-        stage due for all that are left is a must.
-
-        The origin with the longest trip comes first: its path is the longest part of the iteration, and
-        the other paths have slack to give way. costs(): for each path anew, the costs of the hops
-        (default: `hop_costs`). noise: how far the order of planning is shuffled.
-        """
-        paths, visits, room, known = list(paths), dict(visits), list(self.caps), {}
-        for r in joined(*(path[1:] for path in paths if path)):
-            room[r] -= 1
-        todo = sorted((-trip[o] * (1 + noise * self.random.random()), u, o)
-                      for u, o in enumerate(self.origins) if not paths[u])
-        for left, (_, u, origin) in zip(range(len(todo), 0, -1), todo):
-            must = tuple(s for s, due in visits.items() if due == left)
-            stages = tuple(tuple(r for r in stage if room[r] > 0) if visits.get(s) else ()
-                           for s, stage in enumerate(self.stages))
-            choice = origin, stages, must
+        stage due for all that are left is a must. The origin with the longest trip (seconds) comes
+        first: its path is the longest part of the iteration, and the other paths have slack to give
+        way. costs(): for each path anew, the costs of the hops (default: `hop_costs`). noise: how
+        far the order of planning is shuffled."""
+        problem, stage_of = self.problem, self.problem.network.stage_of
+        paths, visits = list(paths), dict(visits)
+        room, todo = list(problem.caps), []
+        for u, origin in enumerate(problem.origins):
+            if paths[u]:
+                for r in paths[u][1:]:
+                    room[r] -= 1
+            else:
+                todo.append((-trip[origin] * (1 + noise * self.random.random()), u, origin))
+        nodes, known = [*joined(*problem.stages[1:])], {}
+        for planned, (_, u, origin) in enumerate(sorted(todo)):
+            must = tuple([s for s, due in visits.items() if due == len(todo) - planned])
+            closed = frozenset([r for r in nodes if room[r] <= 0 or not visits.get(stage_of[r])])
+            choice = origin, closed, must
             if costs or choice not in known:
-                cost = costs() if costs else self.cost
-                known[choice] = shortest_path(cost, stages, origin, self.kept, self.swaps, must)[1]
+                cost, open_ = costs() if costs else problem.cost, without(closed, problem.stages)
+                found = shortest_path(cost, open_, origin, problem.kept, problem.swaps, must)
+                known[choice] = found[1]
             paths[u] = known[choice]
             self.work += 1
             for r in paths[u][1:]:
                 room[r] -= 1
-                visits[self.network.stage_of[r]] -= 1
+                visits[stage_of[r]] -= 1
         return paths
 
     def farthest_first(self):
         """All paths in one sweep: a valid plan in milliseconds, however large the network."""
-        paths = self.fill([None] * len(self.origins), self.visits, self.trip)
+        trip = {o: self.best_trip(o)[0] for o in self.problem.stages[0]}
+        paths = self.fill([None] * len(self.problem.origins), self.problem.visits, trip)
         self.dispatch(paths)
         return paths
 
 
 # ---- how good can a plan be
 
-
 def one_machine(tasks, chains):
-    """A lower bound of the seconds that one machine needs for `chains` equal chains of tasks: the machine
-    works all the time, or a chain runs on undisturbed. tasks: (seconds busy, seconds from a task's start
-    until its chain's next task may start; for the last task: until the end)."""
+    """A lower bound of the seconds that one machine needs for `chains` equal chains of tasks: the
+    machine works all the time, or a chain runs on undisturbed. tasks: (seconds busy, seconds from a
+    task's start until its chain's next task may start; for the last task: until the end)."""
     return max(chains * sum(busy for busy, _ in tasks), sum(wait for _, wait in tasks))
 
 
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(),
                 machine=one_machine, origins=None):
-    """Seconds below which no plan can come, whatever its paths and order: each case only drops rules.
+    """Seconds below which no plan can come, whatever its paths and order: each case drops rules.
 
-    Take one origin alone. What remains of its microbatches is forward, loss and backward on the origin
-    itself, with at least the shortest way out and the shortest way back between them (each the minimum
-    over all paths that CC1 and CC2 allow). At most `lanes` of them are under way at once: as many as it
-    has paths, or memory for. So they form `lanes` chains, each microbatch beginning after the one before
-    it in its chain has ended, and the longest chain has at least q = ceil(microbatches / lanes).
+    Take one origin alone. What remains of its microbatches is forward, loss and backward on the
+    origin itself, with at least the shortest way out and the shortest way back between them (each
+    the minimum over all paths that CC1 and CC2 allow). At most `lanes` of them are under way at
+    once: as many as it has paths, or memory for. So they form `lanes` chains, each microbatch
+    beginning after the one before it in its chain has ended, and the longest has at least q, the
+    microbatches / lanes rounded up.
 
-    Case 1: no chain is longer. Then at least microbatches - lanes (q - 1) chains have q microbatches, and
-    machine(tasks, chains) bounds the time of these alone (planning/bound.py's is tighter).
-    Case 2: a chain has q + 1, which alone takes its time. This cannot be where the chains are the paths, of
-    `rounds` each.
-    origins: which to look at, default all.
-    """
-    search = Search(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    total, pause, best = microbatches_per_origin * rounds, network.overhead, 0.0
-    ways = hop_costs(network, 1, 0), hop_costs(network, 0, 1.5)
-    for o in origins or search.stages[0]:
-        out, back = (shortest_path(cost, search.stages, o, stages_kept, swaps)[0] for cost in ways)
+    Case 1: no chain is longer. Then at least microbatches - lanes (q - 1) chains have q, and
+    machine(tasks, chains) bounds the time of these alone (planning/bound.py's is tighter). Case 2:
+    a chain has q + 1, which alone takes its time. This cannot be where the chains are the paths, of
+    `rounds` each. origins: which to look at, default all."""
+    stages = Problem(network, stages_kept, microbatches_per_origin, rounds, swaps, dead).stages
+    total, pause = microbatches_per_origin * rounds, network.overhead
+    there, home = hop_costs(network, 1, 0), hop_costs(network, 0, 1.5)
+    best = 0.0
+    for o in origins or stages[0]:
+        out, _ = shortest_path(there, stages, o, stages_kept, swaps)
+        back, _ = shortest_path(home, stages, o, stages_kept, swaps)
         w = network.compute[o]
         # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
         tasks = [(w + network.origin_overhead, w + out), (w / 4 + pause, w / 4 + back),
                  (1.5 * w + pause, 1.5 * w + pause)]
         lanes = min(microbatches_per_origin, network.memory[o])
         q = -(-total // lanes)
-        one_more = (q + 1) * sum(wait for _, wait in tasks) if lanes < microbatches_per_origin else math.inf
-        together = machine(tasks * q, total - lanes * (q - 1))
-        best = max(best, min(one_more, together) - pause)
+        bound = machine(tasks * q, total - lanes * (q - 1))
+        if lanes < microbatches_per_origin:
+            bound = min(bound, (q + 1) * sum(wait for _, wait in tasks))
+        best = max(best, bound - pause)
     return best
 
 
@@ -669,4 +697,4 @@ if __name__ == "__main__":
     if not find_spec("planning"):
         raise SystemExit("error: the command line is in planning/, which is not beside this file")
     from planning.__main__ import main
-    main()
+    main(program="python skippipe.py")

@@ -26,9 +26,9 @@ from noloco import Arrived, DiLoCo, NoLoCo, flatten, outer_update, random_groups
 from plumbing.data import load_data
 from gossip.delay import Delayed, PhiAhead
 from gossip.window import gamma_bound
-from planning.bound import lower_bound
+from planning.bound import tighter_bound
 from planning.instance import published_network
-from planning.search import plan
+from planning.search import shorter_plan
 from skippipe import Deadlock, Network, full_paths, random_paths, simulate
 from tests.harness import SMALL, SMALL_CONFIG, checkpoint, gloo, processes, run, write_corpus
 from tests.oracles import (
@@ -452,7 +452,7 @@ def test_published_times(method):
 
 def test_published_plan_is_proven_optimal():
     network, _ = published_network()
-    found = plan(network, 4, 3, rounds=2, seconds=None, iterations=20000)
+    found = shorter_plan(network, 4, 3, rounds=2, seconds=None, iterations=20000)
     assert found.makespan == pytest.approx(33.0538, abs=1e-3)
     assert found.bound == pytest.approx(found.makespan, abs=1e-5)
     assert skippipe.check(network, found.paths, 4) == []
@@ -461,7 +461,7 @@ def test_published_plan_is_proven_optimal():
     assert result.makespan == found.makespan
     assert_possible(network, paths, 2, result)
     # Six paths of its own per origin, so that the second round may differ, are bounded by the same time.
-    assert lower_bound(network, 4, 6, rounds=1) == pytest.approx(33.0538, abs=1e-3)
+    assert tighter_bound(network, 4, 6, rounds=1) == pytest.approx(33.0538, abs=1e-3)
     # The paper's search alone, first come, first served, takes as long as published: 33.31 s.
     alone = skippipe.plan(network, 4, 3, rounds=2, seconds=None, iterations=1000)
     assert alone.makespan == pytest.approx(33.3138, abs=3e-4)
@@ -480,10 +480,10 @@ def test_plan_against_brute_force():
             for order in every_order(paths, len(network.compute)):
                 with contextlib.suppress(Deadlock):
                     best = min(best, simulate(network, paths, order=order).makespan)
-        assert skippipe.lower_bound(network, kept, each) <= lower_bound(network, kept, each) <= best + 1e-6
+        assert skippipe.lower_bound(network, kept, each) <= tighter_bound(network, kept, each) <= best + 1e-6
         alone = skippipe.plan(network, kept, each, seconds=None, iterations=1000)
         assert skippipe.check(network, alone.paths, kept) == [] and alone.makespan >= best - 1e-6
-        found = plan(network, kept, each, seconds=None, iterations=3000)
+        found = shorter_plan(network, kept, each, seconds=None, iterations=3000)
         assert skippipe.check(network, found.paths, kept) == [] and found.makespan >= best - 1e-6
         missed += found.makespan > best + 1e-6
         assert found.makespan <= 1.1 * best, case

@@ -38,7 +38,7 @@ from gossip import outer_optimizer
 from gossip.sums import SUMS, Average
 from model import Config, Llama
 from noloco import flatten
-from planning.replan import Replanning, Timed
+from planning.replan import Replanning, TimedBackwards
 from planning.rho import shares
 from planning.training import PLANNERS, idle, measure, plan_paths, read_links
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
@@ -575,7 +575,7 @@ def between_steps(run, before, save):
     run.meter.go_on()
 
 
-class TimedPipeline(Timed, Pipeline):
+class TimedPipeline(TimedBackwards, Pipeline):
     """For --replan."""
 
 

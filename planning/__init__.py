@@ -1,2 +1,2 @@
-"""Beyond the paper's search: shorter iterations, a bound that proves them, nodes to stages, paths for
-training."""
+"""Beyond the paper's search: shorter iterations, a bound that proves them, nodes to stages, paths
+for training."""

@@ -1,34 +1,40 @@
 """How planning grows with the network: results/planning.json, figures/planning.png and a table.
 
-    python -m planning.growth           # 5 minutes on one core
+    python -m planning.growth       # 5 minutes on one core; --out runs keeps the README's figures
 
-The nodes are in the twelve published cities in turn, in 8 stages of which a path visits 6; 20 nodes are the
-published instance. Each size is planned twice: without search, and within a limit of seconds, half of which
-may go to the assignment.
+The nodes are in the twelve published cities in turn, in 8 stages of which a path visits 6; 20 nodes
+are the published instance. Each size is planned twice: without search, and within a limit of
+seconds, half of which may go to the assignment.
 """
 import json
 import time
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
+from planning.arguments import PlanningParser, make_writable
 from planning.assign import assign_stages
 from planning.instance import published_network, spread_network
-from planning.search import plan
+from planning.search import shorter_plan
 
 LIMITS = {20: 10, 42: 30, 84: 30, 168: 30, 504: 60, 1008: 120}     # nodes: seconds
 COLUMNS = ("nodes", "limit, s", "CPU, s", "iteration, s", "bound, s", "gap, %", "peak memory, MiB")
 
 
-def measured(nodes, limit):
-    """The figures of COLUMNS for a network of so many nodes."""
+def planned_within(nodes, limit):
+    """The figures of COLUMNS for a network of so many nodes and a limit of seconds."""
     start, busy = time.perf_counter(), time.process_time()
-    network, work = published_network()[0], (4, 3, 2)
-    if nodes != 20:
-        network, work = spread_network([nodes // 6] + [nodes // 6 * 5 // 7] * 7)[0], (6, 3, 2)
+    if nodes == 20:
+        network, _ = published_network()
+        work = (4, 3, 2)
+    else:
+        network, _ = spread_network([nodes // 6] + [nodes // 6 * 5 // 7] * 7)
+        work = (6, 3, 2)
         network = assign_stages(network, *work, seconds=limit / 2)
-    found = plan(network, *work, seconds=max(0.0, limit - (time.perf_counter() - start)))
-    return (nodes, limit, time.process_time() - busy, found.makespan, found.bound,
-            100 * (found.makespan / found.bound - 1), getrusage(RUSAGE_SELF).ru_maxrss / 1024)
+    left = max(0.0, limit - (time.perf_counter() - start))
+    found = shorter_plan(network, *work, seconds=left)
+    gap = 100 * (found.makespan / found.bound - 1)
+    memory = getrusage(RUSAGE_SELF).ru_maxrss / 1024
+    return nodes, limit, time.process_time() - busy, found.makespan, found.bound, gap, memory
 
 
 def draw_growth(rows, file):
@@ -37,7 +43,8 @@ def draw_growth(rows, file):
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     style = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
-             "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
+             "axes.grid": True, "grid.alpha": 0.3,
+             "axes.spines.top": False, "axes.spines.right": False}
     first, searched = rows[::2], rows[1::2]
     sizes = [nodes for nodes, *_ in searched]
     with rc_context(style):
@@ -54,17 +61,31 @@ def draw_growth(rows, file):
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.minorticks_off()
         axis.set(xlabel="nodes", ylabel="simulated iteration, % above the bound", ylim=(0, None),
-                 title=f"After 10 to 120 s of search a plan is at most {most:.0f}% above the bound, "
-                 "below which no plan can be")
+                 title=f"After 10 to 120 s of search a plan is at most {most:.0f}% above the "
+                 "bound, below which no plan can be")
         figure.savefig(file, dpi=150)
 
 
-if __name__ == "__main__":
+def main(argv=None):
+    parser = PlanningParser("python -m planning.growth", __doc__)
+    parser.add_argument("--out", default=".",
+                        help="folder of results/ and figures/ (default: this one)")
+    out = Path(parser.parse_args(argv).out)
+    table, picture = out / "results/planning.json", out / "figures/planning.png"
+    try:
+        make_writable(table)
+        make_writable(picture)
+    except OSError as error:
+        parser.error(error)
     rows = []
     print("", *COLUMNS, "", sep=" | ")
     for nodes, most in LIMITS.items():
-        for limit in 0, most:
-            rows.append(measured(nodes, limit))
+        for limit in (0, most):
+            rows.append(planned_within(nodes, limit))
             print("", *(f"{x:.4g}" for x in rows[-1]), "", sep=" | ", flush=True)
-    Path("results/planning.json").write_text(json.dumps([dict(zip(COLUMNS, x)) for x in rows], indent=1))
-    draw_growth(rows, "figures/planning.png")
+    table.write_text(json.dumps([dict(zip(COLUMNS, row)) for row in rows], indent=1))
+    draw_growth(rows, picture)
+
+
+if __name__ == "__main__":
+    main()

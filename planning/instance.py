@@ -1,5 +1,5 @@
-"""Networks: the one published with SkipPipe's code (arXiv 2502.19913; 20 nodes in 12 cities, 6 stages), more
-nodes in its cities, and a file's."""
+"""Networks: the one published with SkipPipe's code (arXiv 2502.19913; 20 nodes in 12 cities, 6
+stages), more nodes in its cities, and a file's."""
 import json
 from dataclasses import fields
 from itertools import combinations
@@ -13,13 +13,15 @@ MESSAGE = 4 * 1024 * 1024 * 8       # bytes: fp32, width 1024, 1024 tokens, 8 sa
 
 
 def city_links():
-    """{(a, b): (latency in seconds, bytes per second)} both ways, from published.json; within a city 1 ms
-    and 2 GiB/s (the released figures)."""
+    """{(a, b): (latency in seconds, bytes per second)} both ways, from published.json; within a
+    city 1 ms and 2 GiB/s (the released figures)."""
     links = {(city, city): (0.001, 2 * 2**30) for city in CITIES}
     for i, line in enumerate(DATA["links"]):
         for city, link in zip(CITIES[i + 1:], line.split()):
-            latency, speed = map(float, link.split("/"))
-            links[CITIES[i], city] = links[city, CITIES[i]] = latency / 1000, speed * 2**20 / 8
+            latency, speed = link.split("/")        # "milliseconds/Mbit/s"
+            seconds_and_speed = float(latency) / 1000, float(speed) * 2**20 / 8
+            links[CITIES[i], city] = seconds_and_speed
+            links[city, CITIES[i]] = seconds_and_speed
     return links
 
 
@@ -28,12 +30,17 @@ def city_delays(names, links, message=MESSAGE):
     def delay(i, j):
         latency, speed = links[names[i], names[j]]
         return 0.0 if i == j else latency + message / speed + 0.35
-    return [[delay(i, j) for j in range(len(names))] for i in range(len(names))]
+    delays = []
+    for i in range(len(names)):
+        delays.append([delay(i, j) for j in range(len(names))])
+    return delays
 
 
 def city_tables(count):
-    """(Mbit/s, milliseconds one way) of nodes in the twelve cities in turn: tables of tools.hosts.Hosts."""
-    links, mbit, latency = city_links(), {(): 0}, {}
+    """(Mbit/s, milliseconds one way) of nodes in the twelve cities in turn: tables of
+    tools.hosts.Hosts."""
+    links = city_links()
+    mbit, latency = {(): 0}, {}         # the rate of all other links is that of ()
     for i, j in combinations(range(count), 2):
         seconds, speed = links[CITIES[i % len(CITIES)], CITIES[j % len(CITIES)]]
         mbit[i, j], latency[i, j] = speed * 8e-6, seconds * 1000
@@ -41,37 +48,45 @@ def city_tables(count):
 
 
 def published_network(corrected=False):
-    """The published instance: (Network of 20 nodes, their cities). The released table has NL-London 1024
-    times too slow: so it is here, or corrected."""
+    """The published instance: (Network of 20 nodes, their cities). The released table has NL-London
+    1024 times too slow: so it is here, or corrected."""
     names, links = (CITIES * 2)[:20], city_links()
-    for pair in (("NL", "London"), ("London", "NL")):
-        latency, speed = links[pair]
-        links[pair] = latency, speed / (1 if corrected else 1024)
+    if not corrected:
+        for pair in (("NL", "London"), ("London", "NL")):
+            latency, speed = links[pair]
+            links[pair] = latency, speed / 1024
     return Network(city_delays(names, links), [0.44] * 20, DATA["stages"], 3, 0.13, 0.09), names
 
 
 def spread_network(sizes):
-    """(Network, cities) of nodes in the twelve cities in turn, sizes[s] of them in stage s in this order."""
+    """(Network, cities) of nodes in the twelve cities in turn, sizes[s] of them in stage s in this
+    order."""
     names = [CITIES[i % len(CITIES)] for i in range(sum(sizes))]
-    stages = [list(range(sum(sizes[:s]), sum(sizes[:s + 1]))) for s in range(len(sizes))]
+    stages = []
+    for s, size in enumerate(sizes):
+        first = sum(sizes[:s])
+        stages.append(list(range(first, first + size)))
     return Network(city_delays(names, city_links()), 0.44, stages, 3, 0.13, 0.09), names
 
 
 def read_instance(file, stages=None):
-    """(Network, names or None) of a JSON file: an object with delay, compute, stages and what else a Network
-    takes, and names. stages: where the file has none. Raises OSError, or ValueError with one line."""
+    """(Network, names or None) of a JSON file: an object with delay, compute, stages and what else
+    a Network takes, and names. stages: where the file has none. Raises OSError, or ValueError with
+    one line."""
     try:
         data = json.loads(Path(file).read_text())
     except ValueError as error:
         raise ValueError(f"{file}: is no JSON ({error})")
     known = {field.name for field in fields(Network)} | {"names"}
     if not isinstance(data, dict) or not {"delay", "compute"} <= set(data) <= known:
-        raise ValueError(f"{file}: must hold an object with delay and compute, and only {sorted(known)}")
+        raise ValueError(f"{file}: must hold an object with delay and compute, and only "
+                         f"{sorted(known)}")
     if not isinstance(data["delay"], list):
         raise ValueError(f"{file}: delay must be a list of rows")
     names = data.pop("names", None)
+    data.setdefault("stages", stages)
     try:
-        network = Network(**{"stages": stages} | data)
+        network = Network(**data)
         return network, names and per_node(names, len(network.delay), "names")
     except ValueError as error:
         raise ValueError(f"{file}: {error}")

@@ -1,185 +1,284 @@
 """Hundreds of nodes: near nodes form regions, and every region is planned by itself.
 
 A region is some origins and their share of the nodes of every other stage. Its paths stay in it, so
-regions run side by side, and an iteration takes as long as the slowest region's. The search works on that
-one. After a death only the region around the dead node is planned anew (`around`).
+regions run side by side, and an iteration takes as long as the slowest region's. The search works
+on that one. After a death only the region around the dead node is planned anew (`around`).
 """
 import math
 from collections import Counter
+from copy import copy
 
-from planning.search import Search
-from skippipe import check
+from planning.search import NeighbourhoodSearch, turns_of
+from skippipe import Problem, Search, check, without
 
 WHOLE = 48      # a network of so many nodes is one region
 
 
-def spread(counts):
+def evenly_mixed(counts):
     """The keys of {key: count}, each as often as it counts, evenly mixed."""
-    return [key for _, key in sorted(((k + 0.5) / n, key) for key, n in counts.items() for k in range(n))]
+    placed = []
+    for key, count in counts.items():
+        placed += [((k + 0.5) / count, key) for k in range(count)]
+    return [key for _, key in sorted(placed)]
 
 
 def cut(delay, sizes, stage_of=None):
     """Cut the nodes into regions, each a dict {node: stage}.
 
-    The first region begins with the most remote node, each later one with the node nearest to the region
-    before. It takes the nodes nearest to that one: as few as hold every stage, or a few more where they
-    would strand some nodes nearby. sizes: nodes in each stage. stage_of: {node: stage} as it is to be;
-    None: a region's nodes take stages in turn.
-    """
+    The first region begins with the most remote node, each later one with the node nearest to the
+    region before. It takes the nodes nearest to that one: as few as hold every stage, or a few more
+    where they would strand some nodes nearby. sizes: nodes in each stage. stage_of: {node: stage}
+    as it is to be; None: a region's nodes take stages in turn."""
     def apart(i, j):
         return delay[i][j] + delay[j][i]
 
-    rest, regions = set(stage_of or range(sum(sizes))), []
-    origins, others = sizes[0], spread(dict(enumerate(sizes[1:], 1)))
+    rest = set(range(sum(sizes)) if stage_of is None else stage_of)
+    origins = sizes[0]                                              # that are left
+    others = evenly_mixed(dict(enumerate(sizes[1:], 1)))            # stages of the others left
+    least = origins                                                 # origins of a region
+    if len(rest) > WHOLE:
+        least = math.ceil(origins / min(sizes))
     region = [max(sorted(rest), key=lambda i: sum(delay[i]))]
-    least = origins if len(rest) <= WHOLE else math.ceil(origins / min(sizes))      # origins of a region
+    regions = []
     while rest:
-        unit = len(rest) / origins      # nodes for each origin
         first = min(sorted(rest), key=lambda j: min(apart(i, j) for i in region))
-        left = sorted(rest, key=lambda j: (apart(first, j), j))
-        reach = 1.1 * apart(first, left[round(least * unit) - 1])
-        here = math.ceil(sum(apart(first, j) <= reach for j in left) / unit - 1e-9)
-        here = math.ceil(here / max(1, here // least))
-        here = origins if origins - here < least else here
-        size = round(here * unit)
-        region, due = {}, Counter({0: here}) + Counter(others[:size - here])
-        for j, s in zip(left, spread(due)) if stage_of is None else ((j, stage_of[j]) for j in left):
-            if due[s]:
-                region[j] = s
-                due[s] -= 1
-        rest, origins, others = rest - set(region), origins - here, others[size - here:]
+        nearest = sorted(rest, key=lambda j: (apart(first, j), j))
+        each = len(rest) / origins      # nodes for each origin
+        distances = [apart(first, j) for j in nearest]
+        here = origins_here(distances, origins, each, least)
+        more = round(here * each) - here            # nodes of the other stages
+        due = Counter({0: here}) + Counter(others[:more])
+        region = take_nodes(nearest, due, stage_of)
+        rest -= set(region)
+        origins -= here
+        others = others[more:]
         regions.append(region)
     return regions
 
 
-class Region(Search):
-    """The search among some nodes of the network of `whole`: all others are dead to it."""
+def origins_here(distances, origins, each, least):
+    """How many of the origins that are left the next region has, at least `least`.
+
+    distances: of the nodes that are left from the region's first, ascending. each: nodes for each
+    origin."""
+    reach = 1.1 * distances[round(least * each) - 1]
+    nearby = sum(distance <= reach for distance in distances)
+    here = math.ceil(nearby / each - 1e-9)
+    here = math.ceil(here / max(1, here // least))      # several regions share what is nearby
+    if origins - here < least:
+        return origins          # too few would be left for a region of their own
+    return here
+
+
+def take_nodes(nearest, due, stage_of):
+    """{node: stage} of the first nodes that fill {stage: nodes due}. stage_of None: the first nodes
+    take these stages in turn."""
+    if stage_of is None:
+        return dict(zip(nearest, evenly_mixed(due)))
+    left, region = Counter(due), {}
+    for node in nearest:
+        stage = stage_of[node]
+        if left[stage]:
+            region[node] = stage
+            left[stage] -= 1
+    return region
+
+
+def problem_within(problem, nodes, visits):
+    """The problem for the origins among these nodes: all other nodes are dead to it. visits: what
+    the whole leaves to it of each stage."""
+    part = copy(problem)
+    part.cost = problem.cost            # found once for all regions
+    part.dead = problem.dead | set(range(len(problem.caps))) - nodes
+    part.stages = without(part.dead, problem.network.stages)
+    part.origins = part.stages[0] * problem.each
+    part.visits = visits
+    part.spare = ()
+    return part
+
+
+class Region:
+    """The large neighbourhood search among some nodes of the network of `whole`, a RegionSearch.
+
+    First come, first served, since an order of the whole would take a simulation of the whole. It
+    has no conflict-based search, since CC3 holds for the whole and not in a region."""
 
     def __init__(self, whole, nodes, visits):
-        self.whole, self.due, self.cost, self.walk = whole, visits, whole.cost, None
-        outside = whole.dead | set(range(len(whole.caps))) - nodes
-        super().__init__(whole.network, whole.kept, whole.each, whole.rounds, whole.swaps, outside,
-                         whole.random.random(), whole.seconds, whole.iterations)
-        self.start = whole.start
+        problem = problem_within(whole.problem, nodes, visits)
+        self.search = NeighbourhoodSearch(problem, whole.random.random())
+        self.search.start = whole.start
+        self.search.seconds = whole.seconds
+        self.search.iterations = whole.iterations
+        self.walk = None        # the paths that the next turn goes on from
 
-    def fair_visits(self):
-        return self.whole.caps, self.due, ()        # the whole has shared out the visits
+    def plan_first(self):
+        self.walk = self.search.farthest_first()
 
-    def turn(self, walk):
-        """First come, first served: an order of the whole would take a simulation of the whole."""
-        return self.large_neighbourhood_search(walk, steps=200)
+    def take_turn(self):
+        self.walk = self.search.large_neighbourhood_search(self.walk, steps=200)
 
-    def conflict_based_search(self, limit=math.inf, collisions=True):
-        """Left out: CC3 holds for the whole, not in a region."""
+    @property
+    def seconds(self):
+        """Of the iteration of its best plan."""
+        return self.search.best.makespan
 
 
-class Regions(Search):
+class RegionSearch(Search):
     """The search of a network, region by region, always in the slowest."""
 
-    def __init__(self, *problem, **options):
-        super().__init__(*problem, **options)
-        self.parts, self.each = [], len(self.origins) // len(self.stages[0])
+    def find(self):
+        regions = self.plan_regions()
+        self.join(regions)
+        for _ in turns_of(self):
+            slowest = max(regions, key=lambda region: region.seconds)
+            slowest.take_turn()
+            self.work = sum(region.search.work for region in regions)
+        self.join(regions)
 
-    def farthest_first(self):
-        network = self.network
-        regions = [set(part) for part in cut(network.delay, [*map(len, network.stages)], network.stage_of)]
-        while not (visits := self.share_out(regions)):
-            regions = [set().union(*regions[i:i + 2]) for i in range(0, len(regions), 2)]
-        self.parts = [Region(self, *part) for part in zip(regions, visits)]
-        for part in self.parts:
-            part.walk = part.farthest_first()
-        self.join()
+    def plan_regions(self):
+        """The regions, each with its first plan."""
+        network = self.problem.network
+        sizes = [len(stage) for stage in network.stages]
+        parts = [set(part) for part in cut(network.delay, sizes, network.stage_of)]
+        visits = self.share_out(parts)
+        while visits is None:           # two and two regions become one
+            parts = [set().union(*parts[i:i + 2]) for i in range(0, len(parts), 2)]
+            visits = self.share_out(parts)
+        regions = [Region(self, nodes, due) for nodes, due in zip(parts, visits)]
+        for region in regions:
+            region.plan_first()
+        return regions
 
-    def share_out(self, regions):
-        """The visits that each region's paths make to each stage, which are `self.visits` together. None
-        where a region has no living origin, or no room was found for a visit."""
-        rows = [self.each * len(nodes.intersection(self.stages[0])) for nodes in regions]
-        rooms = [*map(self.most_visits, regions)]
-        left, found = dict(self.visits), []
-        for i, room in enumerate(rooms):
-            spare = {s: sum(later[s] for later in rooms[i + 1:]) - left[s] for s in left}
+    def share_out(self, parts):
+        """The visits that each region's paths make to each stage, which are `problem.visits`
+        together. None where a region has no living origin, or no room was found for a visit."""
+        rooms = [self.most_visits(nodes) for nodes in parts]
+        left = dict(self.problem.visits)
+        found = []
+        for i, nodes in enumerate(parts):
+            count = self.paths_of(nodes)
+            if not count:
+                return None
+            later = Counter()           # the room of the regions after this one
+            for room in rooms[i + 1:]:
+                later.update(room)
+            spare = {s: later[s] - due for s, due in left.items()}
             visits = Counter()
-            for _ in range(rows[i] * (self.kept - 1)):
-                open_stages = [s for s in left if left[s] and visits[s] < room[s]]
+            for _ in range(count * (self.problem.kept - 1)):
+                open_stages = [s for s in left if left[s] and visits[s] < rooms[i][s]]
                 if not open_stages:
                     return None
-                s = min(open_stages, key=lambda s: spare[s] + visits[s])    # later there is least to spare
+                # The regions after this one have least to spare of this stage.
+                s = min(open_stages, key=lambda s: spare[s] + visits[s])
                 left[s] -= 1
                 visits[s] += 1
             found.append(visits)
-        return found if all(rows) else None
+        return found
+
+    def paths_of(self, nodes):
+        """How many paths the origins among these nodes have."""
+        return self.problem.each * len(nodes.intersection(self.problem.stages[0]))
 
     def most_visits(self, nodes):
         """How many visits to each stage the paths of these nodes' origins can make there."""
-        most = self.each * len(nodes.intersection(self.stages[0]))
-        return {s: min(most, sum(self.caps[r] for r in nodes.intersection(self.stages[s])))
-                for s in self.visits}
+        most, room = self.paths_of(nodes), {}
+        for s in self.problem.visits:
+            there = nodes.intersection(self.problem.stages[s])
+            room[s] = min(most, sum(self.problem.caps[r] for r in there))
+        return room
 
-    def conflict_based_search(self, limit=math.inf, collisions=True):
-        """Left out: the regions' first plans stand for it."""
+    def join(self, regions):
+        """Simulate the regions' paths together."""
+        paths = []
+        for region in regions:
+            paths += region.search.paths
+        self.dispatch(in_turn(paths, self.problem.stages[0]))
 
-    def turn(self, walk):
-        slow = max(self.parts, key=lambda part: part.best.makespan)
-        slow.walk = slow.turn(slow.walk)
-        self.work = sum(part.work for part in self.parts)
+
+class FirstPlansOfRegions(RegionSearch):
+    """For a plan without TC2: the regions' first plans, together."""
+    ends = True
 
     def find(self):
-        super().find()
-        self.join()
-
-    def join(self):
-        """The regions' paths together."""
-        self.dispatch(in_turn([path for part in self.parts for path in part.paths], self.stages[0]))
+        self.join(self.plan_regions())
 
 
 def around(plan, network, kept, each, rounds, seed, dead):
-    """(paths, order) of the plan now that nodes are dead, or their compute is another, mended node by node.
+    """(paths, order) of the plan now that nodes are dead, or their compute is another, mended node
+    by node.
 
-    plan: dict(paths of all rounds, makespan, network: a Network's fields). None where all paths must be
-    planned anew: if `mend` finds no region, or no plan that is valid and at most 5% longer.
-    """
-    paths, work = [*map(tuple, plan["paths"][:len(plan["paths"]) // rounds])], (kept, each, rounds, 2)
-    changed = [r for r, w in enumerate(plan["network"]["compute"]) if r in dead or w != network.compute[r]]
+    plan: dict(paths of all rounds, makespan, network: a Network's fields). None where all paths
+    must be planned anew: if `mend` finds no region, or no plan that is valid and at most 5%
+    longer."""
+    work = (kept, each, rounds, 2)
+    paths = [tuple(path) for path in plan["paths"][:len(plan["paths"]) // rounds]]
+    before = plan["network"]["compute"]
+    changed = [r for r, w in enumerate(before) if r in dead or w != network.compute[r]]
     try:
         for i, node in enumerate(changed, 1):
             if any(node in path for path in paths):
-                paths = mend(node, paths, Regions(network, *work, set(dead).intersection(changed[:i]), seed))
+                gone = set(dead).intersection(changed[:i])
+                paths = mend(node, paths, RegionSearch(Problem(network, *work, gone), seed))
     except ValueError:          # Infeasible, or no path stays
         return None
-    result = Search(network, *work, dead).dispatch(paths)
-    good = result.makespan <= 1.05 * plan["makespan"] and not check(network, paths, kept, dead=dead)
-    return (paths, result.order) if good else None
+    result = Search(Problem(network, *work, dead)).dispatch(paths)
+    if result.makespan > 1.05 * plan["makespan"] or check(network, paths, kept, dead=dead):
+        return None
+    return paths, result.order
 
 
 def mend(node, paths, whole, most=1500):
-    """The paths, but those of the region around this node are planned anew: the search `whole` has its state.
+    """The paths, but those of the region around this node are planned anew: the search `whole` has
+    its state.
 
-    Nodes on one path are a group, and so are groups that share a node. The region is the idle nodes and the
-    groups nearest to the node, as few as have room for the visits that CC3 leaves to them. It is searched
-    until it is no slower than the other paths, or has tried `most` plans. Raises ValueError if no path stays.
-    """
-    network, groups = whole.network, {}
-    for path in paths:
-        nodes = set(path).union(*(groups.get(r, ()) for r in path))
-        groups.update(dict.fromkeys(nodes, nodes))
-    region = set(range(len(whole.caps))) - set(groups)
-    for near in sorted(groups, key=lambda r: (r != node, network.delay[r][node] + network.delay[node][r], r)):
+    The region is the idle nodes and the groups (`groups_of`) nearest to the node, as few as have
+    room for the visits that CC3 leaves to them. It is searched until it is no slower than the other
+    paths, or has tried `most` plans. Raises ValueError if no path stays."""
+    network, groups = whole.problem.network, groups_of(paths)
+    region = set(range(len(network.compute))) - set(groups)
+
+    def nearness(r):
+        return r != node, network.delay[r][node] + network.delay[node][r], r
+
+    for near in sorted(groups, key=nearness):
         region |= groups[near]
         stay = [path for path in paths if region.isdisjoint(path)]
-        due = Counter(whole.visits)
-        due.subtract(network.stage_of[r] for path in stay for r in path[1:])
+        due = Counter(whole.problem.visits)
+        for path in stay:
+            due.subtract([network.stage_of[r] for r in path[1:]])
         room = whole.most_visits(region)
         if all(0 <= visits <= room[s] for s, visits in due.items()):
             break
     part = Region(whole, region, due)
-    part.bound, part.iterations = whole.dispatch(stay).makespan, most
-    if part.origins:
-        part.find()
-        stay += part.paths
-    return in_turn(stay, whole.stages[0])
+    part.search.bound = whole.dispatch(stay).makespan
+    part.search.iterations = most
+    if part.search.problem.origins:
+        part.plan_first()
+        while not part.search.over():
+            part.take_turn()
+        stay += part.search.paths
+    return in_turn(stay, whole.problem.stages[0])
+
+
+def groups_of(paths):
+    """{node: the nodes of its group}: nodes on one path are a group, and so are groups that share a
+    node."""
+    groups = {}
+    for path in paths:
+        nodes = set(path)
+        for r in path:
+            nodes |= groups.get(r, set())
+        groups.update(dict.fromkeys(nodes, nodes))
+    return groups
 
 
 def in_turn(paths, origins):
-    """The paths in the order in which a plan lists them: first one of each origin, then the next one."""
-    own = ([path for path in paths if path[0] == o] for o in origins)
-    return [path for turn in zip(*own) for path in turn]
+    """The paths in the order in which a plan lists them: first one of each origin, then the next
+    one."""
+    columns = []
+    for origin in origins:
+        columns.append([path for path in paths if path[0] == origin])
+    found = []
+    for turn in zip(*columns):
+        found += turn
+    return found

@@ -1,7 +1,7 @@
 """Planning anew while training runs (`--replan`; ours), where ranks have become slower or faster.
 
-A rank compares its backward tasks with its own first ones. So whatever the time model leaves out is on both
-sides. Links are not measured anew, nor is a rank without work.
+A rank compares its backward tasks with its own first ones. So whatever the time model leaves out is
+on both sides. Links are not measured anew, nor is a rank without work.
 """
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,11 @@ MANY = 100      # tasks whose median counts
 NOISE = 1.1     # a rank whose tasks take up to so many times as long, or as short, has not changed
 
 
-class Timed:
+class TimedBackwards:
     """Before train.Pipeline among the bases of a class: the pipeline times its backward tasks.
 
-    They are most of a rank's work, and the rank does as many of them as of forwards, whatever the paths.
-    """
+    They are most of a rank's work, and the rank does as many of them as of forwards, whatever the
+    paths."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -35,8 +35,8 @@ class Timed:
         return out
 
     def slower(self):
-        """How many times longer than at first this rank's backwards took since the last look. Changes within
-        NOISE do not count."""
+        """How many times longer than at first this rank's backwards took since the last look.
+        Changes within NOISE do not count."""
         if self.times:
             self.usual = self.usual or median(self.times[:MANY])
             factor = median(self.times[-MANY:]) / self.usual
@@ -47,12 +47,13 @@ class Timed:
 
 
 class Replanning:
-    """Before train.Routes among the bases of a class; its pipeline is Timed."""
+    """Before train.Routes among the bases of a class; its pipeline is TimedBackwards."""
 
     factors = None          # of all ranks, at the last look
 
     def renew(self, step):
-        """At an evaluation, on every rank: another plan where one is shorter by more than --replan."""
+        """At an evaluation, on every rank: another plan where one is shorter by more than
+        --replan."""
         factors = [float(x) for x in self.job.share(f"factor/{step}", self.pipeline.slower())]
         if factors == (self.factors or [1.0] * len(factors)):       # the plan stays
             return
@@ -62,9 +63,11 @@ class Replanning:
             self.job.say(idle(new, self.job.world))
 
     def better(self, factors, step):
-        """On rank 0: a plan for the network as it is now, or None where the plan in force will do."""
+        """On rank 0: a plan for the network as it is now, or None where the plan in force will
+        do."""
         o, plan = self.o, self.plan
-        network = replace(self.network, compute=[w * x for w, x in zip(self.network.compute, factors)])
+        compute = [w * x for w, x in zip(self.network.compute, factors)]
+        network = replace(self.network, compute=compute)
         now = simulate(network, plan["paths"], order=plan["order"]).makespan
         new = plan_paths(network, o.routing, o.skip, o.microbatches, o.seed, before=plan)
         if now <= (1 + o.replan) * new["makespan"]:
@@ -72,7 +75,7 @@ class Replanning:
         planned = plan["network"]["compute"]
         changed = [f"rank {r} takes {factors[r]:.1f}x its time"
                    for r, seconds in enumerate(network.compute) if seconds != planned[r]]
-        line = (f"step {step}: {', '.join(changed)}: planned anew, iteration {new['makespan']:.3g} s instead "
-                f"of {now:.3g} s (simulated)")
+        line = (f"step {step}: {', '.join(changed)}: planned anew, iteration "
+                f"{new['makespan']:.3g} s instead of {now:.3g} s (simulated)")
         self.job.tell(dict(event="planned anew", step=step, compute=network.compute, line=line))
         return new

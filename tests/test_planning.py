@@ -1,5 +1,6 @@
 """The planner beyond test_minimal.py: invariants, feasibility, the dead, assignment, command line."""
 
+import inspect
 import json
 import random
 import re
@@ -11,22 +12,23 @@ import torch
 
 import skippipe
 from experiments.skip import network_of
-from planning import methods, search
+from planning import growth, methods, search
 from planning.__main__ import main
 from planning.assign import assign_stages
 from planning.bound import crossing_bound
 from planning.instance import published_network, spread_network
 from planning.regions import around
+from planning.training import plan_paths
 from tests.oracles import PUBLISHED_ROUTES, assert_possible, random_network, valid_combinations
 
 
 def in_regions(*args, **kwargs):
     """Ours, as for hundreds of nodes."""
     with mock.patch("planning.regions.WHOLE", 4):
-        return search.plan(*args, **kwargs)
+        return search.shorter_plan(*args, **kwargs)
 
 
-PLANS = [skippipe.plan, search.plan, in_regions]
+PLANS = [skippipe.plan, search.shorter_plan, in_regions]
 NETWORK = published_network()[0]
 
 
@@ -35,9 +37,8 @@ def cap(monkeypatch, caps):
     monkeypatch.setattr(skippipe, "node_caps", lambda network, share, dead=(): caps)
 
 
-@pytest.mark.parametrize("plan", PLANS[:2])
-def test_conflict_based_search_alone_finds_valid_paths(plan):
-    found = plan(NETWORK, 4, 3, rounds=2, seconds=None, collisions=False)
+def test_conflict_based_search_alone_finds_valid_paths():
+    found = search.shorter_plan(NETWORK, 4, 3, rounds=2, seconds=None, collisions=False)
     assert skippipe.check(NETWORK, found.paths, 4) == [] and found.work < 1000 and found.makespan < 40
 
 
@@ -89,7 +90,7 @@ def test_random_instances_keep_the_invariants(plan, monkeypatch):
 def test_a_plan_depends_on_seed_and_work_alone():
     network = random_network(random.Random(3), [3, 2, 2, 2], memory=(3,))
     first, again, other, longer = (
-        replace(search.plan(network, 3, 3, seconds=None, iterations=work, seed=seed), seconds=0)
+        replace(search.shorter_plan(network, 3, 3, seconds=None, iterations=work, seed=seed), seconds=0)
         for seed, work in ((1, 900), (1, 900), (2, 900), (1, 3000)))
     assert first == again       # paths, order, makespan, bound, work and every task
     assert (first.paths, first.order) != (other.paths, other.order) and longer.makespan <= first.makespan
@@ -122,13 +123,13 @@ def test_dead_nodes_and_what_cannot_be_met(plan, monkeypatch):
 def test_a_slow_node_gets_less_work_and_a_stage_one_visit_more():
     compute, stages = [1, 1, 1, 5, 1, 1, 1, 1], [[0, 1], [2, 3, 4], [5, 6, 7]]
     network = skippipe.Network([[0.2] * 8] * 8, compute, stages, memory=3)
-    found = search.plan(network, 3, 3, seconds=None, iterations=3000)
+    found = search.shorter_plan(network, 3, 3, seconds=None, iterations=3000)
     before, slow, after = (sum(r in p for p in found.paths) for r in (2, 3, 4))
     assert slow < min(before, after) and before + slow + after == 6
     one_each = [(0, 2, 5), (1, 3, 6), (0, 4, 7), (1, 2, 5), (0, 3, 6), (1, 4, 7)]
     assert found.makespan < skippipe.simulate(network, one_each).makespan
     # the search chooses which stages get one visit more: 12% longer with the first choice alone
-    found = search.plan(network_of(8)[0], 4, 3, rounds=2, seconds=None, iterations=3000)
+    found = search.shorter_plan(network_of(8)[0], 4, 3, rounds=2, seconds=None, iterations=3000)
     assert found.makespan == pytest.approx(found.bound)
 
 
@@ -136,14 +137,15 @@ def test_an_order_that_deadlocks_is_no_candidate():
     paths = PUBLISHED_ROUTES["SkipPipe"][2]
     order = skippipe.simulate(NETWORK, paths, rounds=2).order
     order[8].reverse()
-    assert skippipe.Search(NETWORK, 4, 3, 2).simulate(paths, order) is None
+    problem = skippipe.Problem(NETWORK, 4, 3, 2)
+    assert skippipe.Search(problem).simulate(paths, order) is None
 
 
 def test_assigned_stages_are_at_least_as_good_as_the_published():
     assert 132 < NETWORK.delay[6][10] < 133 and published_network(corrected=True)[0].delay[6][10] < 1
     ours = assign_stages(NETWORK, 4, 3, 2, seconds=None, iterations=250)
     assert [*map(len, ours.stages)] == [5, 3, 3, 3, 3, 3] and {*sum(ours.stages, [])} == {*range(20)}
-    ours, theirs = (search.plan(network, 4, 3, 2, seconds=None, iterations=600).makespan
+    ours, theirs = (search.shorter_plan(network, 4, 3, 2, seconds=None, iterations=600).makespan
                     for network in (ours, NETWORK))
     assert ours <= theirs
 
@@ -152,7 +154,7 @@ def test_hundreds_of_nodes_are_planned_in_regions():
     network = assign_stages(spread_network([28] + [20] * 7)[0], 6, 3, 2)
     assert [len(stage) for stage in network.stages] == [28] + [20] * 7
     dead = 30, network.stages[0][0]
-    found, again, fewer = (search.plan(network, 6, 3, 2, seconds=None, iterations=work, dead=gone)
+    found, again, fewer = (search.shorter_plan(network, 6, 3, 2, seconds=None, iterations=work, dead=gone)
                            for work, gone in ((2000, ()), (2000, ()), (500, dead)))
     assert (found.paths, found.order) == (again.paths, again.order)
     for plan, gone in (found, ()), (fewer, dead):
@@ -175,7 +177,7 @@ def test_a_region_is_mended_as_well_as_by_brute_force():
         network = random_network(draw, [2, 4, 4], memory=(3,))
         delay = [[x + 50 * ((i + j) % 2) for j, x in enumerate(row)] for i, row in enumerate(network.delay)]
         network, dead = replace(network, delay=delay), draw.choice((2, 4, 6, 8))
-        first = search.plan(network, 3, 1, seconds=None, iterations=500)
+        first = search.shorter_plan(network, 3, 1, seconds=None, iterations=500)
         before = dict(paths=first.paths, makespan=1e9, network=vars(network))
         paths, order = around(before, network, 3, 1, 1, 0, {dead})
         caps = [3 * (r != dead) for r in range(10)]
@@ -183,6 +185,32 @@ def test_a_region_is_mended_as_well_as_by_brute_force():
                     for each in valid_combinations(network, 3, [0, 1], caps))
         assert skippipe.simulate(network, paths, 1, order).makespan == pytest.approx(least), case
         assert paths[1] == first.paths[1] and skippipe.check(network, paths, 3, dead={dead}) == []
+
+
+def test_training_mends_a_region_of_84_nodes_and_keeps_the_other_paths(monkeypatch):
+    monkeypatch.setattr("planning.training.shorter_plan", lambda *args, iterations, **options: (
+        search.shorter_plan(*args, iterations=300, **options)))         # of 3000: the first plan will do
+    network = assign_stages(spread_network([14] + [10] * 7)[0], 4, 3, 1)
+    first = plan_paths(network, "skippipe", 0.5, 3, 0)
+    assert first["planned"] == "anew" and {len(path) for path in first["paths"]} == {4}
+    before = json.loads(json.dumps(first))          # as a checkpoint has it
+    visited = {r for path in first["paths"] for r in path}
+    node = min(visited - set(network.stages[0]))
+    slow = replace(network, compute=[3 * w if r == node else w for r, w in enumerate(network.compute)])
+    for changed, dead in ((network, (node,)), (slow, ())):
+        mended = plan_paths(changed, "skippipe", 0.5, 3, 0, dead, before)
+        assert mended["planned"] == "in regions" and mended["makespan"] <= 1.05 * first["makespan"]
+        assert skippipe.check(changed, mended["paths"], 4, dead=dead) == []
+        assert not {r for path in mended["paths"] for r in path} & {*dead}
+        result = skippipe.simulate(changed, mended["paths"], 1, mended["order"])
+        assert result.makespan == mended["makespan"]
+        # The paths of the far regions stay, one by one.
+        moved = [u for u, pair in enumerate(zip(first["paths"], mended["paths"])) if pair[0] != pair[1]]
+        touched = [u for u, path in enumerate(first["paths"]) if node in path]
+        assert len(first["paths"]) == 42 and set(moved) <= set(range(42)) and len(moved) < 21
+        assert not dead or set(touched) <= set(moved)
+    # Where another share of the stages is skipped, nothing can stay.
+    assert plan_paths(network, "skippipe", 0.25, 3, 0, (node,), before)["planned"] == "anew"
 
 
 def test_no_valid_choice_of_paths_is_faster_than_the_crossing_bound():
@@ -212,6 +240,7 @@ def test_networks_that_cannot_be_and_no_paths_get_one_clear_line():
     for wrong, words in (
         *((dict(memory=m), "memory must be whole numbers of microbatches, 0 to 1e9") for m in (2.5, 1e308)),
         (dict(delay=[0.0, 1.0]), "delay must have as many columns as rows, 2"),
+        (dict(delay=[[0]], compute=[1, 2]), "delay has 1 rows, compute 2 values: give one per node"),
         (dict(stages=[[0.0], [1]]), "stages must be non-empty lists of different nodes below 2, whole"),
         (dict(stages=[0, 1]), "stages must be non-empty lists"),
         *((dict(compute=seconds), "must be seconds from 0 to 1e9") for seconds in (1e308, float("nan"))),
@@ -225,6 +254,16 @@ def test_networks_that_cannot_be_and_no_paths_get_one_clear_line():
     assert skippipe.plan(network, 2, 1, seconds=0).paths == [(0, 1)]
     with pytest.raises(skippipe.Infeasible, match="CC1 cannot be met: a node of stage 0 has memory 0"):
         skippipe.plan(replace(network, memory=0), 2, 1, seconds=0)
+
+
+@pytest.mark.parametrize("call", [skippipe.plan, search.shorter_plan, assign_stages])
+def test_limits_that_are_no_numbers_or_no_end_get_one_clear_line(call):
+    for limit in (float("nan"), float("inf"), -1):
+        for name in ("seconds", "iterations"):
+            with pytest.raises(ValueError, match=f"{name} must be a finite number from 0, or None, got"):
+                call(NETWORK, 4, 3, **{"seconds": None, name: limit})
+    with pytest.raises(ValueError, match="needs an end: give seconds or iterations"):
+        call(NETWORK, 4, 3, seconds=None)
 
 
 # ---- the command line
@@ -320,3 +359,56 @@ def test_arrays_and_tensors_are_taken_as_delays_and_compute():
         network = replace(network, stages=stages)
         found = skippipe.plan(network, numpy.int64(2), 2, seconds=None, iterations=50)
         assert (found.paths, found.order, found.makespan) == (want.paths, want.order, want.makespan)
+
+
+def test_first_plans_that_take_long_are_announced(tmp_path, monkeypatch, capsys):
+    """--seconds does not limit them, and they grow with the microbatches: 13 silent minutes for 100000."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["--seconds", "0", "--results", "", "--microbatches"]
+    monkeypatch.setattr("planning.__main__.PATIENCE", 1e9)
+    main([*argv, "60"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("planning.__main__.PATIENCE", 0.0)
+    main([*argv, "60"])
+    said = capsys.readouterr().err.splitlines()
+    assert re.match(r"60 paths per origin: the first plans take about \d+ s here, and --seconds limits "
+                    "only what comes after them", said[0])
+    assert [line.split("planning ")[1] for line in said[1:]] == [
+        "the full pipeline", "random valid paths", "SkipPipe without TC2", "SkipPipe"]
+    main([*argv, "3"])
+    assert capsys.readouterr().err == ""            # no more than are planned at once
+
+
+def help_of(capsys, call):
+    with pytest.raises(SystemExit) as stop:
+        call(["--help"])
+    assert stop.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_names_its_own_program_and_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = help_of(capsys, main)
+    assert text.startswith("usage: python -m planning [-h]")
+    assert "2 as in the published instance, where the function skippipe.plan has 1" in text
+    assert inspect.signature(skippipe.plan).parameters["rounds"].default == 1
+    monkeypatch.setattr(growth, "planned_within", mock.Mock(side_effect=AssertionError("it has started")))
+    assert "usage: python -m planning.growth [-h] [--out OUT]" in help_of(capsys, growth.main)
+    assert not list(tmp_path.iterdir())
+
+
+def test_growth_writes_where_it_is_told(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(growth, "LIMITS", {20: 0.1})
+    with pytest.raises(SystemExit):
+        growth.main(["--out", "file"])              # before any planning
+    assert re.fullmatch("error: .*'file/results'\n", capsys.readouterr().err)
+    growth.main(["--out", "there"])
+    rows = json.loads((tmp_path / "there/results/planning.json").read_text())
+    assert [row["nodes"] for row in rows] == [20, 20]
+    assert rows[0]["iteration, s"] == pytest.approx(33.314, abs=1e-3) and rows[0]["gap, %"] > 0.5
+    assert rows[1]["bound, s"] - 1e-6 <= rows[1]["iteration, s"] <= rows[0]["iteration, s"]
+    assert (tmp_path / "there/figures/planning.png").stat().st_size > 1000
+    assert not (tmp_path / "results").exists()

@@ -23,7 +23,7 @@ from noloco import flatten
 from planning import search
 from planning.instance import published_network
 from planning.methods import random_valid_paths
-from planning.replan import Timed
+from planning.replan import TimedBackwards
 from planning.rho import scaled, shares, with_stages_missing
 from planning.training import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
@@ -67,7 +67,7 @@ def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
         network = random_network(draw, (2, 2, 1, 2), speeds=(0.1, 0.5))
         count = draw.randint(1, 4)
         with suppress(skippipe.Infeasible):
-            paths, order = search.plan(network, 3, count, 2, seconds=None, iterations=30, seed=trial)
+            paths, order = search.shorter_plan(network, 3, count, 2, seconds=None, iterations=30, seed=trial)
             assert replay(paths * 2, range(7), order)
     # rank 1 runs the second microbatch first, though the first is sent first
     order = [[(0, 0), (1, 0), (1, 2), (0, 2), (1, 4), (0, 4)], [(1, 1), (0, 1), (1, 3), (0, 3)]]
@@ -333,7 +333,7 @@ class Clocked:
 
 
 def test_a_rank_knows_by_how_much_its_tasks_became_longer(monkeypatch):
-    pipeline = type("TimedClock", (Timed, Clocked), {})()
+    pipeline = type("TimedClock", (TimedBackwards, Clocked), {})()
     monkeypatch.setattr("planning.training.time.perf_counter", lambda: Clocked.now)
 
     def window(*factors):

@@ -9,7 +9,7 @@ import os
 import time
 from dataclasses import dataclass
 
-from planning.replan import Timed
+from planning.replan import TimedBackwards
 from planning.training import read_links
 from plumbing.options import option, parse_options
 from plumbing.processes import BadInput, Job
@@ -90,7 +90,7 @@ class EmulatedPipeline(Pipeline):
         return super().send(tensor, to, u, hop)
 
 
-class TimedEmulation(Timed, EmulatedPipeline):
+class TimedEmulation(TimedBackwards, EmulatedPipeline):
     """For --replan."""
 
 
