@@ -133,6 +133,8 @@ def who_synchronises(o, stages):
     if o.method == "local":
         yield "replicas train alone: --method local never synchronises them"
         return
+    if o.method == "ddp":
+        yield f"gradients are averaged over replicas at every step, in {o.wire}"
     if o.inner_steps:
         travel = f" for {o.delay} steps" if o.delay else ""
         yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, "
