@@ -474,7 +474,7 @@ def test_the_standby_store_of_a_stopped_process_holds_nobody(number, found):
     """torch waits for it without a timeout: the process takes connections, and never answers."""
     with store_host() as (port, pid):
         os.kill(pid, number)
-        assert processes(1, _finds_store, port) == [found]
+        assert processes(1, _finds_store, port, limit=patience(30)) == [found]
 
 
 @pytest.mark.faults
