@@ -278,7 +278,8 @@ def make_outer(job, o, params, replicas, inner, **_):         # phi never goes a
     """As train.make_outer, of a class that outlives its partners."""
     if o.method != "noloco" or job.world == 1:
         return train.make_outer(job, o, params, replicas, inner)
-    # In a pipeline all ranks do each iteration together: no replica may leave out inner steps.
+    # In a pipeline all ranks do each iteration together, so no replica may leave out inner steps
+    # there.
     return train.make_outer(job, o, params, replicas, inner, KINDS, store=job.store,
                             timeout=job.timeout,
                             catch_up=len(o.stages) == 1, tell=job.tell, reset=inner.reset,
