@@ -89,8 +89,7 @@ class SurvivingJob(Job):
         self.timeout = timeout
         self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
         self.asks = asks
-        # After a takeover: the step at which the job goes on, and the address of the store where it
-        # does.
+        # After a takeover: the step at which the job goes on, and the address of its store.
         self.latest = getattr(job, "latest", -1)
         self.address = getattr(job, "address", None)
         self.joining = asks or self.latest >= 0
@@ -214,9 +213,8 @@ def run(job, o, argv):
 
     Threads may be left that wait in Gloo for a lost peer, maybe for ever (pipeline.py). If such a
     wait ends while Python takes the interpreter down, Python ends the thread in the midst of
-    torch's code, and that
-    aborts the process: "terminate called without an active exception", status 134, after all was
-    saved and said. `os._exit` takes nothing down.
+    torch's code, and that aborts the process: "terminate called without an active exception",
+    status 134, after all was saved and said. `os._exit` takes nothing down.
     """
     if argv not in (sys.argv, sys.argv[1:]):
         return go_through(job, o, argv)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -64,19 +65,23 @@ def rank_process(pipe, rank, world, port, agent, cwd, function, args):
 
 
 IDLE = 0.5      # seconds for the work of `slowness` on two cores that do nothing else than two or three tests
+MEASURED = SimpleNamespace(slowness=1.0, at=-math.inf)
 
 
-@functools.cache
 def slowness():
-    """How many times slower tests are here now than on two idle cores, at least 1. Measured once a session.
+    """How many times slower tests are here now than on two idle cores, at least 1.
 
-    The work is that of a test with processes: four are forked, and meet at a store, as in an exchange, after
-    each of ten steps of a small model.
+    It is measured at most every 30 s (a hundredth of the time of an idle machine). The work is that of a test
+    with processes: four are forked, and meet at a store, as in an exchange, after each of ten steps of a
+    small model.
     """
-    processes(1, _nothing, limit=600)               # the server that forks starts, and imports everything
-    begin = time.monotonic()
-    processes(4, _ten_steps, limit=600)
-    return max(1.0, (time.monotonic() - begin) / IDLE)
+    if time.monotonic() - MEASURED.at > 30:
+        processes(1, _nothing, limit=600)           # the server that forks starts, and imports everything
+        begin = time.monotonic()
+        processes(4, _ten_steps, limit=600)
+        MEASURED.at = time.monotonic()
+        MEASURED.slowness = max(1.0, (MEASURED.at - begin) / IDLE)
+    return MEASURED.slowness
 
 
 def _nothing(rank, world):

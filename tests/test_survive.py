@@ -17,6 +17,7 @@ import threading
 import time
 import types
 from concurrent.futures import Future
+from datetime import timedelta
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ import plumbing.spread
 import train
 from model import Llama
 from plumbing.processes import Job, gloo_group, restarts
-from survive.meeting import Silent
+from survive.meeting import Silent, is_loss
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob, own_checkpoint
 from survive.pipeline import SurvivingPipeline
@@ -444,6 +445,41 @@ def test_the_silence_of_one_peer_never_ends_the_wait_for_another(monkeypatch):
     after.join()
 
 
+def _losses(rank, world):
+    """The errors of one who waits for a peer or the store, in the order in which they come here."""
+    job = Job()
+    group = gloo_group(job.store, "pair", rank, 2, 60)
+    if rank == 1:
+        job.store.get("enough")
+        return None
+    errors = []
+    first = group.recv([torch.empty(1)], 1, 1)
+    second = group.recv([torch.empty(1)], 1, 2)
+
+    def attempt(function, *args):
+        try:
+            function(*args)
+        except RuntimeError as error:
+            errors.append((type(error).__name__, is_loss(error), str(error)))
+
+    attempt(first.wait, timedelta(milliseconds=1))
+    attempt(second.wait)                                    # its connection is closed by now
+    attempt(group.send, [torch.ones(1)], 1, 3)
+    attempt(job.store.wait, ["nothing"], timedelta(milliseconds=1))
+    attempt(gloo_group, job.store, "nobody", 0, 2, 0.1)
+    attempt(torch.matmul, torch.ones(2), torch.ones(3))     # no loss
+    job.store.set("enough", "=")
+    return errors
+
+
+def test_what_torch_raises_for_a_loss_is_told_from_other_errors():
+    with store_host() as (port, _):
+        errors, _ = processes(2, _losses, port=port)
+    *losses, fault = errors
+    assert len(losses) == 5 and all(found for _, found, _ in losses), losses
+    assert not fault[1], fault
+
+
 def _codec_fails(rank, world):
     """An outer step where rank 0 cannot write its message: what it raises, and outer steps done alone."""
     outer = SurvivingNoLoCo([torch.nn.Parameter(torch.ones(4))], inner_steps=1, store=Job().store, tell=id)
@@ -476,7 +512,7 @@ def test_the_standby_store_of_a_stopped_process_holds_nobody(number, found):
     """torch waits for it without a timeout: the process takes connections, and never answers."""
     with store_host() as (port, pid):
         os.kill(pid, number)
-        assert processes(1, _finds_store, port) == [found]
+        assert processes(1, _finds_store, port, limit=patience(30)) == [found]
 
 
 @pytest.mark.faults
