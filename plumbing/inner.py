@@ -51,10 +51,12 @@ def muon(model, beta2=0.95):
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon without weight decay, with updates as large as Adam's, and fp32 on a CPU.
 
-    torch's own (2.13) always multiplies in bf16. A processor without bf16 arithmetic does that 3 to
-    37 times as slowly as in fp32, and then a step of a tiny model takes seven times as long. On a
-    GPU it stays bf16. So all ranks on CPUs compute alike, whatever their processors. params: a list
-    of matrices.
+    torch's own (2.13) always multiplies in bf16. That takes a processor without bf16 arithmetic 2
+    to 37 times as long as fp32, and then a step of the tiny model takes up to five times as long as
+    Adam's (docs/speed.md). On a GPU it stays bf16. All ranks on CPUs compute alike, whatever their
+    processors.
+
+    params: a list of matrices.
     """
 
     def __init__(self, params, lr=1e-3, momentum=0.95):
