@@ -62,17 +62,17 @@ def outer_update(phi, delta, mean_theta, mean_phi, alpha, beta, gamma):
 
 
 class Fp32:
-    """How a vector is written as a message, and read: here it is the message. A NoLoCo has one of
-    its own.
+    """How a vector is written as a message: here it is the message. Each NoLoCo has its own codec.
 
-    gossip/onebyte.py has another such codec, which writes a byte a weight.
-    exact: whether a partner reads the very numbers that were sent.
+    gossip/onebyte.py has another, which writes a byte a weight. exact: whether a partner reads the
+    very numbers that were sent.
     """
     exact = True
 
     def fit(self, theta, lengths):
-        """Prepare for vectors like theta, whose tensors have these lengths. Returns the pieces,
-        slices in which the outer step goes through the vectors: on CPUs a piece stays in cache.
+        """Prepare for vectors like theta, whose tensors have these lengths.
+
+        Returns the slices in which the outer step goes through them: on CPUs one stays in cache.
         """
         size = 1 << 24 if theta.is_cuda else 1 << 17
         self.pieces = [slice(start, start + size) for start in range(0, len(theta), size)]
@@ -115,15 +115,12 @@ class NoLoCo:
     offset: outer steps come so many inner steps later, with groups of their own (for fragments).
     codec: how vectors are written as messages (None: in fp32).
 
-    The optimizer may set gradients to None. Raises ValueError for settings that cannot be meant.
-    Memory beside the model: phi, delta and one receive buffer per partner, each as large as theta;
-    CUDA over Gloo also has a buffer to send from. There are twice as many buffers where gamma
-    differs from beta.
-    NCCL: call torch.distributed.barrier() once before, since its first message must have every
-    rank in it.
+    Memory beside the model: phi, delta and a receive buffer per partner, as large as theta each
+    (where gamma differs from beta two buffers; CUDA over Gloo: one more, to send from).
+    NCCL: call torch.distributed.barrier() once before: its first message must have all ranks in it.
     Replicas stay together, in mean square, for gamma = beta, 0 < gamma < 2 (1 - alpha^2) /
-    (1 - alpha + 2 alpha / n): ours, for many replicas, plain SGD and a quadratic loss
-    (docs/stability.md).
+    (1 - alpha + 2 alpha / n): ours, for many replicas, plain SGD, a quadratic loss
+    (docs/stability.md). Raises ValueError for settings that cannot be meant.
     """
     spoils = False      # whether `exchange` overwrites the vector that it is given
 
@@ -154,44 +151,41 @@ class NoLoCo:
         self.places = self.whereabouts()
         self.codec = codec or Fp32()
         if self.gamma != self.beta and not self.codec.exact:
-            raise ValueError("this codec sends theta alone, so gamma must be beta, not "
-                             f"{self.gamma} and {self.beta}")
+            raise ValueError("a codec that rounds sends theta alone: gamma must be beta, not "
+                             f"{self.gamma}")
         self.pieces = self.codec.fit(self.theta, self.lengths())
         self.steps = 0
         self.bytes_sent = 0
         self.alike = 0              # outer steps in a row in which partners brought equal weights
-        self.warns = True           # of parameters that do not move
-        self.stuck = {}             # {a parameter's number: outer steps running without its moving}
+        self.stuck = set()          # numbers of the parameters that did not move
+        self.warns = True           # of these
         self.buffers = {}
         nccl = world > 1 and "nccl" in str(dist.get_backend_config())
         # Gloo sends host memory.
         self.message_device = self.theta.device if nccl else torch.device("cpu")
 
     def refuse_settings(self):
-        """Raises ValueError for the first setting that is out of its range."""
-        for name in "inner_steps", "group_size", "offset":
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name} counts, so it is an int, not {getattr(self, name)!r}")
-        if self.inner_steps < 1:
-            raise ValueError(f"inner_steps must be at least 1, not {self.inner_steps}")
-        if self.group_size < 2:
-            raise ValueError(f"group_size must be at least 2, not {self.group_size}")
-        if not 0 <= self.offset < self.inner_steps:
-            raise ValueError(f"offset must be from 0 to inner_steps - 1, not {self.offset}")
-        if not 0 <= self.alpha < 1:
-            raise ValueError("alpha, the momentum, must be at least 0 and below 1, not "
-                             f"{self.alpha}")
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"beta, the outer learning rate, must be above 0, not {self.beta}")
-        if not 0 <= self.gamma < math.inf:
-            raise ValueError(f"gamma, the pull to the partners, must be at least 0, not {self.gamma}")
+        """Raises ValueError for a setting that is out of its range."""
+        ranges = {
+            "inner_steps": (isinstance(self.inner_steps, int) and self.inner_steps >= 1,
+                            "a whole number, at least 1"),
+            "group_size": (isinstance(self.group_size, int) and self.group_size >= 2,
+                           "a whole number, at least 2"),
+            "offset": (self.offset in range(int(self.inner_steps)), "from 0 to inner_steps - 1"),
+            "alpha": (0 <= self.alpha < 1, "at least 0 and below 1: it is the momentum"),
+            "beta": (0 < self.beta < math.inf, "above 0: it is the outer learning rate"),
+            "gamma": (0 <= self.gamma < math.inf, "at least 0: it pulls partners together"),
+        }
+        for name, (good, wanted) in ranges.items():
+            if not good:
+                raise ValueError(f"{name} {getattr(self, name)} must be {wanted}")
         if self.gamma > 2 * (1 + self.alpha) and self.rank == self.ranks[0]:
-            warnings.warn(f"gamma {self.gamma} is above 2 (1 + alpha): replicas will drift apart, in "
-                          "groups of any size (docs/stability.md)")
+            warnings.warn(f"gamma {self.gamma} is above 2 (1 + alpha): replicas will drift apart, "
+                          "in groups of any size (docs/stability.md)")
 
     @torch.no_grad()
     def step(self):
-        """Count an inner step; every m-th ends with the outer step. Returns whether this one
+        """Count an inner step. Every m-th ends with the outer step: returns whether this one
         did."""
         self.check()
         due = self.due()
@@ -223,8 +217,7 @@ class NoLoCo:
             theta[piece].copy_(self.phi[piece])                                 # N3
 
     def update(self, number, theta, arrived):
-        """N2' and N3's phi, for piece `number` of all vectors. Override it for an outer rule of
-        your own."""
+        """N2' and N3's phi, for piece `number`. Override it for an outer rule of your own."""
         piece = self.pieces[number]
         own = theta[piece]
         mean_theta = self.mean(arrived.thetas, number, own, arrived.n)
@@ -235,8 +228,7 @@ class NoLoCo:
                      self.alpha, self.beta, self.gamma)
 
     def mean(self, messages, number, own, n):
-        """Of piece `number` of these messages, added up by rank: so all of the group get the same
-        bits."""
+        """Of piece `number` of the messages, added up by rank: the same bits for all the group."""
         total = self.codec.decode(messages[0], number, own)
         for message in messages[1:]:
             total = total + self.codec.decode(message, number, own)
@@ -258,8 +250,8 @@ class NoLoCo:
     def exchange(self, theta, group, lane=None):
         """Swap theta and, where gamma is not beta, phi with the group. Returns what Arrived.
 
-        lane: the process group in which messages travel (None: the default one). The messages lie
-        in buffers that the next exchange uses again.
+        lane: the process group to send in (None: the default one). The next exchange uses the
+        messages' buffers again.
         """
         vectors = {"theta": theta}
         if self.gamma != self.beta:
@@ -270,8 +262,7 @@ class NoLoCo:
     def swap(self, vectors, group, lane=None):
         """Swap {name: vector} with the partners. Returns {name: the group's messages, by rank}.
 
-        Both directions are posted at once. Messages have no tags: a pair's match by the order of
-        `vectors`.
+        Both directions are posted at once. A pair's messages match by the order of `vectors`.
         """
         partners = [r for r in group if r != self.rank]
         swapped = {}
@@ -305,8 +296,7 @@ class NoLoCo:
     # ---- what goes wrong in other people's trainers
 
     def check(self):
-        """Compare initial weights, once; before each outer step see whether theta still has the
-        weights."""
+        """Compare initial weights, once; before an outer step see that theta has the weights."""
         if self.steps == 0 and len(self.ranks) > 1:
             self.compare()
         if self.due():
@@ -316,8 +306,7 @@ class NoLoCo:
             self.warn_of_stuck()
 
     def whereabouts(self):
-        """Each trainable parameter's address. Once one changes, theta no longer holds the
-        weights."""
+        """Each trainable parameter's address. Once one changes, theta has lost the weights."""
         return [p.requires_grad and p.data_ptr() for p in self.params]
 
     def lengths(self):
@@ -327,31 +316,29 @@ class NoLoCo:
         return [after - start for start, after in pairwise([*starts, len(self.theta)])]
 
     def warn_of_stuck(self):
-        """The first rank warns of parameters that did not move before two outer steps running.
+        """The first rank warns, once, of parameters that do not move before two outer steps
+        running.
 
         They are no longer the model's, most often.
         """
         if self.rank != self.ranks[0] or not self.warns:
             return
         lengths = self.lengths()
-        start = 0
-        for number, length in enumerate(lengths):
-            tensor = slice(start, start + length)
-            start += length
-            if moved(self.theta[tensor], self.phi[tensor]):
-                self.stuck.pop(number, None)
-            else:
-                self.stuck[number] = self.stuck.get(number, 0) + 1
-        if 2 in self.stuck.values():
-            warnings.warn(f"{len(self.stuck)} of {len(lengths)} parameters do not move, first "
-                          f"number {min(self.stuck)}: does the model still use them? (Not after "
-                          "load_state_dict(assign=True), where a layer was replaced, or in a "
-                          "deepcopy.)")
+        before, self.stuck = self.stuck, set()
+        tensors = zip(self.theta.split(lengths), self.phi.split(lengths))
+        for number, (now, before_training) in enumerate(tensors):
+            if not moved(now, before_training):
+                self.stuck.add(number)
+        if twice := before & self.stuck:
+            self.warns = False
+            warnings.warn(f"{len(twice)} of {len(lengths)} parameters do not move, first number "
+                          f"{min(twice)}: does the model still use them? (Not after "
+                          "load_state_dict(assign=True), a replaced layer or a deepcopy.)")
 
     def before_merge(self, arrived):
-        """Called once with what arrived, before it is merged. The first rank warns if partners
-        twice running bring equal thetas that have moved: averaged gradients would make outer steps
-        useless.
+        """The first rank warns if partners twice running bring equal thetas that have moved.
+
+        Averaged gradients would make outer steps useless. It is called once for what arrived.
         """
         if not self.codec.exact:
             return
@@ -372,29 +359,28 @@ class NoLoCo:
         """
         bits = self.phi.view(torch.int32)
         mine = sum(piece.sum() for piece in bits.split(1 << 20)).to(self.message_device)
-        if self.rank != self.ranks[0]:
-            dist.send(mine, self.ranks[0])
+        first, *others = self.ranks
+        if self.rank != first:
+            dist.send(mine, first)
             return
-        for r in self.ranks[1:]:
+        for r in others:
             theirs = torch.empty_like(mine)
             dist.recv(theirs, r)
             if theirs != mine:
-                warnings.warn(f"rank {r} began with other weights than rank {self.rank}: seed all "
+                warnings.warn(f"rank {r} began with other weights than rank {first}: seed all "
                               "alike")
 
     # ---- checkpoints, and the end
 
     def settle(self):
-        """Call before the process ends. Here nothing is under way then; gossip/delay.py waits."""
+        """Call before the process ends. Here nothing is under way; gossip/delay.py waits."""
 
     def state_dict(self):
         """theta is in the model. Every rank needs a checkpoint of its own."""
         return {"phi": self.phi, "delta": self.delta, "steps": self.steps}
 
     def load_state_dict(self, state):
-        """All replicas load together. Raises RuntimeError when the state lacks something, or is
-        that of another number of weights.
-        """
+        """All replicas load together. Raises RuntimeError for the state of something else."""
         lacking = {"phi", "delta", "steps"} - set(state)
         if lacking:
             raise RuntimeError(f"this is no state of NoLoCo: it lacks {', '.join(sorted(lacking))}")
@@ -425,8 +411,7 @@ class DiLoCo(NoLoCo):
         return 2 * (len(group) - 1) * self.theta.nbytes // len(group)
 
     def exchange(self, theta, group, lane=None):
-        """The sum takes theta's place, which becomes phi in any case. It has a process group of its
-        own."""
+        """The sum takes theta's place, which becomes phi in any case. `lane` is not needed."""
         if self.everyone:
             dist.all_reduce(theta, group=self.everyone)
         return Arrived([theta], [], len(group))
@@ -444,9 +429,10 @@ def flatten(params):
     """Make parameters and gradients views of two fp32 vectors: one message, one Adam, one norm.
 
     Returns (theta, grad), in which zeros fill the gaps between tensors. Repeated calls return the
-    same two vectors. Frozen parameters are left alone. Move the model first. grad follows the
-    gradients only while they are zeroed in place. Raises ValueError on sharded parameters, on mixed
-    devices, on anything but fp32, and where nothing is trainable.
+    same two vectors; neighbours among the parameters give a view of them. Frozen parameters are
+    left alone. Move the model first. grad follows the gradients only while they are zeroed in
+    place. Raises ValueError on sharded parameters, on mixed devices, on anything but fp32, and
+    where nothing is trainable.
     """
     params = [p for p in dict.fromkeys(params) if p.requires_grad]      # a tied weight counts once
     if any(hasattr(p, "placements") or hasattr(p, "_fsdp_flattened") for p in params):
@@ -483,23 +469,17 @@ def one_vector(tensors, starts, device):
 
 
 def lie_so(tensors, starts):
-    """Whether the tensors lie at these starts in one storage already, with zeros in the gaps: all
-    tensors of an earlier call of `flatten`, or neighbours among them.
-    """
+    """Whether the tensors lie at these starts in one storage already, with zeros in the gaps."""
     if any(tensor is None for tensor in tensors):
         return False
     first = tensors[0]
     storage = first.untyped_storage()
     if 4 * (first.storage_offset() + starts[-1]) > storage.nbytes():
         return False
-    for tensor, start in zip(tensors, starts):
-        within = tensor.untyped_storage().data_ptr() == storage.data_ptr()
-        there = tensor.data_ptr() == first.data_ptr() + 4 * start
-        if not (within and there and tensor.is_contiguous()):
-            return False
     flat = first.as_strided((starts[-1],), (1,))
     for tensor, (start, after) in zip(tensors, pairwise(starts)):
+        there = tensor.data_ptr() == first.data_ptr() + 4 * start
         gap = flat[start + tensor.numel():after]
-        if gap.any():
+        if not (there and tensor.is_contiguous()) or gap.any():
             return False
     return True

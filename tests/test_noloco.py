@@ -26,16 +26,16 @@ def test_noloco_notices_moved_parameters():
 
 
 @pytest.mark.parametrize("wrong, line", [
-    (dict(inner_steps=2.5), "inner_steps counts, so it is an int, not 2.5"),
-    (dict(inner_steps=0), "inner_steps must be at least 1, not 0"),
-    (dict(group_size=1), "group_size must be at least 2, not 1"),
-    (dict(offset=50), "offset must be from 0 to inner_steps - 1, not 50"),
-    (dict(alpha=1.0), "alpha, the momentum, must be at least 0 and below 1, not 1.0"),
-    (dict(alpha=float("nan")), "alpha, the momentum, must be at least 0 and below 1, not nan"),
-    (dict(beta=0.0), "beta, the outer learning rate, must be above 0, not 0.0"),
-    (dict(beta=float("inf")), "beta, the outer learning rate, must be above 0, not inf"),
-    (dict(gamma=-0.1), "gamma, the pull to the partners, must be at least 0, not -0.1"),
-    (dict(gamma=float("nan")), "gamma, the pull to the partners, must be at least 0, not nan"),
+    (dict(inner_steps=2.5), "inner_steps 2.5 must be a whole number, at least 1"),
+    (dict(inner_steps=0), "inner_steps 0 must be a whole number, at least 1"),
+    (dict(group_size=1), "group_size 1 must be a whole number, at least 2"),
+    (dict(offset=50), "offset 50 must be from 0 to inner_steps - 1"),
+    (dict(alpha=1.0), "alpha 1.0 must be at least 0 and below 1: it is the momentum"),
+    (dict(alpha=float("nan")), "alpha nan must be at least 0 and below 1: it is the momentum"),
+    (dict(beta=0.0), "beta 0.0 must be above 0: it is the outer learning rate"),
+    (dict(beta=float("inf")), "beta inf must be above 0: it is the outer learning rate"),
+    (dict(gamma=-0.1), "gamma -0.1 must be at least 0: it pulls partners together"),
+    (dict(gamma=float("nan")), "gamma nan must be at least 0: it pulls partners together"),
 ])
 def test_each_setting_out_of_range_has_a_line_of_its_own(wrong, line):
     with pytest.raises(ValueError, match=line):
