@@ -66,13 +66,12 @@ class Options:
     inner_steps: int = option(None, "optimizer steps per outer step (m)", least=1)
     alpha: float = option(None, "outer momentum (N2)")
     beta: float = option(None, "outer learning rate (N2)")
-    gamma: float = option(
-        None, "pull between slow weights (N2; default: beta, as in the released code)")
-    group_size: int = option(
-        None, "replicas that average with each other in an outer step (n)", least=2)
+    gamma: float = option(None, "pull between slow weights (N2; default: beta, as released)")
+    group_size: int = option(None, "replicas that meet in an outer step (n)", least=2)
     wire: str = option("fp32", "of a weight, Delta or gradient", choices=["fp32", "bf16", "int8"])
     delay: int = option(0, "inner steps that messages travel; half: m // 2; 0: the paper's",
                         parse=steps_or_half)
+    fragments: int = option(1, "parts of the weights that meet by turns (K); 1: the paper's", least=1)
     # the pipeline
     stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)",
                           parse=integers)
@@ -81,8 +80,7 @@ class Options:
     routing: str = option(
         None, "paths: random at every boundary, always the same, or planned (default: random; with "
         "--skip, skippipe)", choices=["random", "fixed", *PLANNERS])
-    skip: float = option(
-        0.0, "share of the stages that a microbatch leaves out, on planned paths (SkipPipe)")
+    skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths")
     unscaled: bool = option(
         False, "with --skip, evaluate as the papers do, without the rho rule (planning/)")
     links: str = option(
@@ -94,8 +92,7 @@ class Options:
     microbatches: int = option(2, "microbatches per origin and step", least=1)
     batch: int = option(4, "sequences per microbatch", least=1)
     # the model
-    model: str = option(
-        "tiny", "tiny, or a paper's, for 0.5M, 1M, 2M tokens a step", choices=list(MODELS))
+    model: str = option("tiny", "tiny, or one of the NoLoCo paper's", choices=list(MODELS))
     hidden: int = option(None, "hidden size")
     layers: int = option(None, "number of layers")
     heads: int = option(None, "attention heads")
@@ -107,13 +104,11 @@ class Options:
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     tied: bool = option(False, "the head is the embedding")
     # the inner optimizer
-    optimizer: str = option(
-        "adam", "muon: for layers' matrices, Adam for the rest", choices=["adam", "muon"])
+    optimizer: str = option("adam", "muon: for layers' matrices", choices=["adam", "muon"])
     steps: int = option(None, "inner steps in all", least=1)
     lr: float = option(None, "peak rate; after warm-up a cosine to a tenth of it")
     warmup: int = option(None, "steps of linear warm-up")
-    beta2: float = option(
-        0.95, "Adam's, of squared gradients: as Llama; the papers' released code: 0.999")
+    beta2: float = option(0.95, "Adam's, of squared gradients; the papers' released code: 0.999")
     clip: float = option(1.0, "largest norm of a rank's gradient", least=1e-6)
     # data
     data: str = option(None, "text file or folder, or nanoGPT .bin (default: Python's own library)")
@@ -129,8 +124,7 @@ class Options:
     save_every: int = option(100, "steps between checkpoints", least=1)
     seed: int = option(0, "of weights, data order, routes and groups")
     # the machine
-    dtype: str = option(
-        "float32", "of compute; all else stays fp32", choices=["float32", "bfloat16"])
+    dtype: str = option("float32", "of compute alone", choices=["float32", "bfloat16"])
     compile: bool = option(False, "torch.compile each layer (needs a C++ compiler)")
     device: str = option("auto", "where to compute", choices=["auto", "cpu", "cuda"])
     backend: str = option(
@@ -437,7 +431,8 @@ def make_outer(job, o, params, replicas, inner):
     if o.method == "noloco":
         settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
     wire = o.wire if len(replicas) > 1 else "fp32"
-    return outer_optimizer(o.method, wire, o.delay, params, replicas, **settings)
+    return outer_optimizer(o.method, wire, o.delay, params, replicas, fragments=o.fragments,
+                           **settings)
 
 
 @dataclass

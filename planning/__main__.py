@@ -83,7 +83,8 @@ def first_plans_take(network, work, dead):
     kept, microbatches, rounds = work
     search = Search(Problem(network, kept, FEW, rounds, dead=dead))
     search.farthest_first()
-    # The full pipeline and a random draw take one such plan each, SkipPipe two with and without TC2.
+    # The full pipeline and a random draw take one such plan each, SkipPipe two with and without
+    # TC2.
     return 6 * (time.perf_counter() - search.start) * microbatches / FEW
 
 

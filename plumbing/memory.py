@@ -41,7 +41,7 @@ def bytes_needed(o, config, layers, ends, replicas, in_flight):
         tables = 1 if config.tie_word_embeddings else 2
         parameters += tables * C * V + C
         activations += V + 2 * C
-        logits = max(2 * tokens, C) * V         # two more copies in the loss, or the head's gradient
+        logits = max(2 * tokens, C) * V     # two more copies in the loss, or the head's gradient
     return 4 * (vectors(o, replicas) * parameters + tokens * activations + logits)
 
 

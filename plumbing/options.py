@@ -24,8 +24,8 @@ MODELS = {
 # The options that only some methods have, with each method's defaults. gamma: see `gamma_of`.
 METHODS = {
     "noloco": dict(inner_steps=50, alpha=0.5, beta=0.7, gamma=None, group_size=2, wire="fp32",
-                   delay=0, survive=0.0),
-    "diloco": dict(inner_steps=100, alpha=0.3, beta=0.7, wire="fp32", delay=0),
+                   delay=0, fragments=1, survive=0.0),
+    "diloco": dict(inner_steps=100, alpha=0.3, beta=0.7, wire="fp32", delay=0, fragments=1),
     "ddp": dict(wire="fp32"),
     "local": dict(survive=0.0),
 }
@@ -42,8 +42,8 @@ DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_the
               "tied")
 # A checkpoint fits only a run that agrees in these, and in the hash of its corpus. It has the plan
 # that was made for the links.
-LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "delay", "model", "seq_len", "seed",
-          "tokenizer", "routing", "skip", "links", "microbatches", "batch", "optimizer")
+LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "delay", "fragments", "model",
+          "seq_len", "seed", "tokenizer", "routing", "skip", "links", "microbatches", "batch", "optimizer")
 
 
 # ---- fields and arguments
@@ -203,12 +203,16 @@ def check(o, given):
         (o.alpha is not None and not o.alpha < 1, f"--alpha must be below 1, got {o.alpha}"),
         (o.beta is not None and not o.beta > 0, f"--beta must be above 0, got {o.beta}"),
         (o.survive and (o.replan or o.delay), "--survive goes with neither --replan nor --delay"),
+        (o.survive and o.fragments > 1, "--survive does not go with --fragments: a fragment's "
+         "partners are drawn among all replicas, dead ones too (docs/failures.md)"),
         (o.wire == "bf16" and o.method == "noloco",
          "--wire bf16 rounds updates of NoLoCo's theta away: give --wire int8"),
         (o.wire == "int8" and gamma != o.beta,
          f"--wire int8 needs gamma = beta, not {gamma}, {o.beta}"),
         (o.delay and o.delay > o.inner_steps,
          f"--delay {o.delay}: takes 0 to --inner-steps, or half"),
+        (o.fragments > (o.inner_steps or 1),
+         f"--fragments {o.fragments}: takes 1 to --inner-steps, so that each has a step of its own"),
         (restarts and not (o.name or o.resume),
          "torchrun's --max-restarts needs --name, to find the folder"),
         (o.name and Path(o.name).name != o.name, f"--name {o.name}: takes a name without a path"))

@@ -137,6 +137,8 @@ def who_synchronises(o, stages):
         yield f"gradients are averaged over replicas at every step, in {o.wire}"
     if o.inner_steps:
         travel = f" for {o.delay} steps" if o.delay else ""
+        if o.fragments > 1:
+            travel += f", in {o.fragments} fragments by turns"
         yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, "
                f"gamma {gamma_of(o)}, weights travel in {o.wire}{travel}")
     if alone:

@@ -101,8 +101,8 @@ class Left(Exception):
         self.line, self.job, self.asks = line, job, asks
 
 
-# In the texts of Gloo's errors for a lost peer, which are plain RuntimeErrors (torch 2.13): nearly all
-# name the file of Gloo's source where they were raised.
+# In the texts of Gloo's errors for a lost peer, which are plain RuntimeErrors (torch 2.13): nearly
+# all name the file of Gloo's source where they were raised.
 LOSSES = ("/gloo/", "Gloo connectFullMesh failed", "Application timeout caused pair closure",
           "Operation timed out")
 

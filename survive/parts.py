@@ -108,7 +108,8 @@ class SurvivingJob(Job):
 
     def read(self):
         """Read what this rank must know when the store is lost."""
-        # Not by `share`: a rank that joins has a new standby store, and the others read it the next time.
+        # Not by `share`: a rank that joins has a new standby store, and the others read it the next
+        # time.
         self.store.set(f"standby/{self.rank}", json.dumps(self.standby[1]))
         texts = self.store.multi_get([f"standby/{r}" for r in self.members])
         self.addresses = dict(zip(self.members, map(json.loads, texts)))

@@ -162,7 +162,8 @@ def _dies(rank, world, argv):
     usual = train.inner_step
 
     def die(run, *rest):
-        if rank == 1 and run.outer.flying:
+        outers = getattr(run.outer, "outers", [run.outer])          # of fragments
+        if rank == 1 and any(outer.flying for outer in outers):
             os.kill(os.getpid(), signal.SIGKILL)
         return usual(run, *rest)
 
@@ -171,7 +172,8 @@ def _dies(rank, world, argv):
 
 
 @pytest.mark.parametrize("stages", ["4", "2,2"])
-@pytest.mark.parametrize("more", ["", "--wire int8", "--method diloco", "--method diloco --wire int8"])
+@pytest.mark.parametrize("more", ["", "--wire int8", "--method diloco", "--method diloco --wire int8",
+                                  "--fragments 2", "--fragments 4 --method diloco"])
 def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(more, stages, corpus, tmp_path):
     argv = ["--stages", stages, "--inner-steps", 4, "--delay", 2, "--data", corpus, "--name", "x", *SMALL]
     with store_host() as (port, _):
@@ -187,6 +189,21 @@ def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(trained, tmp_p
     trained(4, "--wire", wire, "--inner-steps", 4, "--delay", "half", "--steps", 10, "--save-every", 1)
     assert checkpoint(tmp_path / "runs/x", 9, 0)["outer"]["sent"] is not None
     goes_on_to_the_bit(tmp_path / "runs/x", 10, options=["--delay", "half"])
+
+
+@pytest.mark.parametrize("how", ["--wire int8", "--method diloco --wire int8", "--alpha 0.5 --gamma 0.8"])
+def test_fragments_with_messages_under_way_go_on_to_the_bit(trained, tmp_path, how):
+    trained(4, *how.split(), "--fragments", 4, "--inner-steps", 4, "--delay", 2, "--steps", 11,
+            "--save-every", 1)
+    fragments = checkpoint(tmp_path / "runs/x", 10, 0)["outer"]["fragments"]
+    flying = [fragment["sent"] is not None for fragment in fragments]
+    assert len(flying) == 4 and sum(flying) == 2            # one departs at each step, for two steps
+    whole = [checkpoint(tmp_path / "runs/x", 11, rank)["outer"]["fragments"] for rank in range(4)]
+    goes_on_to_the_bit(tmp_path / "runs/x", 11)
+    for rank, wanted in enumerate(whole):
+        again = checkpoint(tmp_path / "runs/x", 11, rank)["outer"]["fragments"]
+        for found, want in zip(again, wanted, strict=True):
+            assert all(torch.equal(found[name], want[name]) for name in ("phi", "delta"))
 
 
 class Mirrored(NoLoCo):

@@ -1,4 +1,4 @@
-"""What each room may import, and where each equation is defined."""
+"""What each room may import, where each equation is defined, and how long things may be."""
 
 import ast
 import re
@@ -45,3 +45,31 @@ def test_an_equations_number_is_defined_once():
         found += numbers
         assert all(EQUATIONS[number[0]] == file for number in numbers), f"{file} defines {numbers}"
     assert sorted(found) == "B1 B2 B3 B4 B5 M1 M2 M3 M4 N1 N2 N3 Q1 Q2 Q3 S1 S2 S3 S4 S5".split()
+
+
+# Alarms with room to spare: what is longer is hardly read once. Test files may be longer.
+LINES = {"skippipe.py": 700, "train.py": 600, "noloco.py": 500}
+
+
+def own_files():
+    """{path: text} of all Python files but the tests."""
+    rooms = [room for room in ROOMS if room not in ("tests", "test_minimal.py")]
+    return sources(*rooms)
+
+
+def test_no_line_is_over_100_columns():
+    long_lines = [f"{file}:{number}" for file, text in own_files().items()
+                  for number, line in enumerate(text.splitlines(), 1) if len(line) > 100]
+    assert long_lines == []
+
+
+def test_no_function_is_over_60_lines():
+    for file, text in own_files().items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{file}: {node.name}"
+
+
+def test_no_file_is_over_450_lines():
+    for file, text in own_files().items():
+        assert len(text.splitlines()) <= LINES.get(file, 450), file

@@ -19,7 +19,8 @@ from train import Options, Pipeline, ReplanningRoutes, build, train
 
 @dataclass
 class Emulation(Options):
-    links: str = option(None, "JSON with the ranks' delay and compute in seconds")       # of any paths
+    # Of any paths.
+    links: str = option(None, "JSON with the ranks' delay and compute in seconds")
     time_scale: float = option(1.0, "seconds of ours per second of the links", least=1e-6)
 
 
