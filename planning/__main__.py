@@ -83,8 +83,7 @@ def first_plans_take(network, work, dead):
     kept, microbatches, rounds = work
     search = Search(Problem(network, kept, FEW, rounds, dead=dead))
     search.farthest_first()
-    # The full pipeline and a random draw take one such plan each, SkipPipe two with and without
-    # TC2.
+    # The full pipeline and a random draw take one such plan each, either SkipPipe two.
     return 6 * (time.perf_counter() - search.start) * microbatches / FEW
 
 
@@ -101,10 +100,11 @@ def teller(network, work, dead):
 
     def tell(method):
         after = time.perf_counter() - start
-        complain(f"after {after:.0f} of about {seconds:.0f} s: planning {method}")
+        say_on_stderr(f"after {after:.0f} of about {seconds:.0f} s: planning {method}")
 
-    complain(f"{microbatches} paths per origin: the first plans take about {seconds:.0f} s here, "
-             "and --seconds limits only what comes after them; fewer --microbatches take less")
+    say_on_stderr(
+        f"{microbatches} paths per origin: the first plans take about {seconds:.0f} s here, and "
+        "--seconds limits only what comes after them; fewer --microbatches take less")
     return tell
 
 
@@ -112,11 +112,11 @@ def silent(method):
     pass
 
 
-def complain(line):
+def say_on_stderr(line):
     print(line, file=sys.stderr, flush=True)
 
 
-def run(o, network, names, work):
+def plan_and_show(o, network, names, work):
     if o.sizes:
         network = assign_stages(network, *work, seconds=o.seconds)
     rows, found = compare(network, *work, o.dead, o.seconds, teller(network, work, o.dead))
@@ -142,7 +142,7 @@ def main(argv=None, program="python -m planning"):
         problem = understand(o)
     except (ValueError, OSError) as error:
         parser.error(error)
-    run(o, *problem)
+    plan_and_show(o, *problem)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
         network = random_network(draw, (2, 2, 1, 2), speeds=(0.1, 0.5))
         count = draw.randint(1, 4)
         with suppress(skippipe.Infeasible):
-            paths, order = search.shorter_plan(network, 3, count, 2, seconds=None, iterations=30, seed=trial)
+            paths, order = search.shorter_plan(network, 3, count, 2, seconds=None, iterations=30,
+                                               seed=trial)
             assert replay(paths * 2, range(7), order)
     # rank 1 runs the second microbatch first, though the first is sent first
     order = [[(0, 0), (1, 0), (1, 2), (0, 2), (1, 4), (0, 4)], [(1, 1), (0, 1), (1, 3), (0, 3)]]
