@@ -484,11 +484,11 @@ def _codec_fails(rank, world):
     """An outer step where rank 0 cannot write its message: what it raises, and outer steps done alone."""
     outer = SurvivingNoLoCo([torch.nn.Parameter(torch.ones(4))], inner_steps=1, store=Job().store, tell=id)
 
-    def encode(*_):
+    def post(*_):
         raise RuntimeError("the codec is broken")
 
     if rank == 0:
-        outer.encode = encode
+        outer.post = post       # it encodes what it sends
     try:
         outer.step()
     except RuntimeError as error:
