@@ -174,6 +174,19 @@ def test_a_clock_gives_the_steps_that_fit():
     assert (o.steps, o.eval_every) == (35, 6)
 
 
+def test_a_run_that_is_over_its_time_ends():
+    """Each evaluation, every 3 steps, finds the time over: the end stays where it was."""
+    job = mock.Mock(agree_on=lambda key, function: function(), share=lambda key, pace: [pace])
+    o = types.SimpleNamespace(inner_steps=3, delay=1, steps=10**6, eval_every=0)
+    own = types.SimpleNamespace(clock=2.0, half="test")
+    meter = clock.Clock(run=types.SimpleNamespace(o=o, job=job, step=7), own=own, begun=(1.0, 4))
+    ends = []
+    for seconds, steps in ((3.0, 7), (4.0, 9), (5.0, 12), (6.0, 15)):
+        meter.fit(f"pace/{steps}", seconds, steps)
+        ends.append(o.steps)
+    assert ends == [10] * 4 and o.eval_every == 3
+
+
 def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing(trained, tmp_path):
     trained(2, "--clock", 2.0, "--inner-steps", 3, "--delay", 1, "--warmup", 6, main=clock.clocked)
     *steps, last = [row["step"] for row in metrics(tmp_path / "runs/x")]
