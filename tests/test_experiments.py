@@ -272,10 +272,11 @@ def pretended(monkeypatch, tmp_path):
     def torchrun(processes, *words, **_):
         folder = tmp_path / "runs" / words[words.index("--name") + 1]
         folder.mkdir(parents=True)          # an error where it runs again
-        last = [i for i, word in enumerate(words) if word == "--steps"][-1]
+        given = dict(zip(words, words[1:]))         # of an option given twice the last
+        steps = int(given.get("--steps", 4))        # runs by the clock have none
         with open(folder / "metrics.jsonl", "w") as file:
             for share in (0.5, 1.0):
-                row = dict.fromkeys(harness.KEPT, 1.0) | dict(step=int(words[last + 1]) * share)
+                row = dict.fromkeys(harness.KEPT, 1.0) | dict(step=steps * share)
                 print(json.dumps(row | dict(heldout_loss=5.0 - share, tokens=100 * share)), file=file)
 
     monkeypatch.setattr(harness, "torchrun", torchrun)
@@ -331,6 +332,17 @@ def test_a_short_reproduction_states_no_finding_and_its_lines_are_seen(pretended
     for line in figure.axes[0].lines:
         assert low < min(line.get_ydata()) < high
     assert "range of 1 seed;" in figure.axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize("name", ["grid", "pipeline", "together", "failure"])
+def test_every_part_shows_a_try(name, pretended, figures, monkeypatch, capsys):
+    """Tables and pictures of one seed and few steps, with no interval and no finding."""
+    monkeypatch.setattr(together, "makespan", lambda *_: 50.0)          # planning takes seconds
+    command(monkeypatch, {name: PARTS[name]}, "--steps", "4", "--seeds", "2", "--record")
+    out = capsys.readouterr().out
+    assert heads_of(out.splitlines()) and "[" not in out
+    for figure in figures.values():
+        assert "a try: 4 steps" in titles(figure)
 
 
 def test_the_whole_runs_pictures_state_their_findings(figures, monkeypatch):
