@@ -99,6 +99,8 @@ class Clock(report.Meter):
         if o.eval_every and 0 < left < 0.75 * gap:      # the last part stays as planned
             return o.steps, every
         in_all = max(steps // m + 1, round((steps - delay + left * pace) / m)) * m + delay
+        if left <= 0:           # over its time: an evaluation must not move the end farther away
+            in_all = min(in_all, o.steps)
         return in_all, every
 
 

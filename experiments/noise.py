@@ -32,12 +32,13 @@ def stationary(alpha, k, beta, gamma, pull, noise):
     return beta**2 * (1 - k) * noise / (2 * r * (1 - alpha) + 2 * alpha * r**2 / (1 + alpha) - r2)
 
 
-def noisy_quadratic(omega, gamma, generator, steps, burn_in=BURN_IN):
+def noisy_quadratic(omega, gamma, generator, steps):
     """{"spread": E V(phi - mean), "mean": E V(mean)} for each (omega, gamma), all driven by the
     same draws.
 
     Loss 1/2 (theta - c)^T A (theta - c), c ~ N(0, 1) fresh at every inner step and replica.
     """
+    burn_in = min(BURN_IN, steps)
     A = curvature()[:, None]
     phi = torch.zeros(REPLICAS, DIMS, len(omega))
     delta = torch.zeros_like(phi)

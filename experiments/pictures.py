@@ -93,6 +93,8 @@ def label_ends(axis):
     for handle, text in zip(*axis.get_legend_handles_labels()):
         lines.append(getattr(handle, "lines", [handle])[0])     # of an errorbar: without its bars
         texts.append(text)
+    if not lines:
+        return
     labels = []
     for line, text, x in zip(lines, texts, columns(axis, lines)):
         end = x, line.get_ydata()[-1]

@@ -189,8 +189,9 @@ def show_fleets(fleets):
     table = Table("fleet", "method", "held-out nats per byte", "merged")
     for key, rows in fleets.items():
         for row in rows:
-            table.add(key, str(Trial(**row["trial"])), f"{mean_loss(row):.3f}",
-                      f"{merged_loss(row):.3f}")
+            trial = Trial(**row["trial"])
+            method = f"{trial.method}, m {trial.every}, D {trial.delay}, {trial.wire}, n {trial.group}"
+            table.add(key, method, f"{mean_loss(row):.3f}", f"{merged_loss(row):.3f}")
     table.end()
 
 

@@ -138,8 +138,9 @@ def map_growth(name, part, o):
 def first_growth(rate):
     """The gamma at which differences begin to grow, on a straight line between two points; rate:
     (alphas, gammas)."""
-    after = (rate > 0).int().argmax(1, keepdim=True)
-    below, above = rate.gather(1, after - 1)[:, 0], rate.gather(1, after)[:, 0]
+    after = (rate > 0).int().argmax(1, keepdim=True).clamp(min=1)
+    below = rate.gather(1, after - 1)[:, 0]
+    above = rate.gather(1, after)[:, 0]
     return GAMMAS[after[:, 0]] - 0.05 * above / (above - below)
 
 

@@ -174,6 +174,19 @@ def test_a_clock_gives_the_steps_that_fit():
     assert (o.steps, o.eval_every) == (35, 6)
 
 
+def test_a_run_that_is_over_its_time_ends():
+    """Each evaluation, every 3 steps, finds the time over: the end stays where it was."""
+    job = mock.Mock(agree_on=lambda key, function: function(), share=lambda key, pace: [pace])
+    o = types.SimpleNamespace(inner_steps=3, delay=1, steps=10**6, eval_every=0)
+    own = types.SimpleNamespace(clock=2.0, half="test")
+    meter = clock.Clock(run=types.SimpleNamespace(o=o, job=job, step=7), own=own, begun=(1.0, 4))
+    ends = []
+    for seconds, steps in ((3.0, 7), (4.0, 9), (5.0, 12), (6.0, 15)):
+        meter.fit(f"pace/{steps}", seconds, steps)
+        ends.append(o.steps)
+    assert ends == [10] * 4 and o.eval_every == 3
+
+
 def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing(trained, tmp_path):
     trained(2, "--clock", 2.0, "--inner-steps", 3, "--delay", 1, "--warmup", 6, main=clock.clocked)
     *steps, last = [row["step"] for row in metrics(tmp_path / "runs/x")]
@@ -259,10 +272,11 @@ def pretended(monkeypatch, tmp_path):
     def torchrun(processes, *words, **_):
         folder = tmp_path / "runs" / words[words.index("--name") + 1]
         folder.mkdir(parents=True)          # an error where it runs again
-        last = [i for i, word in enumerate(words) if word == "--steps"][-1]
+        given = dict(zip(words, words[1:]))         # of an option given twice the last
+        steps = int(given.get("--steps", 4))        # runs by the clock have none
         with open(folder / "metrics.jsonl", "w") as file:
             for share in (0.5, 1.0):
-                row = dict.fromkeys(harness.KEPT, 1.0) | dict(step=int(words[last + 1]) * share)
+                row = dict.fromkeys(harness.KEPT, 1.0) | dict(step=steps * share)
                 print(json.dumps(row | dict(heldout_loss=5.0 - share, tokens=100 * share)), file=file)
 
     monkeypatch.setattr(harness, "torchrun", torchrun)
@@ -318,6 +332,17 @@ def test_a_short_reproduction_states_no_finding_and_its_lines_are_seen(pretended
     for line in figure.axes[0].lines:
         assert low < min(line.get_ydata()) < high
     assert "range of 1 seed;" in figure.axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize("name", ["grid", "pipeline", "together", "failure"])
+def test_every_part_shows_a_try(name, pretended, figures, monkeypatch, capsys):
+    """Tables and pictures of one seed and few steps, with no interval and no finding."""
+    monkeypatch.setattr(together, "makespan", lambda *_: 50.0)          # planning takes seconds
+    command(monkeypatch, {name: PARTS[name]}, "--steps", "4", "--seeds", "2", "--record")
+    out = capsys.readouterr().out
+    assert heads_of(out.splitlines()) and "[" not in out
+    for figure in figures.values():
+        assert "a try: 4 steps" in titles(figure)
 
 
 def test_the_whole_runs_pictures_state_their_findings(figures, monkeypatch):
