@@ -194,7 +194,7 @@ def assert_replicas(found, want, atol=2e-6):
 
 @pytest.mark.parametrize("kind, n, gamma", [
     (NoLoCo, 2, 0.7), (NoLoCo, 2, 1.0), (NoLoCo, 4, 0.7), (phi_ahead, 2, 1.0), (phi_ahead, 3, 0.4),
-], ids=str)
+])
 def test_processes_equal_float64_simulation(kind, n, gamma):
     world, steps, m = (5 if n == 3 else 4), 12, 3
     found = processes(world, _noloco, kind, dict(inner_steps=m, group_size=n, gamma=gamma), steps)
