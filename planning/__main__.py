@@ -14,7 +14,7 @@ from pathlib import Path
 from planning.arguments import PlanningParser, make_writable
 from planning.assign import assign_stages
 from planning.instance import published_network, read_instance, spread_network
-from planning.methods import compare, print_paths, print_table
+from planning.methods import compare_methods, print_paths, print_table
 from skippipe import Problem, Search
 
 PATIENCE = 5.0      # seconds; of first plans that take longer, a line says how long
@@ -119,7 +119,7 @@ def say_on_stderr(line):
 def plan_and_show(o, network, names, work):
     if o.sizes:
         network = assign_stages(network, *work, seconds=o.seconds)
-    rows, found = compare(network, *work, o.dead, o.seconds, teller(network, work, o.dead))
+    rows, found = compare_methods(network, *work, o.dead, o.seconds, teller(network, work, o.dead))
     print_table(network, work, o.dead, rows, found.bound)
     print_paths(network, names, found.paths, o.dead)
     results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows,

@@ -27,7 +27,7 @@ def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2,
     return search.fill(none, problem.visits, equal, random_costs, noise=1.0)
 
 
-def compare(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0,
+def compare_methods(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0,
             tell=lambda method: None):
     """Plan with each method, on equal work. Returns (rows, the SkipPipe Plan).
 

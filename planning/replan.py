@@ -10,7 +10,7 @@ from statistics import median
 from planning.training import clock, idle, plan_paths
 from skippipe import BACKWARD, kind, simulate
 
-MANY = 100      # tasks whose median counts
+COUNTED = 100      # tasks whose median counts
 NOISE = 1.1     # a rank whose tasks take up to so many times as long, or as short, has not changed
 
 
@@ -38,8 +38,8 @@ class TimedBackwards:
         """How many times longer than at first this rank's backwards took since the last look.
         Changes within NOISE do not count."""
         if self.times:
-            self.usual = self.usual or median(self.times[:MANY])
-            factor = median(self.times[-MANY:]) / self.usual
+            self.usual = self.usual or median(self.times[:COUNTED])
+            factor = median(self.times[-COUNTED:]) / self.usual
             if not 1 / NOISE < factor / self.factor < NOISE:
                 self.factor = factor
         self.times.clear()

@@ -83,7 +83,7 @@ def load_corpus(o):
     if len(held) > 1:           # of mapped files no more than an evaluation needs
         needed = (o.eval_sequences + o.batch) * o.seq_len + 1
         heldout = torch.cat([part[:needed] for part in held])
-    top = max(largest(part) for part in [*train, heldout])
+    top = max(largest_id(part) for part in [*train, heldout])
     forbid(
         (len(heldout) <= o.seq_len,
          f"{o.data or root} has {len(heldout)} held-out tokens: give more data or a smaller "
@@ -94,7 +94,7 @@ def load_corpus(o):
     return Corpus(train, heldout, digest.hexdigest()[:12], per_token, end)
 
 
-def largest(tokens):
+def largest_id(tokens):
     """The largest of the first 16M tokens, which must do; 0 without tokens."""
     if not len(tokens):
         return 0

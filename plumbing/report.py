@@ -303,8 +303,8 @@ class Log:
         """The line of metrics.jsonl. rows: {rank: its row} of who answered; latest: of all."""
         run = self.run
         seconds = run.meter.seconds
-        now = columns(rows)
-        ever = columns(latest)
+        now = by_column(rows)
+        ever = by_column(latest)
         pipelines = list(chain.from_iterable(now["heldout"]))
         heldout = mean(pipelines)
         spread, compared = whole_spread(rows, run.stages)
@@ -342,7 +342,7 @@ class Log:
             self.job.say([*say(line, LAST), f"kept in {self.run.folder}"])
 
 
-def columns(rows):
+def by_column(rows):
     """{name: [its value in each row]} of {rank: {name: value}}."""
     found = {}
     for row in rows.values():

@@ -103,7 +103,7 @@ class Left(Exception):
 
 # In the texts of Gloo's errors for a lost peer, which are plain RuntimeErrors (torch 2.13): nearly
 # all name the file of Gloo's source where they were raised.
-LOSSES = ("/gloo/", "Gloo connectFullMesh failed", "Application timeout caused pair closure",
+LOSS_WORDS = ("/gloo/", "Gloo connectFullMesh failed", "Application timeout caused pair closure",
           "Operation timed out")
 
 
@@ -114,7 +114,7 @@ def is_loss(error):
     """
     if isinstance(error, (dist.DistError, Silent)):
         return True
-    return any(words in str(error) for words in LOSSES)
+    return any(words in str(error) for words in LOSS_WORDS)
 
 
 @contextlib.contextmanager

@@ -298,7 +298,7 @@ FORMS = {       # of an option's value: as --help shows it, and as a pattern
 
 
 @dataclass
-class Setting:
+class HostSetting:
     """One value of the command line: a number for a key of a table of Hosts, or a cut.
 
     what: mbit, latency, cpu or cut. when: None from the start on. typed: the option with its value.
@@ -318,7 +318,8 @@ class Setting:
 
 
 class AppendSetting(argparse.Action):
-    """Appends the value, a Setting, to the one list of all options, in which a later one holds."""
+    """Appends the value, a HostSetting, to the one list of all options, in which a later one
+    holds."""
 
     def __call__(self, parser, options, setting, option=None):
         setting.what = self.dest
@@ -327,7 +328,7 @@ class AppendSetting(argparse.Action):
 
 
 def setting_of(form, text):
-    """An argument type: the Setting that a value of this form asks for."""
+    """An argument type: the HostSetting that a value of this form asks for."""
     found = re.fullmatch(FORMS[form], text)
     if not found:
         raise argparse.ArgumentTypeError(f"takes {form}, not {text} (see --help)")
@@ -338,7 +339,7 @@ def setting_of(form, text):
     number = math.inf                       # of a cut: for good
     if named["number"]:
         number = float(named["number"])
-    return Setting(key, named.get("when"), number, typed=text)
+    return HostSetting(key, named.get("when"), number, typed=text)
 
 
 def refuse(text):
