@@ -22,7 +22,8 @@ def main(argv=None):
     job = Job(argv)
     parser = Parser(__doc__)
     parser.add_argument("run", help="its folder")
-    parser.add_argument("--shares", type=parsed_shares, default=[1.0, 0.75, 0.5], help="of the stages")
+    parser.add_argument("--shares", type=parsed_shares, default=[1.0, 0.75, 0.5],
+                        help="of the stages")
     parser.add_argument("--dead", type=integers, default=[], help="ranks that no path visits")
     a = job.together(parser.parse_args, argv)
     o = Options(**job.agree(parse, ["--resume", a.run]))
