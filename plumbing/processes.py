@@ -221,7 +221,8 @@ class Job:
         self.nccl = o.backend != "gloo" and not scarce
         if not self.nccl:
             hosts = self.hosts_that_connect()
-            share_cores(self.rank, [host.split()[0] for host in hosts])
+            machines = [host.split()[0] for host in hosts]
+            share_cores(this_host().split()[0], machines)
         if group or self.nccl:
             # Lazily Gloo connects only pairs that talk, otherwise every pair at the start.
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1" if self.world > 64 else "0")
@@ -237,7 +238,7 @@ class Job:
         """
         found = self.share("host", [this_host(), self.together(gloo_interface)])
         hosts = [host for host, _ in found]
-        for rank, (_, names) in enumerate(found):
+        for rank, (_, names) in zip(self.members, found):
             if len(set(hosts)) > 1 and names.split(",")[0] in ("lo", "lo0"):
                 self.refuse(f"rank {rank} offers other hosts its loopback interface: give torchrun "
                             "node 0's address as --master-addr, or on that host export "

@@ -7,16 +7,17 @@ from pathlib import Path
 import torch
 
 
-def share_cores(rank, machines):
+def share_cores(machine, machines):
     """Give torch this rank's share of its machine's cores, where OMP_NUM_THREADS is unset.
 
-    machines: of each rank a text that no other machine has. Otherwise each rank on a machine would
-    run a thread on every core, and they would wait for each other: ten times slower with 8 ranks on
-    2 cores. torchrun sets the variable, but only where it starts several processes itself. A rank
-    that has its machine for itself keeps torch's default. The first process of each torchrun says
-    so in a line.
+    machine, machines: of this rank and of all ranks, a text that no other machine has. (After a
+    takeover in survive/ a rank's place in the list is not its number.) Otherwise each rank on a
+    machine would run a thread on every core, and they would wait for each other: ten times slower
+    with 8 ranks on 2 cores. torchrun sets the variable, but only where it starts several processes
+    itself. A rank that has its machine for itself keeps torch's default. The first process of each
+    torchrun says so in a line.
     """
-    ranks = machines.count(machines[rank])
+    ranks = machines.count(machine)
     if ranks == 1 or "OMP_NUM_THREADS" in os.environ:
         return
     threads = min(torch.get_num_threads(), max(1, cores() // ranks))

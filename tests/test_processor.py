@@ -57,7 +57,7 @@ def test_cores_are_those_of_a_machine_not_of_a_network(monkeypatch):
         for rank, threads in ((0, 2), (3, 8)):          # three share a machine, the fourth is alone
             os.environ.pop("OMP_NUM_THREADS", None)
             torch.set_num_threads(8)
-            processor.share_cores(rank, ["a", "a", "a", "b"])
+            processor.share_cores("aaab"[rank], ["a", "a", "a", "b"])
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
