@@ -18,6 +18,7 @@ from experiments import (clock, comparing, failure, fleet, harness, losses, netw
                          replicas, results, skip, stability, sync, together, variations)
 from noloco import outer_update
 from plumbing.options import layout
+from plumbing.processes import BadInput
 from plumbing.window import gamma_bound
 from tests.harness import HERE, SMALL, checkpoint, metrics, options, run
 
@@ -418,6 +419,19 @@ def test_labels_that_would_overlap_push_each_other_no_farther_than_they_must():
         assert above - below == pytest.approx((low + high) / 2, abs=1)      # they touch
     shift = sum(middle - end for middle, end, _ in block) / 3
     assert abs(shift) < 1                                           # as a block they lie at their ends
+
+
+@pytest.mark.parametrize("name", replicas.PARTS)
+def test_fleets_that_results_have_are_not_trained_again(name, monkeypatch):
+    """And runs of another length are refused beside them, before any work."""
+    monkeypatch.setattr(replicas, "train_fleet", lambda *_: pytest.fail("it trains"))
+    part = replicas.PARTS[name]
+    o = types.SimpleNamespace(out=HERE, steps=None, seeds=None, only="")
+    found = replicas.train_all(name, part, o)
+    assert part.is_whole(found, part)
+    o.steps = 20
+    with pytest.raises(BadInput, match="give another --out"):
+        replicas.train_all(name, part, o)
 
 
 def test_losing_drops_what_visits_the_victim(trained, tmp_path):
