@@ -18,7 +18,6 @@ from experiments import (clock, comparing, failure, fleet, harness, losses, netw
                          replicas, results, skip, stability, sync, together, variations)
 from noloco import outer_update
 from plumbing.options import layout
-from plumbing.processes import BadInput
 from plumbing.window import gamma_bound
 from tests.harness import HERE, SMALL, checkpoint, metrics, options, run
 
@@ -430,7 +429,7 @@ def test_fleets_that_results_have_are_not_trained_again(name, monkeypatch):
     found = replicas.train_all(name, part, o)
     assert part.is_whole(found, part)
     o.steps = 20
-    with pytest.raises(BadInput, match="give another --out"):
+    with pytest.raises(harness.BadInput, match="give another --out"):
         replicas.train_all(name, part, o)
 
 
