@@ -145,6 +145,9 @@ def parse_arguments(description, parts):
 
 def show_runs(found):
     """What a command with --only ran."""
+    if not found["runs"]:
+        print("no run of this part has that in its label")
+        return
     table = Table("run", "seeds", "steps", "held-out nats per byte")
     for label, runs in results(found).items():
         table.add(label, len(runs), f"{runs[0].steps[-1]:.0f}", mean_final(runs))

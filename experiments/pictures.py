@@ -54,6 +54,8 @@ def band(axis, curves, x, colour, **style):
     """Draw the mean of the curves, one per seed, as a line and their range as a band."""
     points = at_each_point(curves)
     x = x[:len(points)]
+    if len(points) == 1:            # a line of one point would not be seen
+        style["marker"] = "o"
     axis.plot(x, [statistics.mean(point) for point in points], color=colour, **{"lw": 1.5, **style})
     lows = [min(point) for point in points]
     highs = [max(point) for point in points]

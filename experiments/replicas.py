@@ -190,7 +190,8 @@ def show_fleets(fleets):
     for key, rows in fleets.items():
         for row in rows:
             trial = Trial(**row["trial"])
-            method = f"{trial.method}, m {trial.every}, D {trial.delay}, {trial.wire}, n {trial.group}"
+            method = (f"{trial.method}, m {trial.every}, D {trial.delay}, {trial.wire}, "
+                      f"n {trial.group}")
             table.add(key, method, f"{mean_loss(row):.3f}", f"{merged_loss(row):.3f}")
     table.end()
 

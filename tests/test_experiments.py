@@ -275,7 +275,7 @@ def pretended(monkeypatch, tmp_path):
         given = dict(zip(words, words[1:]))         # of an option given twice the last
         steps = int(given.get("--steps", 4))        # runs by the clock have none
         with open(folder / "metrics.jsonl", "w") as file:
-            for share in (0.5, 1.0):
+            for share in (1.0,) if steps < 10 else (0.5, 1.0):
                 row = dict.fromkeys(harness.KEPT, 1.0) | dict(step=steps * share)
                 print(json.dumps(row | dict(heldout_loss=5.0 - share, tokens=100 * share)), file=file)
 
@@ -331,6 +331,7 @@ def test_a_short_reproduction_states_no_finding_and_its_lines_are_seen(pretended
     low, high = figure.axes[0].get_ylim()
     for line in figure.axes[0].lines:
         assert low < min(line.get_ydata()) < high
+        assert len(line.get_ydata()) > 1 or line.get_marker() == "o"
     assert "range of 1 seed;" in figure.axes[0].get_xlabel()
 
 
@@ -418,6 +419,19 @@ def test_labels_that_would_overlap_push_each_other_no_farther_than_they_must():
         assert above - below == pytest.approx((low + high) / 2, abs=1)      # they touch
     shift = sum(middle - end for middle, end, _ in block) / 3
     assert abs(shift) < 1                                           # as a block they lie at their ends
+
+
+@pytest.mark.parametrize("name", replicas.PARTS)
+def test_fleets_that_results_have_are_not_trained_again(name, monkeypatch):
+    """And runs of another length are refused beside them, before any work."""
+    monkeypatch.setattr(replicas, "train_fleet", lambda *_: pytest.fail("it trains"))
+    part = replicas.PARTS[name]
+    o = types.SimpleNamespace(out=HERE, steps=None, seeds=None, only="")
+    found = replicas.train_all(name, part, o)
+    assert part.is_whole(found, part)
+    o.steps = 20
+    with pytest.raises(harness.BadInput, match="give another --out"):
+        replicas.train_all(name, part, o)
 
 
 def test_losing_drops_what_visits_the_victim(trained, tmp_path):
