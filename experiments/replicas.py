@@ -259,8 +259,8 @@ def draw_gap(plt, found):
     axis.set_xscale("log")
     seeds = len(runs["adam", 8][DDP])
     ticks = (100, 50, 25, 10, 5)
-    finding = ("The fewer bytes, the wider the gap to DDP; with Muon it is less than half as wide,\n"
-               "but for averages at every step. DiLoCo is about as close for as many bytes")
+    finding = ("The fewer bytes, the wider the gap to DDP; with Muon it is less than half as "
+               "wide,\nbut for averages at every step. DiLoCo is about as close for as many bytes")
     axis.set(xlim=(125, 4.6), xticks=ticks, xticklabels=[f"{tick}%" for tick in ticks],
              xlabel="bytes that a rank sends to synchronise, of DDP's (fewer to the right; fp32, "
              "8 replicas)",
