@@ -341,7 +341,8 @@ def test_the_command_lines_errors_name_what_is_wrong(tmp_path, monkeypatch, caps
         (["--save", "."], "Is a directory: '.'"),
     ):
         assert words in error_of(capsys, *argv, "--results", ""), argv
-    monkeypatch.setattr("planning.__main__.compare_methods", mock.Mock(side_effect=KeyError("a mistake of ours")))
+    mistake = mock.Mock(side_effect=KeyError("a mistake of ours"))
+    monkeypatch.setattr("planning.__main__.compare_methods", mistake)
     with pytest.raises(KeyError, match="a mistake of ours"):       # a traceback, not the user's one line
         main(["--results", ""])
 

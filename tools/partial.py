@@ -22,7 +22,7 @@ def main(argv=None):
     job = Job(argv)
     parser = Parser(__doc__)
     parser.add_argument("run", help="its folder")
-    parser.add_argument("--shares", type=parsed_shares, default=[1.0, 0.75, 0.5],
+    parser.add_argument("--shares", type=shares, default=[1.0, 0.75, 0.5],
                         help="of the stages")
     parser.add_argument("--dead", type=integers, default=[], help="ranks that no path visits")
     a = job.together(parser.parse_args, argv)
@@ -44,7 +44,7 @@ def main(argv=None):
     job.close()
 
 
-def parsed_shares(text):
+def shares(text):
     """An argument type."""
     found = [float(share) for share in text.split(",")]
     if not all(0 < share <= 1 for share in found):
