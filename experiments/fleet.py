@@ -33,17 +33,21 @@ class Trial:
     delay: int = 0              # D
     wire: str = "fp32"
     group: int = 2              # n
+    fragments: int = 1          # K
 
 
 # ---------------------------------------------------------------- outer steps
 
 
 class ManyOuters:
-    """The outer steps of one trial. theta: (seeds, N, P), which changes in place; lengths: of its
-    tensors."""
+    """The outer steps of one trial, or of one of its fragments.
 
-    def __init__(self, trial, theta, seeds, lengths):
+    theta: (seeds, N, P), which changes in place; lengths: of its tensors. offset: of a fragment.
+    """
+
+    def __init__(self, trial, theta, seeds, lengths, offset=0):
         self.trial = trial
+        self.offset = offset
         self.theta = theta
         self.seeds = seeds
         self.lengths = lengths
@@ -56,9 +60,9 @@ class ManyOuters:
         """After an inner step: what arrives is merged, then what is due departs."""
         self.steps += 1
         t = self.trial
-        if self.flying and (self.steps - t.delay) % t.every == 0:
+        if self.flying and (self.steps - self.offset - t.delay) % t.every == 0:
             self.land()
-        if self.steps % t.every == 0:
+        if (self.steps - self.offset) % t.every == 0:
             self.flying = self.theta.clone(), self.means()
             if not t.delay:
                 self.land()
@@ -88,9 +92,10 @@ class ManyOuters:
     def groups(self):
         """(seeds, N, n): the group of each replica."""
         found, count = [], self.theta.shape[1]
-        outer = self.steps // self.trial.every - 1
+        outer = (self.steps - self.offset) // self.trial.every - 1
         for seed in self.seeds:
-            groups = random_groups(range(count), self.trial.group, outer, seed)
+            drawn = f"{seed} {self.offset}" if self.offset else seed        # as NoLoCo.group draws
+            groups = random_groups(range(count), self.trial.group, outer, drawn)
             of = {i: group for group in groups for i in group}
             found.append([of[i] for i in range(count)])
         return torch.tensor(found, device=self.theta.device)
@@ -107,6 +112,22 @@ class ManyOuters:
         """(seeds, N, tensors): the largest magnitude in each tensor."""
         parts = vectors.abs().split(self.lengths, -1)
         return torch.stack([part.amax(-1) for part in parts], -1)
+
+
+def fragments_of(trial, theta, seeds, lengths):
+    """A trial's ManyOuters: one, or one for each of its fragments, which are cut as gossip/ cuts
+    them (all tensors here are as long as a multiple of 16)."""
+    if trial.fragments == 1:
+        return [ManyOuters(trial, theta, seeds, lengths)]
+    size = theta.shape[-1]
+    found = []
+    start = 0
+    for k in range(trial.fragments):
+        end = size // 16 * (k + 1) // trial.fragments * 16
+        offset = k * trial.every // trial.fragments
+        found.append(ManyOuters(trial, theta[..., start:end], seeds, [end - start], offset))
+        start = end
+    return found
 
 
 def decoded(codes, scales, own):
@@ -182,7 +203,7 @@ class Fleet:
         self.outers = []
         for trial, vectors in zip(self.trials, self.theta):
             if trial.method != "ddp":
-                self.outers.append(ManyOuters(trial, vectors, self.seeds, self.lengths))
+                self.outers += fragments_of(trial, vectors, self.seeds, self.lengths)
 
     def named(self, vectors):
         """{name: (models, *shape)}, views of vectors (..., P)."""

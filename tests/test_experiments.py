@@ -443,14 +443,16 @@ def test_losing_drops_what_visits_the_victim(trained, tmp_path):
 
 
 def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
-    """One byte, delayed, Adam and Muon: train.py's held-out loss."""
+    """One byte, delayed, in fragments, Adam and Muon: train.py's held-out loss."""
     small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", 6]
     for i, (trial, *optimizer) in enumerate((
             (fleet.Trial("noloco", 2, 1, "int8"), "--optimizer", "muon"), (fleet.Trial("noloco", 3),),
-            (fleet.Trial("diloco", 2),), (fleet.Trial("ddp"),))):
+            (fleet.Trial("diloco", 2),), (fleet.Trial("ddp"),), (fleet.Trial("noloco", 2, fragments=2),),
+            (fleet.Trial("diloco", 3, 1, fragments=3),))):
         (found,) = fleet.Fleet(options(*small, *optimizer), [trial], 4, [0], "cpu").train()
         outer = ["--wire", trial.wire, "--inner-steps", trial.every] if trial.method != "ddp" else []
         outer += ["--delay", trial.delay] if trial.delay else []
+        outer += ["--fragments", trial.fragments] if trial.fragments > 1 else []
         run(4, *small, *optimizer, "--method", trial.method, *outer, "--name", f"x{i}", cwd=tmp_path)
         told = metrics(tmp_path / f"runs/x{i}")[-1]["heldout_loss"]
         assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
