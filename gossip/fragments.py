@@ -19,7 +19,7 @@ other.
 import torch
 
 from gossip.delay import Delayed, Messenger
-from noloco import flatten
+from noloco import flatten, room
 
 
 class Fragments:
@@ -38,8 +38,10 @@ class Fragments:
         parts = cut(self.params, fragments)
         self.outers = [make(part, k * inner_steps // fragments) for k, part in enumerate(parts)]
         self.places = self.whereabouts()
-        for outer in self.outers:
-            outer.warns = False     # of pieces that do not move: rows of rare tokens may not
+        for outer, part in zip(self.outers, parts):
+            outer.watched = self.whole_tensors(part)
+            for piece in part:
+                piece.grad = None   # else a trainer that sets its own to None frees no memory
         if delay:
             messenger = Messenger(self.outers[0])
             self.outers = [Delayed(outer, delay, messenger) for outer in self.outers]
@@ -57,6 +59,23 @@ class Fragments:
         """As NoLoCo.whereabouts, of the model's own parameters: a fragment sees pieces of their
         vector."""
         return [p.requires_grad and p.data_ptr() for p in self.params]
+
+    def whole_tensors(self, part):
+        """As NoLoCo.watched: {index in the part: the number of the parameter that it is, whole}.
+
+        A piece of a tensor may well not move, such as the embedding's rows of rare tokens.
+        """
+        numbers = {}
+        rooms = {}
+        for p in dict.fromkeys(self.params):
+            if p.requires_grad:
+                numbers[p.data_ptr()] = len(numbers)
+                rooms[p.data_ptr()] = room(p)
+        watched = {}
+        for index, piece in enumerate(part):
+            if rooms.get(piece.data_ptr()) == piece.numel():
+                watched[index] = numbers[piece.data_ptr()]
+        return watched
 
     @property
     def steps(self):
@@ -102,7 +121,7 @@ def cut(params, count):
     parts = [[] for _ in ends]
     k = start = 0
     for p in params:
-        after = start + -(-p.numel() // 16) * 16    # where the next tensor begins, as in `flatten`
+        after = start + room(p)
         while start < after:
             end = min(after, ends[k])
             piece = torch.nn.Parameter(theta[start:end])
