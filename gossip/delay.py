@@ -49,7 +49,8 @@ class Messenger:
         """exchange(*args, lane) in the thread. Returns the Future of its result."""
         if self.stream is None:
             return self.thread.submit(exchange, *args, self.lane)
-        written = torch.cuda.current_stream().record_event()
+        # Of the weights' GPU, which need not be the process's current one.
+        written = torch.cuda.current_stream(self.stream.device).record_event()
         return self.thread.submit(self.on_stream, written, exchange, *args)
 
     def on_stream(self, written, exchange, *args):
@@ -133,7 +134,7 @@ class Delayed(Travelling):
     """
 
     def __init__(self, outer, delay, messenger=None):
-        if not 1 <= delay <= outer.inner_steps:
+        if not isinstance(delay, int) or not 1 <= delay <= outer.inner_steps:
             raise ValueError(f"delay must be from 1 to inner_steps ({outer.inner_steps}), not "
                              f"{delay}")
         super().__init__(outer, messenger)
@@ -189,8 +190,9 @@ class Delayed(Travelling):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        if state["sent"] is not None:
-            self.sent.copy_(state["sent"])
+        sent = state.get("sent")                        # without a delay there is none
+        if sent is not None:
+            self.sent.copy_(sent)
             self.depart(self.outer.current - 1)         # the outer step in which it had left
 
 

@@ -119,11 +119,13 @@ class ShortDiLoCo(DiLoCo):
 
     wire: Bf16Sum or Int8Sum, a class. owed: what its rounding left over; `exchange` finds the next
     one, which counts from the merge on, since a message that is under way at a checkpoint leaves
-    once more.
+    once more. Raises ValueError for one replica.
     """
 
     def __init__(self, params, ranks=None, *, wire, **settings):
         super().__init__(params, ranks, **settings)
+        if not self.everyone:               # without a group a wire would sum over all processes
+            raise ValueError("one replica has nothing to sum in fewer bytes: use DiLoCo")
         self.wire = wire(self.everyone)
         self.owed = self.owed_next = ()
 

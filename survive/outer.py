@@ -51,6 +51,9 @@ class SurvivingNoLoCo(NoLoCo):
         self.rank = int(os.environ["RANK"])
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
+        if self.offset:
+            raise ValueError("SurvivingNoLoCo takes no offset, so no fragments: they would write "
+                             "to the same keys of the store")
         self.store, self.timeout = store, timeout
         self.catch_up, self.excluded = catch_up, excluded
         self.name = f"outer/{self.ranks[0]}"

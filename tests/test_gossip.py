@@ -18,6 +18,7 @@ from gossip.onebyte import BLOCK, MARGIN, OneByte
 from gossip.sums import BLOCK as SUM_BLOCK
 from gossip.sums import Bf16Sum, Int8Sum, rounded, values
 from noloco import Arrived, NoLoCo, flatten, random_groups
+from survive.outer import SurvivingNoLoCo
 from test_minimal import _noloco, assert_replicas, brute_force, inner, simulated, small_model
 from tests.harness import (
     SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host,
@@ -148,14 +149,37 @@ def test_a_method_or_wire_without_a_class_is_an_error(method, wire):
         outer_optimizer(method, wire, 0, [torch.nn.Parameter(torch.ones(3))])
 
 
-def test_what_cannot_be_combined_is_said():
+def test_what_cannot_be_combined_is_said(monkeypatch):
     weight = torch.nn.Parameter(torch.ones(3))
-    line = "a codec that rounds sends theta alone: gamma must be beta, not 1.0"
-    with pytest.raises(ValueError, match=line):
+    rounds = "a codec that rounds sends theta alone: gamma must be beta, not 1.0"
+    with pytest.raises(ValueError, match=rounds):
         one_byte([weight], gamma=1.0)
-    for delay in (0, 11):
+    for delay in (0, 11, 2.5):
         with pytest.raises(ValueError, match=rf"delay must be from 1 to inner_steps \(10\), not {delay}"):
             Delayed(NoLoCo([weight], inner_steps=10), delay)
+    with pytest.raises(ValueError, match="one replica has nothing to sum in fewer bytes: use DiLoCo"):
+        outer_optimizer("diloco", "int8", 0, [weight])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="SurvivingNoLoCo takes no offset, so no fragments"):
+        SurvivingNoLoCo([weight], [0], store=None, inner_steps=2, offset=1)
+
+
+def test_a_delayed_outer_optimizer_loads_the_state_of_one_without_a_delay():
+    weight = torch.nn.Parameter(torch.ones(3))
+    state = NoLoCo([weight], inner_steps=4).state_dict()
+    delayed = Delayed(NoLoCo([weight], inner_steps=4), 2)
+    delayed.load_state_dict(dict(state, steps=7))
+    assert delayed.steps == 7 and delayed.flying is None
+
+
+def test_what_takes_memory_is_no_larger_than_the_weights():
+    """Of one byte a weight, and of fragments in a trainer that sets its gradients to None."""
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in (100, 40)]
+    make = lambda part, at: one_byte(part, inner_steps=4, offset=at)
+    outer = Fragments(make, weights, 2, 4)
+    assert [len(part.codec.room) for part in outer.outers] == [80, 48]
+    assert all(piece.grad is None for part in outer.outers for piece in part.params)
+    assert all(weight.grad is not None for weight in weights)
 
 
 def _dies(rank, world, argv):
