@@ -30,7 +30,8 @@ class Messenger:
     This order is the same on all ranks, since it is that of their inner steps. So the oldest
     exchange that is not done can always end: both partners have come to it, or will without waiting
     for a later one.
-    lane: a process group of its own, and so connections, since other messages must overtake these.
+    lane: a process group, and so connections, of its own: the training's other messages must be
+    able to overtake these.
     """
 
     def __init__(self, outer):

@@ -12,9 +12,9 @@ steps a message is hidden that takes D steps, K times less than a whole one. For
 are known as Streaming DiLoCo (arXiv 2501.18512). For pairs they are ours.
 
 Delayed fragments share one thread and one process group, so exchanges leave in the order of inner
-steps, which all ranks share; fragments that are due at one step leave in the order of k. No
-exchange waits for a later one, so the oldest can always end, and two fragments never wait for each
-other.
+steps, which all ranks share; fragments that are due at one step leave in the order of k. An
+exchange may wait for an earlier one, never for a later one. So the oldest can always end, and no
+circle of fragments waits for each other.
 """
 import torch
 
@@ -23,15 +23,16 @@ from noloco import flatten, room
 
 
 class Fragments:
-    """The outer optimizers of the fragments, stepped together. It takes the place of one outer
-    optimizer.
+    """The fragments' outer optimizers, stepped together, in place of one outer optimizer.
 
     make(params, offset) -> a NoLoCo or DiLoCo. params: of the whole model. fragments: K, from 1 to
     inner_steps. delay: D, from 0 to inner_steps. Raises ValueError.
     """
 
     def __init__(self, make, params, fragments, inner_steps, delay=0):
-        if not 1 <= fragments <= inner_steps:
+        if isinstance(params, torch.nn.Module):
+            raise ValueError("give the model's parameters: model.parameters()")
+        if not isinstance(fragments, int) or not 1 <= fragments <= inner_steps:
             raise ValueError(f"fragments must be from 1 to inner_steps ({inner_steps}), not "
                              f"{fragments}")
         self.params = list(params)

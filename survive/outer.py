@@ -63,6 +63,8 @@ class SurvivingNoLoCo(NoLoCo):
         self.alone = self.alone_in_a_row = 0
         self.unreached = set()      # since the last exchange: partners that came, but sent nothing
         self.error = ""             # what torch said when a partner was lost in this outer step
+        self.adopted = None         # the partner whose weights were taken in the last outer step
+        self.link = None            # the last outer step's process group
 
     def step(self):
         with outliving():                                   # a lost store is noticed after the step

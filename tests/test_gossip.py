@@ -1,8 +1,10 @@
 """gossip/: one byte a weight, outer steps that nobody waits for, sums in fewer bytes, against float64."""
 
+import copy
 import os
 import re
 import signal
+import time
 from functools import partial
 from unittest import mock
 
@@ -417,6 +419,53 @@ def test_fragments_equal_a_float64_simulation_and_send_the_bytes_of_one(method, 
     assert [bytes_sent for _, bytes_sent in found] == [sum(sent)] * 4
 
 
+def slow_to_step(kind, params, **settings):
+    """As kind, but rank 3 comes late to each step."""
+    outer = kind(params, **settings)
+    if dist.get_rank() == 3:
+        step = outer.step
+        outer.step = lambda: (time.sleep(0.02), step())
+    return outer
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_a_slow_replica_changes_nothing_and_no_circle_of_fragments_waits(method):
+    """The others' messages of several fragments queue up for it, in the order of the inner steps."""
+    kind = partial(outer_optimizer, method, "fp32", 4, fragments=4)
+    found = processes(4, _noloco, partial(slow_to_step, kind), dict(inner_steps=4), 18)
+    want = processes(4, _noloco, kind, dict(inner_steps=4), 18)
+    for (tensors, _), (wanted, _) in zip(found, want, strict=True):
+        assert all((a == b).all() for a, b in zip(tensors, wanted, strict=True))
+
+
+@gloo
+def _goes_back(rank, world, kind):
+    """The weights after 16 steps; the same where steps 9 to 12 were made twice, with the same objects."""
+    model, xs, ys = small_model(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    outer = kind(model.parameters(), inner_steps=4)
+    steps = [*range(9), *range(9, 13), *range(9, 16)]
+    for turn, step in enumerate(steps):
+        if turn == 9:
+            weights, state = copy.deepcopy([model.state_dict(), outer.state_dict()])
+        if turn == 13:
+            model.load_state_dict(weights)
+            outer.load_state_dict(state)
+        inner(model, optimizer, xs[step], ys[step])
+        outer.step()
+    outer.settle()
+    return [p.detach().numpy() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("method, wire, delay", [
+    ("noloco", "fp32", 2), ("noloco", "int8", 4), ("diloco", "int8", 3)])
+def test_a_state_is_loaded_to_the_bit_while_other_messages_are_under_way(method, wire, delay):
+    kind = partial(outer_optimizer, method, wire, delay, fragments=4)
+    whole = processes(4, _noloco, kind, dict(inner_steps=4), 16)
+    for tensors, (wanted, _) in zip(processes(4, _goes_back, kind), whole, strict=True):
+        assert all((a == b).all() for a, b in zip(tensors, wanted, strict=True))
+
+
 def one_fragment(method, wire, params, **settings):
     make = lambda part, at: outer_optimizer(method, wire, 0, part, offset=at, **settings)
     return Fragments(make, params, 1, settings["inner_steps"])
@@ -440,9 +489,11 @@ def test_fragments_are_equal_views_of_the_weights_and_what_cannot_be_is_said():
     assert [p.data_ptr() for part in parts for p in part] == [theta.data_ptr() + 64 * i for i in range(4)]
     assert [p.grad.data_ptr() for part in parts for p in part] == [grad.data_ptr() + 64 * i for i in range(4)]
     make = lambda part, at: NoLoCo(part, inner_steps=3, offset=at)
-    for count in (0, 4):
+    for count in (0, 4, 2.0):
         with pytest.raises(ValueError, match=rf"fragments must be from 1 to inner_steps \(3\), not {count}"):
             Fragments(make, model.parameters(), count, 3)
+    with pytest.raises(ValueError, match="give the model's parameters: model.parameters()"):
+        Fragments(make, model, 2, 3)
     with pytest.raises(ValueError, match="5 fragments are too many for 64 weights"):
         Fragments(make, model.parameters(), 5, 5)
     outer = Fragments(make, model.parameters(), 3, 3)
