@@ -15,14 +15,12 @@ N1 to N3 are the paper's Eqs. 1 to 3. With a group of everyone and equal phi the
     delta_i <- alpha delta_i + beta (mean(theta) - phi_i) + (gamma - beta) (mean(phi) - phi_i) (N2')
 
 With gamma = beta the last term vanishes. So phi stays at home, and theta is the only message: half
-of the released code's bytes. The released code sets gamma = beta (the paper gives no value), which
-is the default.
+of the released code's bytes. gamma = beta is that code's setting (the paper has none), and ours.
 
 Deviations: the paper prints -beta in N2, which would climb; its appendix and the released code have
 +beta. What it calls Nesterov momentum is, as printed, heavy-ball momentum, here too. The paper
 sends phi during the inner steps; here phi, where it travels at all, goes beside theta
-(gossip/delay.py sends it ahead). Weights, phi and delta are fp32. docs/differences.md lists the
-rest.
+(gossip/delay.py sends it ahead). Weights, phi and delta are fp32. docs/differences.md has the rest.
 """
 import math
 import random
@@ -35,12 +33,11 @@ import torch.distributed as dist
 
 
 def random_groups(ranks, size, step, seed):
-    """A random partition of the N `ranks` into max(1, N // size) groups whose sizes differ by at
-    most one.
+    """A random partition of the N `ranks` into max(1, N // size) groups.
 
-    So a group has `size` to 2 size - 1 ranks, or all N if there are fewer. step: the outer step's
-    number. Calls with equal arguments, ranks in the same order, draw equal lists: replicas agree
-    without a message.
+    Their sizes differ by at most one: a group has `size` to 2 size - 1 ranks, or all N if there are
+    fewer. step: the outer step's number. Calls with equal arguments, ranks in the same order, draw
+    equal lists: replicas agree without a message.
     """
     order = list(ranks)
     draw = random.Random(f"groups {seed} {step} {order[0]}")    # order[0]: stages draw apart
@@ -109,8 +106,7 @@ class NoLoCo:
         travel. A layer that is replaced later, a deepcopy of the model and
         load_state_dict(assign=True) bring other parameters: outer steps do not reach those. `step`
         warns where a parameter does not move.
-    ranks: the global ranks of this model's replicas (of this pipeline stage, of this shard); None:
-        all.
+    ranks: the global ranks of this model's replicas (of this stage, of this shard); None: all.
     inner_steps: m. group_size: n. gamma: None means beta. docs/trainers.md has all ranges.
     offset: outer steps come so many inner steps later, with groups of their own (for fragments).
     codec: how vectors are written as messages (None: in fp32).
@@ -157,36 +153,36 @@ class NoLoCo:
         self.steps = 0
         self.bytes_sent = 0
         self.alike = 0              # outer steps in a row in which partners brought equal weights
+        # The tensors in theta that `step` warns of if they do not move, {index: the parameter's
+        # number}; none once it has warned.
+        self.watched = {index: index for index in range(len(self.lengths()))}
         self.stuck = set()          # numbers of the parameters that did not move
-        self.warns = True           # of these
         self.buffers = {}
         nccl = world > 1 and "nccl" in str(dist.get_backend_config())
-        # Gloo sends host memory.
         self.message_device = self.theta.device if nccl else torch.device("cpu")
 
     def refuse_settings(self):
-        """Raises ValueError for a setting that is out of its range."""
-        ranges = {
-            "inner_steps": (isinstance(self.inner_steps, int) and self.inner_steps >= 1,
-                            "a whole number, at least 1"),
-            "group_size": (isinstance(self.group_size, int) and self.group_size >= 2,
-                           "a whole number, at least 2"),
-            "offset": (self.offset in range(int(self.inner_steps)), "from 0 to inner_steps - 1"),
-            "alpha": (0 <= self.alpha < 1, "at least 0 and below 1: it is the momentum"),
-            "beta": (0 < self.beta < math.inf, "above 0: it is the outer learning rate"),
-            "gamma": (0 <= self.gamma < math.inf, "at least 0: it pulls partners together"),
-        }
-        for name, (good, wanted) in ranges.items():
+        """Raises ValueError for a setting that is out of its range, and warns of a large gamma."""
+        def need(good, name, wanted):
             if not good:
                 raise ValueError(f"{name} {getattr(self, name)} must be {wanted}")
+
+        need(isinstance(self.inner_steps, int) and self.inner_steps >= 1,
+             "inner_steps", "a whole number, at least 1")
+        need(isinstance(self.group_size, int) and self.group_size >= 2,
+             "group_size", "a whole number, at least 2")
+        need(isinstance(self.offset, int) and 0 <= self.offset < self.inner_steps,
+             "offset", "a whole number from 0 to inner_steps - 1")
+        need(0 <= self.alpha < 1, "alpha", "at least 0 and below 1: it is the momentum")
+        need(0 < self.beta < math.inf, "beta", "above 0: it is the outer learning rate")
+        need(0 <= self.gamma < math.inf, "gamma", "at least 0: it pulls partners together")
         if self.gamma > 2 * (1 + self.alpha) and self.rank == self.ranks[0]:
             warnings.warn(f"gamma {self.gamma} is above 2 (1 + alpha): replicas will drift apart, "
                           "in groups of any size (docs/stability.md)")
 
     @torch.no_grad()
     def step(self):
-        """Count an inner step. Every m-th ends with the outer step: returns whether this one
-        did."""
+        """Count an inner step; every m-th ends with the outer step. Returns whether this did."""
         self.check()
         due = self.due()
         if due:
@@ -228,7 +224,10 @@ class NoLoCo:
                      self.alpha, self.beta, self.gamma)
 
     def mean(self, messages, number, own, n):
-        """Of piece `number` of the messages, added up by rank: the same bits for all the group."""
+        """Of piece `number` of the messages, added up by rank: in fp32 the same bits for all.
+
+        Where a codec rounds, a replica reads its own numbers as they are, its partners' rounded.
+        """
         total = self.codec.decode(messages[0], number, own)
         for message in messages[1:]:
             total = total + self.codec.decode(message, number, own)
@@ -250,8 +249,7 @@ class NoLoCo:
     def exchange(self, theta, group, lane=None):
         """Swap theta and, where gamma is not beta, phi with the group. Returns what Arrived.
 
-        lane: the process group to send in (None: the default one). The next exchange uses the
-        messages' buffers again.
+        lane: the process group (None: the default one). The next exchange overwrites what Arrived.
         """
         vectors = {"theta": theta}
         if self.gamma != self.beta:
@@ -288,9 +286,8 @@ class NoLoCo:
         """Room for a message, made once."""
         key = key, like.dtype
         if key not in self.buffers:
-            pinned = self.theta.is_cuda and self.message_device.type == "cpu"
-            self.buffers[key] = torch.empty_like(like, device=self.message_device,
-                                                 pin_memory=pinned)
+            pin = self.theta.is_cuda and self.message_device.type == "cpu"
+            self.buffers[key] = torch.empty_like(like, device=self.message_device, pin_memory=pin)
         return self.buffers[key]
 
     # ---- what goes wrong in other people's trainers
@@ -316,24 +313,26 @@ class NoLoCo:
         return [after - start for start, after in pairwise([*starts, len(self.theta)])]
 
     def warn_of_stuck(self):
-        """The first rank warns, once, of parameters that do not move before two outer steps
-        running.
+        """The first rank warns, once, of parameters that do not move for two outer steps running.
 
-        They are no longer the model's, most often.
+        Most often the model does not use them any more.
         """
-        if self.rank != self.ranks[0] or not self.warns:
+        if self.rank != self.ranks[0] or not self.watched:
             return
         lengths = self.lengths()
-        before, self.stuck = self.stuck, set()
-        tensors = zip(self.theta.split(lengths), self.phi.split(lengths))
-        for number, (now, before_training) in enumerate(tensors):
-            if not moved(now, before_training):
+        thetas = self.theta.split(lengths)
+        phis = self.phi.split(lengths)              # as the weights were after the last outer step
+        last_time = self.stuck
+        self.stuck = set()
+        for index, number in self.watched.items():
+            if not moved(thetas[index], phis[index]):
                 self.stuck.add(number)
-        if twice := before & self.stuck:
-            self.warns = False
-            warnings.warn(f"{len(twice)} of {len(lengths)} parameters do not move, first number "
-                          f"{min(twice)}: does the model still use them? (Not after "
+        twice = last_time & self.stuck
+        if twice:
+            warnings.warn(f"{len(twice)} of {len(self.watched)} parameters do not move, first "
+                          f"number {min(twice)}: does the model still use them? (Not after "
                           "load_state_dict(assign=True), a replaced layer or a deepcopy.)")
+            self.watched = {}
 
     def before_merge(self, arrived):
         """The first rank warns if partners twice running bring equal thetas that have moved.
@@ -354,8 +353,7 @@ class NoLoCo:
     def compare(self):
         """At the first step the first replica warns of initial weights that differ.
 
-        Each replica sends the sum of phi's bits, 8 bytes. phi still has the initial weights; theta
-        has moved.
+        Each replica sends the sum of the bits of phi, which still has the initial weights: 8 bytes.
         """
         bits = self.phi.view(torch.int32)
         mine = sum(piece.sum() for piece in bits.split(1 << 20)).to(self.message_device)
@@ -363,10 +361,13 @@ class NoLoCo:
         if self.rank != first:
             dist.send(mine, first)
             return
+        theirs = {r: torch.empty_like(mine) for r in others}
+        # All are received at once: one after the other each would cost the latency of its link.
+        works = [dist.irecv(theirs[r], r) for r in others]
+        for work in works:
+            work.wait()
         for r in others:
-            theirs = torch.empty_like(mine)
-            dist.recv(theirs, r)
-            if theirs != mine:
+            if theirs[r] != mine:
                 warnings.warn(f"rank {r} began with other weights than rank {first}: seed all "
                               "alike")
 
@@ -429,21 +430,25 @@ def flatten(params):
     """Make parameters and gradients views of two fp32 vectors: one message, one Adam, one norm.
 
     Returns (theta, grad), in which zeros fill the gaps between tensors. Repeated calls return the
-    same two vectors; neighbours among the parameters give a view of them. Frozen parameters are
-    left alone. Move the model first. grad follows the gradients only while they are zeroed in
-    place. Raises ValueError on sharded parameters, on mixed devices, on anything but fp32, and
-    where nothing is trainable.
+    same two vectors; neighbours among the parameters give a view of them. Frozen parameters stay
+    out. Move the model first. grad follows the gradients only while they are zeroed in place.
+    Raises ValueError for parameters that are sharded, not fp32, not on one device, or share memory.
     """
     params = [p for p in dict.fromkeys(params) if p.requires_grad]      # a tied weight counts once
     if any(hasattr(p, "placements") or hasattr(p, "_fsdp_flattened") for p in params):
         # a DTensor, or of FullyShardedDataParallel
         raise ValueError("sharded parameters: give plain copies of this rank's shards "
                          "(docs/hosts.md)")
-    if len({p.device for p in params}) != 1 or {p.dtype for p in params} != {torch.float32}:
-        raise ValueError("give trainable float32 parameters (bf16 rounds small updates away), on "
-                         "one device")
-    rooms = [-(-p.numel() // 16) * 16 for p in params]      # so tensors begin at 64-byte boundaries
-    starts = [0, *accumulate(rooms)]                        # and the length of the vector
+    if not params:
+        raise ValueError("there is no trainable parameter (a generator may be used up)")
+    if any(p.dtype != torch.float32 for p in params):
+        raise ValueError("give float32 parameters: bf16 rounds small updates away")
+    if len({p.device for p in params}) > 1:
+        raise ValueError("give parameters that are all on one device")
+    places = [p.data_ptr() for p in params if p.data_ptr()]             # 0: an empty tensor
+    if len(set(places)) < len(places):
+        raise ValueError("two parameters share their memory: tie them as one parameter instead")
+    starts = [0, *accumulate(room(p) for p in params)]      # and the length of the vector
     theta = one_vector([p.data for p in params], starts, params[0].device)
     grad = one_vector([p.grad for p in params], starts, params[0].device)
     for p, start in zip(params, starts):
@@ -451,6 +456,11 @@ def flatten(params):
         p.data = theta[place].view(p.shape)
         p.grad = grad[place].view(p.shape)
     return theta, grad
+
+
+def room(p):
+    """Numbers that a parameter takes in the vector: tensors begin at 64-byte boundaries."""
+    return -(-p.numel() // 16) * 16
 
 
 def one_vector(tensors, starts, device):
@@ -462,6 +472,7 @@ def one_vector(tensors, starts, device):
     if lie_so(tensors, starts):
         return tensors[0].as_strided((size,), (1,))
     flat = torch.zeros(size, dtype=torch.float32, device=device)
+    flat.untyped_storage().by_flatten = True        # torch keeps this while a view is alive
     for tensor, start in zip(tensors, starts):
         if tensor is not None:
             flat[start:start + tensor.numel()].view(tensor.shape).copy_(tensor)
@@ -469,12 +480,16 @@ def one_vector(tensors, starts, device):
 
 
 def lie_so(tensors, starts):
-    """Whether the tensors lie at these starts in one storage already, with zeros in the gaps."""
+    """Whether the tensors lie at these starts in a vector of `flatten`'s, with zeros in the gaps.
+
+    In somebody else's vector the gaps may be other tensors that happen to be zero now.
+    """
     if any(tensor is None for tensor in tensors):
         return False
     first = tensors[0]
     storage = first.untyped_storage()
-    if 4 * (first.storage_offset() + starts[-1]) > storage.nbytes():
+    end = 4 * (first.storage_offset() + starts[-1])
+    if not hasattr(storage, "by_flatten") or end > storage.nbytes():
         return False
     flat = first.as_strided((starts[-1],), (1,))
     for tensor, (start, after) in zip(tensors, pairwise(starts)):

@@ -30,7 +30,8 @@ class Messenger:
     This order is the same on all ranks, since it is that of their inner steps. So the oldest
     exchange that is not done can always end: both partners have come to it, or will without waiting
     for a later one.
-    lane: a process group of its own, and so connections, since other messages must overtake these.
+    lane: a process group, and so connections, of its own: the training's other messages must be
+    able to overtake these.
     """
 
     def __init__(self, outer):
@@ -49,7 +50,8 @@ class Messenger:
         """exchange(*args, lane) in the thread. Returns the Future of its result."""
         if self.stream is None:
             return self.thread.submit(exchange, *args, self.lane)
-        written = torch.cuda.current_stream().record_event()
+        # Of the weights' GPU, which need not be the process's current one.
+        written = torch.cuda.current_stream(self.stream.device).record_event()
         return self.thread.submit(self.on_stream, written, exchange, *args)
 
     def on_stream(self, written, exchange, *args):
@@ -133,7 +135,7 @@ class Delayed(Travelling):
     """
 
     def __init__(self, outer, delay, messenger=None):
-        if not 1 <= delay <= outer.inner_steps:
+        if not isinstance(delay, int) or not 1 <= delay <= outer.inner_steps:
             raise ValueError(f"delay must be from 1 to inner_steps ({outer.inner_steps}), not "
                              f"{delay}")
         super().__init__(outer, messenger)
@@ -189,8 +191,9 @@ class Delayed(Travelling):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        if state["sent"] is not None:
-            self.sent.copy_(state["sent"])
+        sent = state.get("sent")                        # without a delay there is none
+        if sent is not None:
+            self.sent.copy_(sent)
             self.depart(self.outer.current - 1)         # the outer step in which it had left
 
 

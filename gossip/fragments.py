@@ -12,34 +12,37 @@ steps a message is hidden that takes D steps, K times less than a whole one. For
 are known as Streaming DiLoCo (arXiv 2501.18512). For pairs they are ours.
 
 Delayed fragments share one thread and one process group, so exchanges leave in the order of inner
-steps, which all ranks share; fragments that are due at one step leave in the order of k. No
-exchange waits for a later one, so the oldest can always end, and two fragments never wait for each
-other.
+steps, which all ranks share; fragments that are due at one step leave in the order of k. An
+exchange may wait for an earlier one, never for a later one. So the oldest can always end, and no
+circle of fragments waits for each other.
 """
 import torch
 
 from gossip.delay import Delayed, Messenger
-from noloco import flatten
+from noloco import flatten, room
 
 
 class Fragments:
-    """The outer optimizers of the fragments, stepped together. It takes the place of one outer
-    optimizer.
+    """The fragments' outer optimizers, stepped together, in place of one outer optimizer.
 
     make(params, offset) -> a NoLoCo or DiLoCo. params: of the whole model. fragments: K, from 1 to
     inner_steps. delay: D, from 0 to inner_steps. Raises ValueError.
     """
 
     def __init__(self, make, params, fragments, inner_steps, delay=0):
-        if not 1 <= fragments <= inner_steps:
+        if isinstance(params, torch.nn.Module):
+            raise ValueError("give the model's parameters: model.parameters()")
+        if not isinstance(fragments, int) or not 1 <= fragments <= inner_steps:
             raise ValueError(f"fragments must be from 1 to inner_steps ({inner_steps}), not "
                              f"{fragments}")
         self.params = list(params)
         parts = cut(self.params, fragments)
         self.outers = [make(part, k * inner_steps // fragments) for k, part in enumerate(parts)]
         self.places = self.whereabouts()
-        for outer in self.outers:
-            outer.warns = False     # of pieces that do not move: rows of rare tokens may not
+        for outer, part in zip(self.outers, parts):
+            outer.watched = self.whole_tensors(part)
+            for piece in part:
+                piece.grad = None   # else a trainer that sets its own to None frees no memory
         if delay:
             messenger = Messenger(self.outers[0])
             self.outers = [Delayed(outer, delay, messenger) for outer in self.outers]
@@ -57,6 +60,23 @@ class Fragments:
         """As NoLoCo.whereabouts, of the model's own parameters: a fragment sees pieces of their
         vector."""
         return [p.requires_grad and p.data_ptr() for p in self.params]
+
+    def whole_tensors(self, part):
+        """As NoLoCo.watched: {index in the part: the number of the parameter that it is, whole}.
+
+        A piece of a tensor may well not move, such as the embedding's rows of rare tokens.
+        """
+        numbers = {}
+        rooms = {}
+        for p in dict.fromkeys(self.params):
+            if p.requires_grad:
+                numbers[p.data_ptr()] = len(numbers)
+                rooms[p.data_ptr()] = room(p)
+        watched = {}
+        for index, piece in enumerate(part):
+            if rooms.get(piece.data_ptr()) == piece.numel():
+                watched[index] = numbers[piece.data_ptr()]
+        return watched
 
     @property
     def steps(self):
@@ -102,7 +122,7 @@ def cut(params, count):
     parts = [[] for _ in ends]
     k = start = 0
     for p in params:
-        after = start + -(-p.numel() // 16) * 16    # where the next tensor begins, as in `flatten`
+        after = start + room(p)
         while start < after:
             end = min(after, ends[k])
             piece = torch.nn.Parameter(theta[start:end])

@@ -46,7 +46,8 @@ class OneByte:
                 start = self.pieces[-1].stop
         self.size = len(theta)
         self.message = torch.empty(self.bytes(self.size), dtype=torch.uint8, device=theta.device)
-        self.room = torch.empty(BLOCK, device=theta.device)             # for intermediate results
+        largest_block = max(piece.stop - piece.start for piece in self.pieces)
+        self.room = torch.empty(largest_block, device=theta.device)     # for intermediate results
         return self.pieces
 
     def bytes(self, size):

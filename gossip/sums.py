@@ -39,11 +39,15 @@ class Fp32Sum:
 
     def add_up(self, vector, owed):
         """Sum in place, with the same bits on all processes. Returns what to give as `owed` the
-        next time."""
+        next time.
+
+        Here it is nothing. What one byte owed, before a run went on with another wire, is dropped:
+        it would be stale by the time that one byte is used again.
+        """
         sent = vector.to(self.dtype)                    # in fp32 the vector itself
         dist.all_reduce(sent, group=self.group)
         vector.copy_(sent)
-        return owed
+        return ()
 
 
 class Bf16Sum(Fp32Sum):
@@ -119,11 +123,13 @@ class ShortDiLoCo(DiLoCo):
 
     wire: Bf16Sum or Int8Sum, a class. owed: what its rounding left over; `exchange` finds the next
     one, which counts from the merge on, since a message that is under way at a checkpoint leaves
-    once more.
+    once more. Raises ValueError for one replica.
     """
 
     def __init__(self, params, ranks=None, *, wire, **settings):
         super().__init__(params, ranks, **settings)
+        if not self.everyone:               # without a group a wire would sum over all processes
+            raise ValueError("one replica has nothing to sum in fewer bytes: use DiLoCo")
         self.wire = wire(self.everyone)
         self.owed = self.owed_next = ()
 

@@ -51,6 +51,9 @@ class SurvivingNoLoCo(NoLoCo):
         self.rank = int(os.environ["RANK"])
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
+        if self.offset:
+            raise ValueError("SurvivingNoLoCo takes no offset, so no fragments: they would write "
+                             "to the same keys of the store")
         self.store, self.timeout = store, timeout
         self.catch_up, self.excluded = catch_up, excluded
         self.name = f"outer/{self.ranks[0]}"
@@ -60,6 +63,8 @@ class SurvivingNoLoCo(NoLoCo):
         self.alone = self.alone_in_a_row = 0
         self.unreached = set()      # since the last exchange: partners that came, but sent nothing
         self.error = ""             # what torch said when a partner was lost in this outer step
+        self.adopted = None         # the partner whose weights were taken in the last outer step
+        self.link = None            # the last outer step's process group
 
     def step(self):
         with outliving():                                   # a lost store is noticed after the step

@@ -1,8 +1,10 @@
 """gossip/: one byte a weight, outer steps that nobody waits for, sums in fewer bytes, against float64."""
 
+import copy
 import os
 import re
 import signal
+import time
 from functools import partial
 from unittest import mock
 
@@ -18,6 +20,7 @@ from gossip.onebyte import BLOCK, MARGIN, OneByte
 from gossip.sums import BLOCK as SUM_BLOCK
 from gossip.sums import Bf16Sum, Int8Sum, rounded, values
 from noloco import Arrived, NoLoCo, flatten, random_groups
+from survive.outer import SurvivingNoLoCo
 from test_minimal import _noloco, assert_replicas, brute_force, inner, simulated, small_model
 from tests.harness import (
     SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host,
@@ -148,14 +151,37 @@ def test_a_method_or_wire_without_a_class_is_an_error(method, wire):
         outer_optimizer(method, wire, 0, [torch.nn.Parameter(torch.ones(3))])
 
 
-def test_what_cannot_be_combined_is_said():
+def test_what_cannot_be_combined_is_said(monkeypatch):
     weight = torch.nn.Parameter(torch.ones(3))
-    line = "a codec that rounds sends theta alone: gamma must be beta, not 1.0"
-    with pytest.raises(ValueError, match=line):
+    rounds = "a codec that rounds sends theta alone: gamma must be beta, not 1.0"
+    with pytest.raises(ValueError, match=rounds):
         one_byte([weight], gamma=1.0)
-    for delay in (0, 11):
+    for delay in (0, 11, 2.5):
         with pytest.raises(ValueError, match=rf"delay must be from 1 to inner_steps \(10\), not {delay}"):
             Delayed(NoLoCo([weight], inner_steps=10), delay)
+    with pytest.raises(ValueError, match="one replica has nothing to sum in fewer bytes: use DiLoCo"):
+        outer_optimizer("diloco", "int8", 0, [weight])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="SurvivingNoLoCo takes no offset, so no fragments"):
+        SurvivingNoLoCo([weight], [0], store=None, inner_steps=2, offset=1)
+
+
+def test_a_delayed_outer_optimizer_loads_the_state_of_one_without_a_delay():
+    weight = torch.nn.Parameter(torch.ones(3))
+    state = NoLoCo([weight], inner_steps=4).state_dict()
+    delayed = Delayed(NoLoCo([weight], inner_steps=4), 2)
+    delayed.load_state_dict(dict(state, steps=7))
+    assert delayed.steps == 7 and delayed.flying is None
+
+
+def test_what_takes_memory_is_no_larger_than_the_weights():
+    """Of one byte a weight, and of fragments in a trainer that sets its gradients to None."""
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in (100, 40)]
+    make = lambda part, at: one_byte(part, inner_steps=4, offset=at)
+    outer = Fragments(make, weights, 2, 4)
+    assert [len(part.codec.room) for part in outer.outers] == [80, 48]
+    assert all(piece.grad is None for part in outer.outers for piece in part.params)
+    assert all(weight.grad is not None for weight in weights)
 
 
 def _dies(rank, world, argv):
@@ -294,6 +320,13 @@ def test_bf16_sums_have_the_same_bits_everywhere_and_bf16s_error():
         assert 0 < error.max() and (error <= WORLD * 2**-8 * sum(map(torch.abs, given))).all()
 
 
+def test_what_one_byte_owed_is_dropped_by_another_wire(monkeypatch):
+    """A run may go on from an int8 checkpoint in bf16, and then in int8 again."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    assert Bf16Sum(None).add_up(torch.ones(4), (torch.ones(1), torch.ones(1))) == ()
+
+
 def test_an_inf_spoils_one_sum():
     x = torch.ones(2, SUM_BLOCK)
     x[0, 3] = torch.inf
@@ -393,6 +426,53 @@ def test_fragments_equal_a_float64_simulation_and_send_the_bytes_of_one(method, 
     assert [bytes_sent for _, bytes_sent in found] == [sum(sent)] * 4
 
 
+def slow_to_step(kind, params, **settings):
+    """As kind, but rank 3 comes late to each step."""
+    outer = kind(params, **settings)
+    if dist.get_rank() == 3:
+        step = outer.step
+        outer.step = lambda: (time.sleep(0.02), step())
+    return outer
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_a_slow_replica_changes_nothing_and_no_circle_of_fragments_waits(method):
+    """The others' messages of several fragments queue up for it, in the order of the inner steps."""
+    kind = partial(outer_optimizer, method, "fp32", 4, fragments=4)
+    found = processes(4, _noloco, partial(slow_to_step, kind), dict(inner_steps=4), 18)
+    want = processes(4, _noloco, kind, dict(inner_steps=4), 18)
+    for (tensors, _), (wanted, _) in zip(found, want, strict=True):
+        assert all((a == b).all() for a, b in zip(tensors, wanted, strict=True))
+
+
+@gloo
+def _goes_back(rank, world, kind):
+    """The weights after 16 steps; the same where steps 9 to 12 were made twice, with the same objects."""
+    model, xs, ys = small_model(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    outer = kind(model.parameters(), inner_steps=4)
+    steps = [*range(9), *range(9, 13), *range(9, 16)]
+    for turn, step in enumerate(steps):
+        if turn == 9:
+            weights, state = copy.deepcopy([model.state_dict(), outer.state_dict()])
+        if turn == 13:
+            model.load_state_dict(weights)
+            outer.load_state_dict(state)
+        inner(model, optimizer, xs[step], ys[step])
+        outer.step()
+    outer.settle()
+    return [p.detach().numpy() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("method, wire, delay", [
+    ("noloco", "fp32", 2), ("noloco", "int8", 4), ("diloco", "int8", 3)])
+def test_a_state_is_loaded_to_the_bit_while_other_messages_are_under_way(method, wire, delay):
+    kind = partial(outer_optimizer, method, wire, delay, fragments=4)
+    whole = processes(4, _noloco, kind, dict(inner_steps=4), 16)
+    for tensors, (wanted, _) in zip(processes(4, _goes_back, kind), whole, strict=True):
+        assert all((a == b).all() for a, b in zip(tensors, wanted, strict=True))
+
+
 def one_fragment(method, wire, params, **settings):
     make = lambda part, at: outer_optimizer(method, wire, 0, part, offset=at, **settings)
     return Fragments(make, params, 1, settings["inner_steps"])
@@ -416,9 +496,11 @@ def test_fragments_are_equal_views_of_the_weights_and_what_cannot_be_is_said():
     assert [p.data_ptr() for part in parts for p in part] == [theta.data_ptr() + 64 * i for i in range(4)]
     assert [p.grad.data_ptr() for part in parts for p in part] == [grad.data_ptr() + 64 * i for i in range(4)]
     make = lambda part, at: NoLoCo(part, inner_steps=3, offset=at)
-    for count in (0, 4):
+    for count in (0, 4, 2.0):
         with pytest.raises(ValueError, match=rf"fragments must be from 1 to inner_steps \(3\), not {count}"):
             Fragments(make, model.parameters(), count, 3)
+    with pytest.raises(ValueError, match="give the model's parameters: model.parameters()"):
+        Fragments(make, model, 2, 3)
     with pytest.raises(ValueError, match="5 fragments are too many for 64 weights"):
         Fragments(make, model.parameters(), 5, 5)
     outer = Fragments(make, model.parameters(), 3, 3)

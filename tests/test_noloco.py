@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from noloco import DiLoCo, NoLoCo, random_groups
+import noloco
+from gossip import Fragments
+from noloco import DiLoCo, NoLoCo, flatten, random_groups
 from plumbing.processes import BadInput, gloo_interface
 from test_minimal import inner, phi_ahead, small_model
 from tests.harness import HERE, gloo, processes
@@ -29,7 +31,9 @@ def test_noloco_notices_moved_parameters():
     (dict(inner_steps=2.5), "inner_steps 2.5 must be a whole number, at least 1"),
     (dict(inner_steps=0), "inner_steps 0 must be a whole number, at least 1"),
     (dict(group_size=1), "group_size 1 must be a whole number, at least 2"),
-    (dict(offset=50), "offset 50 must be from 0 to inner_steps - 1"),
+    (dict(offset=50), "offset 50 must be a whole number from 0 to inner_steps - 1"),
+    (dict(offset=2.0), "offset 2.0 must be a whole number from 0 to inner_steps - 1"),
+    (dict(inner_steps="50"), "inner_steps 50 must be a whole number, at least 1"),
     (dict(alpha=1.0), "alpha 1.0 must be at least 0 and below 1: it is the momentum"),
     (dict(alpha=float("nan")), "alpha nan must be at least 0 and below 1: it is the momentum"),
     (dict(beta=0.0), "beta 0.0 must be above 0: it is the outer learning rate"),
@@ -60,14 +64,24 @@ def assign(model):
     model.load_state_dict(copies, assign=True)
 
 
-@pytest.mark.parametrize("change, told", [
-    (lambda model: None, 0), (assign, 2),
-    (lambda model: setattr(model, "1", torch.nn.Linear(4, 4)), 2)], ids=["none", "assign", "replaced"])
-def test_parameters_that_the_model_does_not_use_any_more_are_said_once(change, told):
-    """(They do not move, since the optimizer moves the model's.)"""
+def replace_second(model):
+    model[1] = torch.nn.Linear(4, 4)
+
+
+def in_fragments(params, inner_steps):
+    """In two: fragment 0 has the first layer, fragment 1 the second."""
+    make = lambda part, at: NoLoCo(part, inner_steps=inner_steps, offset=at)
+    return Fragments(make, params, 2, inner_steps)
+
+
+@pytest.mark.parametrize("kind, change, told", [
+    (NoLoCo, lambda model: None, 0), (NoLoCo, assign, 1), (NoLoCo, replace_second, 1),
+    (in_fragments, lambda model: None, 0), (in_fragments, assign, 2), (in_fragments, replace_second, 1)])
+def test_parameters_that_the_model_does_not_use_any_more_are_said_once(kind, change, told):
+    """(They do not move, since the optimizer moves the model's.) Each fragment speaks for itself."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    outer = NoLoCo(model.parameters(), inner_steps=2)
+    outer = kind(model.parameters(), inner_steps=2)
     change(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as warned:
@@ -76,8 +90,10 @@ def test_parameters_that_the_model_does_not_use_any_more_are_said_once(change, t
             inner(model, optimizer, torch.randn(2, 4), 1)
             outer.step()
     lines = [str(warning.message) for warning in warned]
-    assert len(lines) == min(told, 1)
+    assert len(lines) == told
     assert all("do not move" in line and "load_state_dict(assign=True)" in line for line in lines)
+    if change is replace_second:
+        assert "2 of " in lines[0] and "first number 2:" in lines[0]
 
 
 def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
@@ -94,8 +110,32 @@ def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
     model[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match="unfrozen"):
         outer.step()
-    with pytest.raises(ValueError, match="trainable"):
+    with pytest.raises(ValueError, match="there is no trainable parameter"):
         NoLoCo(p.detach() for p in model.parameters())
+
+
+def test_flatten_takes_no_vector_of_somebody_elses_in_which_other_tensors_lie():
+    """They are zero now, so they look like gaps. An outer step would train and average them."""
+    vector = torch.zeros(32)
+    first, running_mean, second = vector.split([10, 6, 16])
+    outer = NoLoCo([torch.nn.Parameter(first), torch.nn.Parameter(second)], inner_steps=1)
+    running_mean.add_(1)
+    assert not outer.theta.any()
+    again, _ = flatten(outer.params)
+    assert again.data_ptr() == outer.theta.data_ptr()           # one of its own it does take
+
+
+def test_each_kind_of_parameters_that_is_refused_has_a_line_of_its_own():
+    weight = torch.nn.Parameter(torch.ones(16))
+    with pytest.raises(ValueError, match="give float32 parameters: bf16 rounds small updates away"):
+        NoLoCo([weight, torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+    with pytest.raises(ValueError, match="give parameters that are all on one device"):
+        NoLoCo([weight, torch.nn.Parameter(torch.ones(3, device="meta"))])
+    tied = torch.nn.Parameter(weight.data)              # another parameter in the same memory
+    with pytest.raises(ValueError, match="two parameters share their memory"):
+        NoLoCo([weight, tied])
+    assert weight.data_ptr() == tied.data_ptr()
+    assert len(NoLoCo([weight, weight]).theta) == 16    # tied as one parameter
 
 
 @gloo
@@ -223,6 +263,28 @@ def test_a_rule_of_ones_own_mixes_as_it_says():
     """Three replicas are one group: each keeps 0.7 of its own and takes 0.3 of the mean of the others."""
     mixed = [0.7 * own + 0.3 * others for own, others in ((1, 2.5), (2, 2), (3, 1.5))]
     assert processes(3, _mix) == [(pytest.approx(value), pytest.approx(value)) for value in mixed]
+
+
+@gloo
+def _merged(rank, world, how):
+    """The weights of the model that the page keeps at the end, and their mean over the replicas."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    outer = recipe("trainers.md", "Its arguments")[how](model.parameters())
+    for step in range(25):
+        inner(model, optimizer, batches(rank)[step % 9, 0], 1)
+        outer.step()
+    mean = torch.cat([p.detach().flatten() for p in model.parameters()])
+    dist.all_reduce(mean)
+    outer.settle()
+    recipe("trainers.md", "At the end, and in checkpoints", noloco=noloco, dist=dist, model=model)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), (mean / world).tolist()
+
+
+@pytest.mark.parametrize("how", ["delayed", "in_fragments"])
+def test_the_pages_delays_and_fragments_train_and_merge_as_it_says(how):
+    for found, mean in processes(2, _merged, how):
+        assert found == mean
 
 
 def _transformers(rank, world, folder):
