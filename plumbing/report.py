@@ -148,17 +148,27 @@ def who_synchronises(o, stages):
 def outer_warnings(run):
     """Yields a line for each setting of the outer step that may keep replicas apart."""
     o = run.o
+    sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1]
+    if not (run.outer and sizes):
+        return
     if o.method == "noloco":
-        sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1]
-        bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
-        if sizes and not 0 < gamma_of(o) < bound:
+        bound = min(gamma_bound(o.alpha, o.group_size, n) for n in sizes)
+        if not 0 < gamma_of(o) < bound:
             yield (f"warning: gamma {gamma_of(o)} is outside 0 < gamma < {bound:.3f}: replicas may "
                    "drift apart")
-    if run.outer and 2 * o.delay > o.inner_steps > 1:
+    if 2 * o.delay > o.inner_steps > 1:
         yield (f"warning: --delay {o.delay} is more than half of --inner-steps: replicas come "
                "together slowly")
-    if run.outer and o.steps < o.inner_steps:
-        yield f"warning: {o.steps} steps are fewer than --inner-steps: replicas never synchronise"
+    # Messages leave at step m, with K fragments from step m / K on. They are merged D steps later.
+    first = o.inner_steps + o.delay
+    if o.fragments > 1:
+        first = o.inner_steps // o.fragments + o.delay
+    if o.steps < first:
+        yield (f"warning: {o.steps} steps end before the first merge, at step {first}: replicas "
+               "never synchronise")
+    elif o.steps < o.inner_steps + o.delay:
+        yield (f"warning: {o.steps} steps end before step {o.inner_steps + o.delay}, when each "
+               "fragment has met: some weights never synchronise")
 
 
 # ---- during the run

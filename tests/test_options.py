@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from experiments import pictures
 from plumbing import memory
 from plumbing.options import gamma_of, whole_config
 from plumbing.processes import BadInput
+from plumbing.report import outer_warnings
 from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused
 from tools import emulate, export, hosts, partial, prepare
 
@@ -86,6 +88,23 @@ def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, trai
     assert "128 tokens per origin, 256 in all" in out
     assert out.count("warning: gamma 3.1 is outside 0 < gamma < 3.000") == 1    # for two; many replicas: 1.5
     assert "outer step every 10 steps, alpha 0.5, beta 1.0, gamma 3.1, weights travel in fp32" in out
+
+
+@pytest.mark.parametrize("argv, warning", [
+    ("--steps 9", "9 steps end before the first merge, at step 10: replicas never synchronise"),
+    ("--steps 14 --delay 5", "14 steps end before the first merge, at step 15: replicas never synchronise"),
+    ("--steps 6 --fragments 5 --delay 5", "6 steps end before the first merge, at step 7: replicas never"),
+    ("--steps 9 --fragments 5", "9 steps end before step 10, when each fragment has met: some weights"),
+    ("--steps 10", None), ("--steps 15 --delay 5", None), ("--steps 10 --fragments 5", None),
+    ("--steps 1 --method ddp", None)])
+def test_a_run_that_ends_before_its_messages_are_merged_is_a_warning(argv, warning):
+    """Each replica trained alone, and with a delay nothing said so."""
+    o = options("--model", "tiny", *argv.split())           # every 10 steps
+    outer = None if o.method == "ddp" else object()
+    told = list(outer_warnings(SimpleNamespace(o=o, outer=outer, stages=[[0, 1], [2]])))
+    assert len(told) == (warning is not None) and all(warning in line for line in told)
+    # a process alone has said that nothing is synchronised
+    assert not list(outer_warnings(SimpleNamespace(o=o, outer=outer, stages=[[0], [1]])))
 
 
 @pytest.mark.parametrize("argv, outer", [("--model small", (50, 0.5, 0.7, 0.7)), ("", (10, 0.0, 1.0, 1.0)),
