@@ -43,7 +43,8 @@ DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_the
 # A checkpoint fits only a run that agrees in these, and in the hash of its corpus. It has the plan
 # that was made for the links.
 LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "delay", "fragments", "model",
-          "seq_len", "seed", "tokenizer", "routing", "skip", "links", "microbatches", "batch", "optimizer")
+          "seq_len", "seed", "tokenizer", "routing", "skip", "links", "microbatches", "batch",
+          "optimizer")
 
 
 # ---- fields and arguments
@@ -212,10 +213,12 @@ def check(o, given):
         (o.delay and o.delay > o.inner_steps,
          f"--delay {o.delay}: takes 0 to --inner-steps, or half"),
         (o.fragments > (o.inner_steps or 1),
-         f"--fragments {o.fragments}: takes 1 to --inner-steps, so that each has a step of its own"),
+         f"--fragments {o.fragments}: takes 1 to --inner-steps, so that each has a step of its "
+         "own"),
         (restarts and not (o.name or o.resume),
          "torchrun's --max-restarts needs --name, to find the folder"),
-        (o.name and Path(o.name).name != o.name, f"--name {o.name}: takes a name without a path"))
+        (o.name and (Path(o.name).name != o.name or o.name == ".."),
+         f"--name {o.name}: takes a name without a path"))
 
 
 def check_resumed(o, given, found):
