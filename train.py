@@ -71,7 +71,7 @@ class Options:
     wire: str = option("fp32", "of a weight, Delta or gradient", choices=["fp32", "bf16", "int8"])
     delay: int = option(0, "inner steps that messages travel; half: m // 2; 0: the paper's",
                         parse=steps_or_half)
-    fragments: int = option(1, "parts of the weights that meet in turn (K); 1: the paper's", least=1)
+    fragments: int = option(1, "parts of the weights, meeting in turn (K); 1: the paper's", least=1)
     # the pipeline
     stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)",
                           parse=integers)
