@@ -29,7 +29,7 @@ class Meter:
     loss: float = 0.0           # summed since the last report, over `home` tokens
     home: int = 0
     counts: dict = field(default_factory=dict)          # the numbers of COUNTS
-    norm: float = 0.0           # of the last gradient
+    norm: float = None          # of the last gradient (None: none reached this rank)
     iterations: list = field(default_factory=list)      # seconds of each since the last report
     clock: float = field(default_factory=time.perf_counter)
 
@@ -43,8 +43,8 @@ class Meter:
         self.home += home
         self.counts["tokens"] += home
         self.iterations.append(iteration)
-        self.norm = 0.0 if norm is None else norm
-        if not math.isfinite(self.norm):
+        self.norm = norm
+        if norm is not None and not math.isfinite(norm):
             self.counts["skipped_steps"] += 1
 
     def add_sync(self, seconds):
@@ -315,6 +315,7 @@ class Log:
         seconds = run.meter.seconds
         now = columns(rows)
         ever = columns(latest)
+        home = sum(now["home"])
         pipelines = list(chain.from_iterable(now["heldout"]))
         heldout = mean(pipelines)
         spread, compared = whole_spread(rows, run.stages)
@@ -322,14 +323,14 @@ class Log:
         merged = None if spread is None else mean(list(chain.from_iterable(now["merged"])))
         return dict(
             step=run.step, seconds=seconds, lr=run.lr, ranks=len(rows), corpus=run.corpus.digest,
-            train_loss=sum(now["loss"]) / max(1, sum(now["home"])),
+            train_loss=sum(now["loss"]) / home if home else None,
             heldout_loss=heldout, heldout_min=min(pipelines, default=None),
             heldout_max=max(pipelines, default=None),
             perplexity=perplexity(heldout), heldout_nats_per_byte=self.per_byte(heldout),
             merged_loss=merged, merged_perplexity=perplexity(merged),
             merged_nats_per_byte=self.per_byte(merged),
             weight_spread=spread, compared=compared,
-            gradient_norm=statistics.fmean(now["norm"]),
+            gradient_norm=mean([norm for norm in now["norm"] if norm is not None]),
             held=statistics.fmean(ever["waited"]) / seconds, held_max=max(ever["waited"]) / seconds,
             sync_seconds=sum(ever["waited"]) / max(1, sum(ever["syncs"])),
             iteration_seconds=max(now["iteration"]) / run.routes.pace,
@@ -361,9 +362,9 @@ def columns(rows):
     return found
 
 
-def mean(losses):
-    """None where no pipeline could be evaluated."""
-    return statistics.fmean(losses) if losses else None
+def mean(numbers):
+    """None of no numbers: no pipeline could be evaluated, or no gradient came."""
+    return statistics.fmean(numbers) if numbers else None
 
 
 def perplexity(loss):
