@@ -9,6 +9,7 @@ V are those of a rank that holds the two ends. model.py has the other letters.
 """
 from pathlib import Path
 
+from plumbing.options import gamma_of
 from plumbing.processes import this_machine
 
 GB = 1e9
@@ -20,9 +21,17 @@ def vectors(o, replicas):
     if o.method in ("noloco", "diloco"):
         count += 2                          # phi and delta
     if o.method == "noloco" and replicas > 1:
-        count += 0.5 if o.wire == "int8" else 1         # what it sends and receives
+        partners = min(o.group_size, replicas) - 1
+        if o.wire == "int8":
+            count += 0.25 * (1 + partners)              # the codes that it sends and receives
+        elif gamma_of(o) == o.beta:
+            count += partners                           # a theta of each
+        else:
+            count += 2 * partners                       # and a phi
     if o.delay:
-        count += 1
+        count += 1                          # the theta that it sent
+        if o.method == "diloco":
+            count += 1                      # and the sum
     return count
 
 
@@ -33,7 +42,8 @@ def bytes_needed(o, config, layers, ends, replicas, in_flight):
     F = config.intermediate_size
     H = config.num_attention_heads
     KD = C // H * config.num_key_value_heads
-    parameters = layers * (2 * C * C + 2 * C * KD + 3 * C * F + 2 * C)
+    matrices = layers * (2 * C * C + 2 * C * KD + 3 * C * F)
+    parameters = matrices + layers * 2 * C
     activations = in_flight * layers * (8 * C + 2 * KD + 4 * F + H + 2)     # of each token
     logits = 0
     tokens = o.batch * o.seq_len
@@ -42,7 +52,10 @@ def bytes_needed(o, config, layers, ends, replicas, in_flight):
         parameters += tables * C * V + C
         activations += V + 2 * C
         logits = max(2 * tokens, C) * V     # two more copies in the loss, or the head's gradient
-    return 4 * (vectors(o, replicas) * parameters + tokens * activations + logits)
+    kept = vectors(o, replicas) * parameters
+    if o.optimizer == "muon":
+        kept -= matrices                # it has one vector for these, where Adam has two
+    return 4 * (kept + tokens * activations + logits)
 
 
 def free_bytes():

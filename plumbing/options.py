@@ -216,7 +216,8 @@ def check(o, given):
          f"--fragments {o.fragments}: takes 1 to --inner-steps, a step of its own for each"),
         (restarts and not (o.name or o.resume),
          "torchrun's --max-restarts needs --name, to find the folder"),
-        (o.name and Path(o.name).name != o.name, f"--name {o.name}: takes a name without a path"))
+        (o.name and (Path(o.name).name != o.name or o.name == ".."),
+         f"--name {o.name}: takes a name without a path"))
 
 
 def check_resumed(o, given, found):

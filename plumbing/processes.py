@@ -41,10 +41,12 @@ def restarts():
 def rank_and_world():
     """RANK and WORLD_SIZE, which torchrun sets in the environment; else 0 and 1.
 
-    Raises BadInput where they make no sense.
+    Raises BadInput where they, or others that torchrun sets, make no sense.
     """
     rank = whole_number("RANK", "0")
     world = whole_number("WORLD_SIZE", "1")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        whole_number(name, "0")                 # which this program reads later
     forbid((rank >= world,
             f"RANK={rank} must be below WORLD_SIZE={world}: unset both for one process, or start "
             "several with torchrun"))

@@ -29,7 +29,7 @@ class Meter:
     loss: float = 0.0           # summed since the last report, over `home` tokens
     home: int = 0
     counts: dict = field(default_factory=dict)          # the numbers of COUNTS
-    norm: float = 0.0           # of the last gradient
+    norm: float = None          # of the last gradient (None: none reached this rank)
     iterations: list = field(default_factory=list)      # seconds of each since the last report
     clock: float = field(default_factory=time.perf_counter)
 
@@ -43,8 +43,8 @@ class Meter:
         self.home += home
         self.counts["tokens"] += home
         self.iterations.append(iteration)
-        self.norm = 0.0 if norm is None else norm
-        if not math.isfinite(self.norm):
+        self.norm = norm
+        if norm is not None and not math.isfinite(norm):
             self.counts["skipped_steps"] += 1
 
     def add_sync(self, seconds):
@@ -148,17 +148,27 @@ def who_synchronises(o, stages):
 def outer_warnings(run):
     """Yields a line for each setting of the outer step that may keep replicas apart."""
     o = run.o
+    sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1]
+    if not (run.outer and sizes):
+        return
     if o.method == "noloco":
-        sizes = [len(ranks) for ranks in run.stages if len(ranks) > 1]
-        bound = min((gamma_bound(o.alpha, o.group_size, n) for n in sizes), default=math.inf)
-        if sizes and not 0 < gamma_of(o) < bound:
+        bound = min(gamma_bound(o.alpha, o.group_size, n) for n in sizes)
+        if not 0 < gamma_of(o) < bound:
             yield (f"warning: gamma {gamma_of(o)} is outside 0 < gamma < {bound:.3f}: replicas may "
                    "drift apart")
-    if run.outer and 2 * o.delay > o.inner_steps > 1:
+    if 2 * o.delay > o.inner_steps > 1:
         yield (f"warning: --delay {o.delay} is more than half of --inner-steps: replicas come "
                "together slowly")
-    if run.outer and o.steps < o.inner_steps:
-        yield f"warning: {o.steps} steps are fewer than --inner-steps: replicas never synchronise"
+    # Messages leave at step m, with K fragments from step m / K on. They are merged D steps later.
+    first = o.inner_steps + o.delay
+    if o.fragments > 1:
+        first = o.inner_steps // o.fragments + o.delay
+    if o.steps < first:
+        yield (f"warning: {o.steps} steps end before the first merge, at step {first}: replicas "
+               "never synchronise")
+    elif o.steps < o.inner_steps + o.delay:
+        yield (f"warning: {o.steps} steps end before step {o.inner_steps + o.delay}, when each "
+               "fragment has met: some weights never synchronise")
 
 
 # ---- during the run
@@ -305,6 +315,7 @@ class Log:
         seconds = run.meter.seconds
         now = by_column(rows)
         ever = by_column(latest)
+        home = sum(now["home"])
         pipelines = list(chain.from_iterable(now["heldout"]))
         heldout = mean(pipelines)
         spread, compared = whole_spread(rows, run.stages)
@@ -312,14 +323,14 @@ class Log:
         merged = None if spread is None else mean(list(chain.from_iterable(now["merged"])))
         return dict(
             step=run.step, seconds=seconds, lr=run.lr, ranks=len(rows), corpus=run.corpus.digest,
-            train_loss=sum(now["loss"]) / max(1, sum(now["home"])),
+            train_loss=sum(now["loss"]) / home if home else None,
             heldout_loss=heldout, heldout_min=min(pipelines, default=None),
             heldout_max=max(pipelines, default=None),
             perplexity=perplexity(heldout), heldout_nats_per_byte=self.per_byte(heldout),
             merged_loss=merged, merged_perplexity=perplexity(merged),
             merged_nats_per_byte=self.per_byte(merged),
             weight_spread=spread, compared=compared,
-            gradient_norm=statistics.fmean(now["norm"]),
+            gradient_norm=mean([norm for norm in now["norm"] if norm is not None]),
             held=statistics.fmean(ever["waited"]) / seconds, held_max=max(ever["waited"]) / seconds,
             sync_seconds=sum(ever["waited"]) / max(1, sum(ever["syncs"])),
             iteration_seconds=max(now["iteration"]) / run.routes.pace,
@@ -351,9 +362,9 @@ def by_column(rows):
     return found
 
 
-def mean(losses):
-    """None where no pipeline could be evaluated."""
-    return statistics.fmean(losses) if losses else None
+def mean(numbers):
+    """None of no numbers: no pipeline could be evaluated, or no gradient came."""
+    return statistics.fmean(numbers) if numbers else None
 
 
 def perplexity(loss):

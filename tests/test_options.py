@@ -1,21 +1,30 @@
 """Options: what --help says. Bad input of every program is one line and status 2, from rank 0 alone."""
 
+import gc
 import gzip
 import json
 import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import bench_sync
 import train
 from experiments import pictures
+from gossip import onebyte
+from model import Llama
+from noloco import flatten
 from plumbing import memory
+from plumbing.inner import muon
 from plumbing.options import gamma_of, whole_config
 from plumbing.processes import BadInput
-from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused
+from plumbing.report import outer_warnings
+from tests.harness import HERE, SMALL, SMALL_CONFIG, captured, error_of, options, processes, refused
 from tools import emulate, export, hosts, partial, prepare
 
 PROGRAMS = {main.__module__: main for main in (bench_sync.main, emulate.main, export.main, hosts.read,
@@ -88,6 +97,23 @@ def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, trai
     assert "outer step every 10 steps, alpha 0.5, beta 1.0, gamma 3.1, weights travel in fp32" in out
 
 
+@pytest.mark.parametrize("argv, warning", [
+    ("--steps 9", "9 steps end before the first merge, at step 10: replicas never synchronise"),
+    ("--steps 14 --delay 5", "14 steps end before the first merge, at step 15: replicas never synchronise"),
+    ("--steps 6 --fragments 5 --delay 5", "6 steps end before the first merge, at step 7: replicas never"),
+    ("--steps 9 --fragments 5", "9 steps end before step 10, when each fragment has met: some weights"),
+    ("--steps 10", None), ("--steps 15 --delay 5", None), ("--steps 10 --fragments 5", None),
+    ("--steps 1 --method ddp", None)])
+def test_a_run_that_ends_before_its_messages_are_merged_is_a_warning(argv, warning):
+    """Each replica trained alone, and with a delay nothing said so."""
+    o = options("--model", "tiny", *argv.split())           # every 10 steps
+    outer = None if o.method == "ddp" else object()
+    told = list(outer_warnings(SimpleNamespace(o=o, outer=outer, stages=[[0, 1], [2]])))
+    assert len(told) == (warning is not None) and all(warning in line for line in told)
+    # a process alone has said that nothing is synchronised
+    assert not list(outer_warnings(SimpleNamespace(o=o, outer=outer, stages=[[0], [1]])))
+
+
 @pytest.mark.parametrize("argv, outer", [("--model small", (50, 0.5, 0.7, 0.7)), ("", (10, 0.0, 1.0, 1.0)),
                                          ("--model small --alpha 0", (50, 0.0, 0.7, 0.7)),
                                          ("--model small --method diloco", (100, 0.3, 0.7, 0.7))])
@@ -101,6 +127,7 @@ def test_the_outer_settings_are_the_papers_but_for_tiny(argv, outer):
     ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost", "WORLD_SIZE=2 is set without MASTER_PORT: unset it"),
     ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT=x in the environment is no"),
     ("RANK=x", "RANK=x in the environment is no whole number"),
+    ("LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE=x in the environment is no whole number"),
     ("RANK=1", "RANK=1 must be below WORLD_SIZE=1: unset both for one process"),
     ("WORLD_SIZE=-1", "WORLD_SIZE=-1 in the environment is no whole number")])
 def test_an_environment_that_no_torchrun_made_is_one_line(environment, error, files, monkeypatch):
@@ -133,6 +160,42 @@ def test_the_memory_reckoned_is_what_speed_md_says(argv, megabytes):
     o = options(*argv.split())
     needed = memory.bytes_needed(o, whole_config(o), o.layers, True, replicas=2, in_flight=1)
     assert needed / 1e6 == pytest.approx(megabytes, rel=0.01)
+    o.optimizer = "muon"
+    matrices = 4 * sum(p.numel() for p in muon(Llama(whole_config(o))).parts[0].param_groups[0]["params"])
+    with_muon = memory.bytes_needed(o, whole_config(o), o.layers, True, replicas=2, in_flight=1)
+    assert needed - with_muon == matrices
+
+
+@pytest.mark.parametrize("argv, replicas", [
+    ("", 2), ("--wire int8", 2), ("--gamma 0.9", 2), ("--group-size 4 --gamma 0.9", 4),
+    ("--group-size 4 --wire int8", 4), ("--delay 5", 2), ("--method diloco --delay 5", 2),
+    ("--method diloco", 2), ("--fragments 5 --delay 2", 2), ("--method ddp", 2), ("--group-size 4", 1)])
+def test_the_vectors_that_memory_counts_are_those_that_a_rank_keeps(argv, replicas):
+    """Around two outer steps, by what the tensors of its outer optimizer take."""
+    o = options("--model", "tiny", *argv.split())
+    kept = processes(replicas, _vectors_kept, o)
+    assert kept[0] == pytest.approx(memory.vectors(o, replicas), rel=0.02)
+
+
+def _vectors_kept(rank, world, o):
+    dist.init_process_group("gloo")
+    onebyte.BLOCK = 1024                                            # its room for a piece is nothing here
+    model = Llama(SMALL_CONFIG)
+    theta, grad = flatten(model.parameters())
+    outer = train.make_outer(None, o, model.parameters(), list(range(world)), None)
+    if outer:
+        for _ in range(2 * o.inner_steps):
+            theta.add_(1e-3 * (rank + 1))
+            outer.step()
+        outer.settle()
+    dist.barrier()
+    storages = {}
+    for thing in gc.get_objects():
+        if torch.is_tensor(thing):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    adams = 2
+    return sum(storages.values()) / theta.nbytes + adams
 
 
 @pytest.mark.parametrize("given, gamma", [([], 0.5), (["--gamma", 0.6], 0.6)])

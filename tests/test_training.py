@@ -189,6 +189,27 @@ def test_a_spread_is_of_all_that_answered_or_none():
     assert spread.whole_spread({4: rows[4], 0: row(1.0)}, stages) == (None, 0)
 
 
+def _lost(argv, steps):
+    """train.py, where nothing comes home, and no gradient reaches rank 1, in these training steps."""
+    real = train.inner_step
+
+    def inner_step(run, *args):
+        loss, home, norm = real(run, *args)
+        if run.step in steps:
+            return 0 * loss, 0, None if run.job.rank == 1 else 2.5
+        return loss, home, norm
+
+    train.inner_step = inner_step
+    train.main(argv)
+
+
+def test_a_gradient_that_did_not_come_and_a_loss_of_no_tokens_are_null_and_no_zero(trained, tmp_path):
+    trained(2, "--steps", 4, "--eval-every", 2, "--method", "local", main=functools.partial(_lost, steps=(0, 1)))
+    first, last = metrics(tmp_path / "runs/x")
+    assert first["train_loss"] is None and first["tokens"] == 0 and last["train_loss"] > 5
+    assert first["gradient_norm"] == 2.5                        # of rank 0 alone
+
+
 @pytest.mark.parametrize("steps, said", [(100, True), (99, False)])
 def test_a_run_that_takes_long_says_early_how_long(steps, said, tmp_path, monkeypatch, capsys):
     """By the pace of steps 6 to 20, each of which takes 2 s here, 3 s with its evaluation."""
