@@ -3,6 +3,7 @@
 These tests are `alone`: they measure rates and times, to which other tests' work would add, and they look for
 network namespaces that other tests make too. Work that is no test's only makes them try more often.
 """
+import functools
 import math
 import os
 import signal
@@ -206,7 +207,9 @@ def test_cut_drops_both_directions_until_restored():
 def test_nothing_is_left_behind(command, number, status):
     before = left()
     argv = [*TOOL, "2", "--cpu", "0.5", "--", "sh", "-c", command]
-    with subprocess.Popen(argv, cwd=HERE, stdout=subprocess.PIPE) as process:
+    # A shell's background jobs ignore SIGINT, and so would the tool if these tests run in one.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(argv, cwd=HERE, stdout=subprocess.PIPE, preexec_fn=heed) as process:
         try:
             if number:
                 assert process.stdout.readline() == b"here\n"
