@@ -204,7 +204,8 @@ def _lost(argv, steps):
 
 
 def test_a_gradient_that_did_not_come_and_a_loss_of_no_tokens_are_null_and_no_zero(trained, tmp_path):
-    trained(2, "--steps", 4, "--eval-every", 2, "--method", "local", main=functools.partial(_lost, steps=(0, 1)))
+    trained(2, "--steps", 4, "--eval-every", 2, "--method", "local",
+            main=functools.partial(_lost, steps=(0, 1)))
     first, last = metrics(tmp_path / "runs/x")
     assert first["train_loss"] is None and first["tokens"] == 0 and last["train_loss"] > 5
     assert first["gradient_norm"] == 2.5                        # of rank 0 alone
