@@ -191,6 +191,10 @@ class Job:
         told, self.events = self.events, []
         return told
 
+    def outlives(self, error):
+        """Whether training goes on after this RuntimeError: never, but in survive/."""
+        return False
+
     def gone(self, store=None):
         """The ranks that are dead or absent at this moment, of which each rank has its own view.
 

@@ -152,6 +152,9 @@ def outer_warnings(run):
     if not (run.outer and sizes):
         return
     if o.method == "noloco":
+        if min(sizes) < o.group_size:
+            yield (f"warning: --group-size {o.group_size} is more than the {min(sizes)} replicas "
+                   "of a stage: there all meet at each outer step")
         bound = min(gamma_bound(o.alpha, o.group_size, n) for n in sizes)
         if not 0 < gamma_of(o) < bound:
             yield (f"warning: gamma {gamma_of(o)} is outside 0 < gamma < {bound:.3f}: replicas may "

@@ -120,8 +120,8 @@ def weight_spread(vector, replicas, job, key, average=False):
             squares += float((own - mean).square().sum())
             if average:
                 piece.copy_(mean)
-    except RuntimeError:        # a replica is lost, or the store
-        if job.needs_all:
+    except RuntimeError as error:       # most often a replica is lost, or the store
+        if not job.outlives(error):
             raise
         return UNMEASURED
     return dict(squares=squares, weights=len(vector), compared=len(members))

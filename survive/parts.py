@@ -40,8 +40,8 @@ from gossip.onebyte import OneByte
 from noloco import Fp32
 from plumbing.checkpoints import load, restore
 from plumbing.processes import BadInput, Job, forbid, one_line
-from survive.meeting import (Gone, Left, absent, come_back, connect, members_of, notice_silence,
-                             outliving)
+from survive.meeting import (Gone, Left, absent, come_back, connect, is_loss, members_of,
+                             notice_silence, outliving)
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
@@ -121,6 +121,10 @@ class SurvivingJob(Job):
             print("error: " + line, file=sys.stderr, flush=True)
             sys.exit(2)
         super().refuse(line)
+
+    def outlives(self, error):
+        """After the loss of a peer or the store, and no other error."""
+        return is_loss(error)
 
     def gone(self, store=None):
         return self.excluded | absent(store or self.store, range(self.world))

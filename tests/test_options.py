@@ -102,10 +102,11 @@ def test_gamma_outside_its_bound_or_a_delay_beyond_half_is_a_warning(delay, trai
     ("--steps 14 --delay 5", "14 steps end before the first merge, at step 15: replicas never synchronise"),
     ("--steps 6 --fragments 5 --delay 5", "6 steps end before the first merge, at step 7: replicas never"),
     ("--steps 9 --fragments 5", "9 steps end before step 10, when each fragment has met: some weights"),
+    ("--group-size 3", "--group-size 3 is more than the 2 replicas of a stage: there all meet"),
     ("--steps 10", None), ("--steps 15 --delay 5", None), ("--steps 10 --fragments 5", None),
     ("--steps 1 --method ddp", None)])
-def test_a_run_that_ends_before_its_messages_are_merged_is_a_warning(argv, warning):
-    """Each replica trained alone, and with a delay nothing said so."""
+def test_an_outer_step_that_is_not_what_was_asked_for_is_a_warning(argv, warning):
+    """A run that ends before its messages are merged trains each replica alone. A delayed one did not say."""
     o = options("--model", "tiny", *argv.split())           # every 10 steps
     outer = None if o.method == "ddp" else object()
     told = list(outer_warnings(SimpleNamespace(o=o, outer=outer, stages=[[0, 1], [2]])))

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from types import SimpleNamespace
@@ -174,6 +175,23 @@ def test_a_spread_of_those_alone_who_came_in_time_is_none(trained, tmp_path):
     assert first["weight_spread"] is None and first["compared"] == 3
     assert last["weight_spread"] > 0 and last["compared"] == 4 and last["merged_loss"] > 0
     assert "weight spread unknown (3 ranks came to compare)" in out
+
+
+@pytest.mark.parametrize("survives, message, outlived", [
+    (False, "Connection closed by peer", False), (True, "a mistake of ours", False),
+    (True, "[/gloo/transport/tcp/pair.cc:525] Connection closed by peer", True)])
+def test_a_comparison_outlives_a_lost_peer_and_nothing_else(survives, message, outlived):
+    def meet(key, replicas):
+        raise RuntimeError(message)
+
+    job = SimpleNamespace(meet=meet)
+    job.outlives = functools.partial((SurvivingJob if survives else Job).outlives, job)
+    compare = functools.partial(spread.weight_spread, torch.ones(3), [0, 1], job, "key")
+    if outlived:
+        assert compare() == spread.UNMEASURED
+    else:
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            compare()
 
 
 def test_a_spread_is_of_all_that_answered_or_none():
