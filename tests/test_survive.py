@@ -45,11 +45,12 @@ LONG = ["--steps", 120, "--eval-every", 60, "--save-every", 60, "--lr", 1e-2]
 OFTEN = ["--eval-every", 20, "--save-every", 20]
 SKIP = ["--layers", 3, "--skip", 0.33, "--links", "links.json"]
 JOBS = {  # ranks, options, the rank that fails
-    # until the loss is flat: one replica fewer, and inner steps that a late one leaps over, cost steps
+    # until the loss is flat: one replica fewer, inner steps that a late one leaps over, and microbatches that
+    # a dead one loses (more of them on a busy machine, where the ranks are farther apart) cost steps
     "one stage": (4, ["--stages", "4", *LONG], 2),
     "one byte": (4, ["--stages", "4", *LONG, "--wire", "int8"], 2),
     "pipeline": (4, ["--stages", "2,2", "--layers", 2], 3),
-    "skip": (6, ["--stages", "2,2,2", *SKIP], 4),
+    "skip": (6, ["--stages", "2,2,2", *SKIP, *LONG], 4),
     "wide": (5, ["--stages", "2,3", "--layers", 2], None),
     "thin": (3, ["--stages", "1,1,1", "--layers", 3], None),
     "thin, skip": (3, ["--stages", "1,1,1", *SKIP], None),
@@ -209,7 +210,7 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
         # by then: to the next outer step at most
         assert 0 <= rows[-1]["lost_microbatches"] <= (2 if job == "skip" else 4) * 6
     assert not dies or rows[-1]["ranks"] == world - 1
-    assert rows[-1]["step"] == (120 if job.startswith("one") else 60)
+    assert rows[-1]["step"] == (60 if job == "pipeline" else 120)
     assert rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
 
 
