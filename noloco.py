@@ -216,22 +216,22 @@ class NoLoCo:
         """N2' and N3's phi, for piece `number`. Override it for an outer rule of your own."""
         piece = self.pieces[number]
         own = theta[piece]
-        mean_theta = self.mean(arrived.thetas, number, own, arrived.n)
+        mean_theta = self.total(arrived.thetas, number, own) / arrived.n
         mean_phi = None
         if arrived.phis:
-            mean_phi = self.mean(arrived.phis, number, own, arrived.n)
+            mean_phi = self.total(arrived.phis, number, own) / arrived.n
         outer_update(self.phi[piece], self.delta[piece], mean_theta, mean_phi,
                      self.alpha, self.beta, self.gamma)
 
-    def mean(self, messages, number, own, n):
-        """Of piece `number` of the messages, added up by rank: in fp32 the same bits for all.
+    def total(self, messages, number, own):
+        """The sum of piece `number` of the messages, by rank: in fp32 the same bits for all.
 
         Where a codec rounds, a replica reads its own numbers as they are, its partners' rounded.
         """
         total = self.codec.decode(messages[0], number, own)
         for message in messages[1:]:
             total = total + self.codec.decode(message, number, own)
-        return total / n
+        return total
 
     def group(self, outer):
         """The ranks of the group of outer step number `outer`, this one among them."""

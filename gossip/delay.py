@@ -181,7 +181,8 @@ class Delayed(Travelling):
             sent = self.sent[piece]
             theta = outer.theta[piece].sub_(sent)                       # what was learnt meanwhile
             if averages:
-                outer.phi[piece].copy_(outer.mean(arrived.thetas, number, sent, arrived.n))
+                total = outer.total(arrived.thetas, number, sent)
+                torch.div(total, arrived.n, out=outer.phi[piece])
             else:
                 outer.update(number, self.sent, arrived)                # N1 to N3's phi
             theta.add_(outer.phi[piece])
