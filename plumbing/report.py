@@ -136,7 +136,9 @@ def who_synchronises(o, stages):
     if o.method == "ddp":
         yield f"gradients are averaged over replicas at every step, in {o.wire}"
     if o.inner_steps:
-        travel = f" for {o.delay} steps" if o.delay else ""
+        travel = ""
+        if o.delay:
+            travel = f" for {o.delay} {'step' if o.delay == 1 else 'steps'}"
         if o.fragments > 1:
             travel += f", in {o.fragments} fragments by turns"
         yield (f"outer step every {o.inner_steps} steps, alpha {o.alpha}, beta {o.beta}, "
@@ -204,7 +206,12 @@ LONG = 100      # steps of a run for which it says so
 
 
 def say(line, words):
-    return [text.format(line[key]) for key, text in words.items() if line[key]]
+    """What was measured, in words. Zeros are left out, but for a spread: replicas may be equal."""
+    told = []
+    for key, text in words.items():
+        if line[key] or (key == "weight_spread" and line[key] == 0):
+            told.append(text.format(line[key]))
+    return told
 
 
 def say_time(seconds):
