@@ -54,7 +54,7 @@ def copied(folder, program, *modules):
     for module in modules:
         shutil.copy(HERE / f"{module}.py", folder)
     others = {path.stem for path in HERE.glob("*.py")} - {*modules}
-    others |= {"plumbing", "planning", "survive", "tools"}
+    others |= {"gossip", "plumbing", "planning", "survive", "tools"}
     (folder / "mine.py").write_text(f"""{program}
 import importlib.util, os
 assert all(__import__(m).__file__ == os.path.join(os.getcwd(), m + ".py") for m in {modules})
