@@ -47,8 +47,8 @@ from plumbing.evaluation import heldout
 from plumbing.inner import Inner, adam, muon
 from plumbing.lanes import lanes
 from plumbing.memory import refuse_too_large
-from plumbing.options import (METHODS, MODELS, integers, layout, option, parse_options,
-                              steps_or_half, whole_config)
+from plumbing.options import (METHODS, MODELS, asks_to_join, integers, layout, option,
+                              parse_options, steps_or_half, whole_config)
 from plumbing.processes import Job, complain, restarts
 from plumbing.processor import warn_of_slow_bfloat16
 from plumbing.report import Meter, banner
@@ -582,19 +582,19 @@ def main(argv=None):
     """argv: the command line (None: sys.argv)."""
     argv = sys.argv[1:] if argv is None else argv
     job = Job(argv)
-    joins = "--join" in argv        # this process alone; all other options are those of rank 0
+    joins = asks_to_join(argv)
     if joins and job.rank == 0:     # without a word to other ranks: it would stay in their store
         complain("--join is for a process that comes back to a running job, never for rank 0")
         sys.exit(2)
     o = Options(**job.agree(parse, argv))
     if o.survive or joins:
         from survive import parts
-        parts.run(job, o, argv)
-        return
+        return parts.run(job, o, argv)
     job.connect(o)
     parts = (TimedPipeline, ReplanningRoutes) if o.replan else ()
     train(build(job, o, *parts))
 
 
 if __name__ == "__main__":
+    sys.modules["train"] = sys.modules["__main__"]      # survive/ imports it: not a second copy
     main()

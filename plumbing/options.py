@@ -95,6 +95,13 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(f"{message} (see --help)")
 
 
+def asks_to_join(argv):
+    """Whether the command line has --join, of this process alone: all else is as rank 0 has it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--join", action="store_true")
+    return parser.parse_known_args(argv)[0].join
+
+
 def make_parser(Options, description):
     """A Parser of all fields. What it returns lacks the options that nobody gave."""
     parser = Parser(description, argument_default=argparse.SUPPRESS)

@@ -39,6 +39,7 @@ import train
 from gossip.onebyte import OneByte
 from noloco import Fp32
 from plumbing.checkpoints import load, restore
+from plumbing.options import asks_to_join
 from plumbing.processes import BadInput, Job, forbid, one_line
 from survive.meeting import (Gone, Left, absent, come_back, connect, is_loss, members_of,
                              notice_silence, outliving)
@@ -262,7 +263,7 @@ def go_through(job, o, argv):
 
 def build(job, o, argv):
     """As train.build, with surviving parts. With --join this rank takes a replica's weights."""
-    o.join = "--join" in argv
+    o.join = asks_to_join(argv)
     job = SurvivingJob(job, o.survive, o.join)
     if not o.survive:
         job.refuse("--join is for a run with --survive SECONDS: a run without it needs every "
