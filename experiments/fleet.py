@@ -19,7 +19,7 @@ import train
 from model import Llama
 from noloco import random_groups
 from plumbing.data import heldout_sequences, load_corpus, reader_of
-from plumbing.inner import Inner, adam
+from plumbing.inner import Inner, adam, dtype_for, orthogonal
 from gossip.onebyte import MARGIN
 
 AT_ONCE = 1 << 17                           # tokens whose gradients are computed in one call
@@ -139,14 +139,11 @@ def decoded(codes, scales, own):
 
 
 class ManyMuons:
-    """torch.optim.Muon with its settings in plumbing/inner.py, for the matrices of many models at
-    once."""
+    """The Muon of plumbing/inner.py, for the matrices of many models at once."""
 
     def __init__(self, matrices, grads):
-        # Private; tried with torch 2.11 and 2.13.
-        from torch.optim._muon import _zeropower_via_newtonschulz as orthogonal
-        settings = dict(ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5, eps=1e-7)
-        self.orthogonal = vmap(partial(orthogonal, **settings))
+        dtype = dtype_for(matrices[0].device)
+        self.orthogonal = vmap(partial(orthogonal, dtype=dtype))
         # Each is (models, rows, columns): weights, gradients, momentum.
         self.parts = [(w, g, torch.zeros_like(g)) for w, g in zip(matrices, grads)]
 

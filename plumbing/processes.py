@@ -380,6 +380,7 @@ def gloo_group(store, key, place, size, timeout):
     """
     create = dist.ProcessGroupGloo.create_device
     default = dist.ProcessGroupGloo.create_default_device
+    # The private names below were tried with torch 2.13, and stand in no other file.
     options = dist.ProcessGroupGloo._Options()
     # A group has devices of its own, which end with it. After a timeout Gloo frees the
     # connection, but a living device still calls it when the partner connects after all: the
