@@ -144,7 +144,7 @@ class NoLoCo:
         self.theta, _ = flatten(self.params)
         self.phi = self.theta.clone()
         self.delta = torch.zeros_like(self.theta)
-        self.places = self.whereabouts()
+        self.places = whereabouts(self.params)
         self.codec = codec or Fp32()
         if self.gamma != self.beta and not self.codec.exact:
             raise ValueError("a codec that rounds sends theta alone: gamma must be beta, not "
@@ -297,14 +297,10 @@ class NoLoCo:
         if self.steps == 0 and len(self.ranks) > 1:
             self.compare()
         if self.due():
-            if self.whereabouts() != self.places:
+            if whereabouts(self.params) != self.places:
                 raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, "
                                    "then NoLoCo")
             self.warn_of_stuck()
-
-    def whereabouts(self):
-        """Each trainable parameter's address. Once one changes, theta has lost the weights."""
-        return [p.requires_grad and p.data_ptr() for p in self.params]
 
     def lengths(self):
         """Of each tensor in theta, in order, with the gap that follows it."""
@@ -436,9 +432,8 @@ def flatten(params):
     """
     params = [p for p in dict.fromkeys(params) if p.requires_grad]      # a tied weight counts once
     if any(hasattr(p, "placements") or hasattr(p, "_fsdp_flattened") for p in params):
-        # a DTensor, or of FullyShardedDataParallel
         raise ValueError("sharded parameters: give plain copies of this rank's shards "
-                         "(docs/hosts.md)")
+                         "(docs/hosts.md)")         # of a DTensor, or FullyShardedDataParallel
     if not params:
         raise ValueError("there is no trainable parameter (a generator may be used up)")
     if any(p.dtype != torch.float32 for p in params):
@@ -456,6 +451,11 @@ def flatten(params):
         p.data = theta[place].view(p.shape)
         p.grad = grad[place].view(p.shape)
     return theta, grad
+
+
+def whereabouts(params):
+    """Each trainable parameter's address. Once one changes, theta has lost the weights."""
+    return [p.requires_grad and p.data_ptr() for p in params]
 
 
 def room(p):

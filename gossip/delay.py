@@ -112,11 +112,12 @@ class PhiAhead(Travelling):
     def step(self):
         outer = self.outer
         outer.check()
-        group = outer.group(outer.current)
         if self.flying is None:
+            group = outer.group(outer.current)
             self.flying = self.messenger.send(outer.swap, {"phi": outer.phi}, group)
         due = outer.due()
         if due:
+            group = outer.group(outer.current)          # the one to which phi left
             outer.bytes_sent += outer.cost(group)
             thetas = outer.swap({"theta": outer.theta}, group)["theta"]
             phis = self.flying.result()["phi"]

@@ -19,7 +19,7 @@ circle of fragments waits for each other.
 import torch
 
 from gossip.delay import Delayed, Messenger
-from noloco import flatten, room
+from noloco import flatten, room, whereabouts
 
 
 class Fragments:
@@ -38,7 +38,8 @@ class Fragments:
         self.params = list(params)
         parts = cut(self.params, fragments)
         self.outers = [make(part, k * inner_steps // fragments) for k, part in enumerate(parts)]
-        self.places = self.whereabouts()
+        # Of the model's own parameters: a fragment's outer optimizer sees pieces of their vector.
+        self.places = whereabouts(self.params)
         for outer, part in zip(self.outers, parts):
             outer.watched = self.whole_tensors(part)
             for piece in part:
@@ -50,16 +51,11 @@ class Fragments:
     def step(self):
         """Count an inner step. Returns whether a fragment did its outer step, or a message
         landed."""
-        if self.whereabouts() != self.places:
+        if whereabouts(self.params) != self.places:
             raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then "
                                "Fragments")
         did = [outer.step() for outer in self.outers]
         return any(did)
-
-    def whereabouts(self):
-        """As NoLoCo.whereabouts, of the model's own parameters: a fragment sees pieces of their
-        vector."""
-        return [p.requires_grad and p.data_ptr() for p in self.params]
 
     def whole_tensors(self, part):
         """As NoLoCo.watched: {index in the part: the number of the parameter that it is, whole}.
