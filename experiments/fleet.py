@@ -22,7 +22,9 @@ from plumbing.data import heldout_sequences, load_corpus, reader_of
 from plumbing.inner import Inner, adam, dtype_for, orthogonal
 from gossip.onebyte import MARGIN
 
-AT_ONCE = 1 << 17                           # tokens whose gradients are computed in one call
+# Tokens whose gradients are computed in one call. On a CPU more would not stay in its caches:
+# 1 << 15 take 1.7 times as long a token as 1 << 13.
+AT_ONCE = {"cuda": 1 << 17, "cpu": 1 << 13}
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,26 @@ class Trial:
     wire: str = "fp32"
     group: int = 2              # n
     fragments: int = 1          # K
+    ends: int = 0               # m of the embedding, the last norm and the head; 0: `every`
+    partners: str = "own"       # of a fragment; "same": all fragments of a round meet the same ones
+    phase: str = "turns"        # of fragments; "together": all are due at the same step
 
 
 # ---------------------------------------------------------------- outer steps
 
 
 class ManyOuters:
-    """The outer steps of one trial, or of one of its fragments.
+    """The outer steps of one trial, or of one of its parts.
 
-    theta: (seeds, N, P), which changes in place; lengths: of its tensors. offset: of a fragment.
+    theta: (seeds, N, P), which changes in place; lengths: of its tensors. every: its m. offset: so
+    many steps later than others. draw: its partners are those of a NoLoCo with this offset.
     """
 
-    def __init__(self, trial, theta, seeds, lengths, offset=0):
+    def __init__(self, trial, theta, seeds, lengths, every, offset=0, draw=0):
         self.trial = trial
+        self.every = every
         self.offset = offset
+        self.draw = draw
         self.theta = theta
         self.seeds = seeds
         self.lengths = lengths
@@ -60,9 +68,9 @@ class ManyOuters:
         """After an inner step: what arrives is merged, then what is due departs."""
         self.steps += 1
         t = self.trial
-        if self.flying and (self.steps - self.offset - t.delay) % t.every == 0:
+        if self.flying and (self.steps - self.offset - t.delay) % self.every == 0:
             self.land()
-        if (self.steps - self.offset) % t.every == 0:
+        if (self.steps - self.offset) % self.every == 0:
             self.flying = self.theta.clone(), self.means()
             if not t.delay:
                 self.land()
@@ -92,9 +100,9 @@ class ManyOuters:
     def groups(self):
         """(seeds, N, n): the group of each replica."""
         found, count = [], self.theta.shape[1]
-        outer = (self.steps - self.offset) // self.trial.every - 1
+        outer = (self.steps - self.offset) // self.every - 1
         for seed in self.seeds:
-            drawn = f"{seed} {self.offset}" if self.offset else seed        # as NoLoCo.group draws
+            drawn = f"{seed} {self.draw}" if self.draw else seed        # as NoLoCo.group draws
             groups = random_groups(range(count), self.trial.group, outer, drawn)
             of = {i: group for group in groups for i in group}
             found.append([of[i] for i in range(count)])
@@ -114,20 +122,34 @@ class ManyOuters:
         return torch.stack([part.amax(-1) for part in parts], -1)
 
 
-def fragments_of(trial, theta, seeds, lengths):
-    """A trial's ManyOuters: one, or one for each of its fragments, which are cut as gossip/ cuts
-    them (all tensors here are as long as a multiple of 16)."""
+def outers_of(trial, theta, seeds, lengths):
+    """A trial's ManyOuters: one, one for each of its fragments, or one for the ends and one for the
+    layers."""
+    if trial.ends:
+        return ends_and_layers(trial, theta, seeds, lengths)
     if trial.fragments == 1:
-        return [ManyOuters(trial, theta, seeds, lengths)]
-    size = theta.shape[-1]
+        return [ManyOuters(trial, theta, seeds, lengths, trial.every)]
     found = []
     start = 0
+    size = theta.shape[-1]
     for k in range(trial.fragments):
+        # As gossip/ cuts them: all tensors here are as long as a multiple of 16.
         end = size // 16 * (k + 1) // trial.fragments * 16
-        offset = k * trial.every // trial.fragments
-        found.append(ManyOuters(trial, theta[..., start:end], seeds, [end - start], offset))
+        turn = k * trial.every // trial.fragments
+        offset = 0 if trial.phase == "together" else turn
+        draw = 0 if trial.partners == "same" else turn
+        part = theta[..., start:end]
+        found.append(ManyOuters(trial, part, seeds, [end - start], trial.every, offset, draw))
         start = end
     return found
+
+
+def ends_and_layers(trial, theta, seeds, lengths):
+    """The embedding, the last norm and the head, which are the last three tensors, meet every
+    `ends` steps, the layers every `every`."""
+    layers = sum(lengths[:-3])
+    return [ManyOuters(trial, theta[..., :layers], seeds, lengths[:-3], trial.every),
+            ManyOuters(trial, theta[..., layers:], seeds, lengths[-3:], trial.ends)]
 
 
 def decoded(codes, scales, own):
@@ -200,7 +222,7 @@ class Fleet:
         self.outers = []
         for trial, vectors in zip(self.trials, self.theta):
             if trial.method != "ddp":
-                self.outers += fragments_of(trial, vectors, self.seeds, self.lengths)
+                self.outers += outers_of(trial, vectors, self.seeds, self.lengths)
 
     def named(self, vectors):
         """{name: (models, *shape)}, views of vectors (..., P)."""
@@ -231,7 +253,7 @@ class Fleet:
         tokens = tokens.to(self.device)
         tokens = tokens.expand(len(self.trials), *tokens.shape).flatten(0, 1)   # (models, B, T + 1)
         weights, grads = self.named(self.theta), self.named(self.grad)
-        room = min(len(tokens), max(1, AT_ONCE // tokens[0].numel()))
+        room = min(len(tokens), max(1, AT_ONCE[self.device] // tokens[0].numel()))
         last = len(tokens) - room
         for start in [*range(0, last, room), last]:     # the last overlaps: all have one shape
             some = slice(start, start + room)
@@ -240,20 +262,35 @@ class Fleet:
                 grads[name][some] = gradient
 
     @torch.no_grad()
-    def evaluate(self, vectors):
-        """Held-out nats per token (...) of the models with weights vectors (..., P)."""
-        weights, found = self.named(vectors), []
-        some = max(1, 2 * AT_ONCE // self.heldout.numel())
-        for a in range(0, vectors.shape[:-1].numel(), some):
-            part = {name: w[a:a + some] for name, w in weights.items()}
-            found.append(vmap(self.loss, in_dims=(0, None))(part, self.heldout))
-        return torch.cat(found).view(vectors.shape[:-1])
+    def evaluate(self, vectors, sequences=None):
+        """Held-out nats per token (...) of the models with weights vectors (..., P), on all held-out
+        sequences or on the first ones."""
+        weights = self.named(vectors)
+        tokens = self.heldout[:sequences]
+        some = max(1, 2 * AT_ONCE[self.device] // self.o.seq_len)       # sequences of a call
+        total = 0.0
+        for part in tokens.split(some):
+            total = total + len(part) * self.losses(weights, part)
+        return (total / len(tokens)).view(vectors.shape[:-1])
 
-    def train(self):
+    def losses(self, weights, tokens):
+        """(models,) mean nats per token."""
+        found = []
+        count = len(next(iter(weights.values())))
+        some = max(1, 2 * AT_ONCE[self.device] // tokens.numel())       # models of a call
+        for a in range(0, count, some):
+            part = {name: w[a:a + some] for name, w in weights.items()}
+            found.append(vmap(self.loss, in_dims=(0, None))(part, tokens))
+        return torch.cat(found)
+
+    def train(self, watch=None):
         """A row for each trial and seed. losses: the last one, the mean over the replicas; merged:
-        that of the model with the mean of their weights."""
+        that of the model with the mean of their weights. watch(steps done) is called after each
+        step."""
         for number in tqdm(range(self.o.steps), dynamic_ncols=True):
             self.step(number)
+            if watch:
+                watch(number + 1)
         last = self.evaluate(self.theta).mean(-1).cpu()             # (trials, seeds)
         merged = self.evaluate(self.theta.mean(2)).cpu()            # (trials, seeds)
         rows = []

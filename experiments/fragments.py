@@ -1,62 +1,308 @@
 """Fragments: the weights meet in K parts by turns, beside whole messages (experiments/fleet.py).
 
-    python -m experiments.fragments [--seeds 0] [--steps N] [--out DIR] [--plot]
+    python -m experiments.fragments [PART ...] [--seeds 0] [--steps N] [--out DIR] [--plot]
 
-8 replicas, plain averages, Adam with the rate of experiments/replicas.py, which was tuned for whole
-messages. m: steps between an outer step and the next of the same weights; K: fragments; D: delay.
-PRIMARY holds the comparisons that were named before the runs.
+fragments   the loss of NoLoCo and DiLoCo, whole (K = 1) and in fragments, at once and delayed
+why         what the replicas differ in (experiments/apart.py), and two kinds of fragments that are
+            nobody's: with the same partners for all of a round, and all due at the same step
+
+Adam, fp32, 1024 tokens a replica and step, 600 steps and 8 replicas, where nothing else is said;
+plain averages. m: steps between an outer step and the next of the same weights; K: fragments; D:
+delay. RATED holds where each method's learning rate, the best of three, is found: on seed 0.
+PRIMARY holds the comparisons that were named before the runs. They have five seeds, the others
+three.
 """
+import itertools
 import statistics
+from dataclasses import replace
 
-from experiments.comparing import Table
+from experiments import apart
+from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
+from experiments.fleets import Lesson, rows_of, train_lessons
 from experiments.harness import Part, headline
-from experiments.replicas import (DDP, SEQUENCES, by_trial, gap, has_all_fleets, mean_loss,
-                                  merged_loss, nats_over, train_all)
+from experiments.replicas import DDP, LENGTH, SEQUENCES, mean_loss, merged_loss
+from experiments.results import over
 
-TRIALS = {
+RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
+RATED = {
     "DDP": DDP,
-    "NoLoCo, m 10": Trial("noloco", 10),
-    "NoLoCo, m 10, K 10": Trial("noloco", 10, fragments=10),
-    "NoLoCo, m 10, D 5": Trial("noloco", 10, 5),
-    "NoLoCo, m 10, K 10, D 1": Trial("noloco", 10, 1, fragments=10),
-    "DiLoCo, m 20, K 20": Trial("diloco", 20, fragments=20),
-    "NoLoCo, m 2, K 2": Trial("noloco", 2, fragments=2),
-    "DiLoCo, m 4, K 4": Trial("diloco", 4, fragments=4),
+    "NoLoCo, K = 1": Trial("noloco", 10),
+    "NoLoCo, K > 1": Trial("noloco", 10, fragments=10),
+    "DiLoCo, K = 1": Trial("diloco", 20),
+    "DiLoCo, K > 1": Trial("diloco", 20, fragments=20),
 }
-PRIMARY = (
-    ("NoLoCo, m 10, K 10", "NoLoCo, m 10"),
-    ("NoLoCo, m 10, K 10, D 1", "NoLoCo, m 10, D 5"),
-    ("NoLoCo, m 10, K 10", "DiLoCo, m 20, K 20"),
-    ("NoLoCo, m 2, K 2", "DiLoCo, m 4, K 4"),
+NAMES = {"noloco": "NoLoCo", "diloco": "DiLoCo", "ddp": "DDP"}
+WHOLE, PARTS_OF_10 = RATED["NoLoCo, K = 1"], RATED["NoLoCo, K > 1"]
+PRIMARY = (     # each over the other
+    (PARTS_OF_10, WHOLE),
+    (Trial("noloco", 10, 1, fragments=10), Trial("noloco", 10, 5)),
+    (PARTS_OF_10, RATED["DiLoCo, K > 1"]),
+    (Trial("noloco", 2, fragments=2), Trial("diloco", 4, fragments=4)),
 )
+# The embedding, the last norm and the head are a fifth of the weights: the bytes of m = 10.
+TWO_PACES = Trial("noloco", 16, ends=4)
+EVERY = 2, 4, 10, 20, 50
+FIVE = 0, 1, 2, 3, 4
+WHY = {
+    "whole messages": WHOLE,
+    "fragments: own partners, in turn": PARTS_OF_10,
+    "fragments: the same partners, in turn": Trial("noloco", 10, fragments=10, partners="same"),
+    "fragments: own partners, at one step": Trial("noloco", 10, fragments=10, phase="together"),
+    "DiLoCo, whole": Trial("diloco", 10),
+    "DiLoCo, fragments": Trial("diloco", 10, fragments=10),
+}
+PLAIN = "adam", 8, SEQUENCES * LENGTH       # optimizer, replicas, tokens of a replica's step
 
 
-def fragments_fleets(steps):
-    """(optimizer, replicas, sequences, steps, trials, seeds at most) of each."""
-    yield "adam", 8, SEQUENCES, steps or 600, TRIALS.values(), None
+def setting_of(optimizer="adam", replicas=8, sequences=SEQUENCES):
+    return optimizer, replicas, sequences * LENGTH
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def family(trial):
+    """The key in RATED of the trial's method."""
+    if trial.method == "ddp":
+        return "DDP"
+    return f"{NAMES[trial.method]}, K {'= 1' if trial.fragments == 1 else '> 1'}"
+
+
+def rate_lessons(optimizer, steps):
+    """{family: [a Lesson for each rate]} on seed 0."""
+    found = {}
+    for name, trial in RATED.items():
+        found[name] = [Lesson(trial, 0, lr, optimizer, steps=steps) for lr in RATES[optimizer]]
+    return found
+
+
+def best_rates(rows, optimizer, steps):
+    """{family: the rate with the lowest merged loss}; None while one is not trained."""
+    best = {}
+    for name, lessons in rate_lessons(optimizer, steps).items():
+        if any(lesson not in rows for lesson in lessons):
+            return None
+        best[name] = min(lessons, key=lambda lesson: rows[lesson]["merged"]).lr
+    return best
+
+
+def grid():
+    """The trials of the table of all m."""
+    for method, m in itertools.product(("noloco", "diloco"), EVERY):
+        for delay in sorted({0, 1, m // 2}):
+            yield Trial(method, m, delay)
+        for delay in 0, 1:
+            yield Trial(method, m, delay, fragments=m)
+
+
+def at_10():
+    """The trials of m = 10 that have more than the grid's two numbers of fragments."""
+    for method, count in itertools.product(("noloco", "diloco"), (2, 5)):
+        yield Trial(method, 10, fragments=count)
+    for count in 1, 10:
+        yield Trial("noloco", 10, wire="int8", fragments=count)
+        yield Trial("noloco", 10, group=4, fragments=count)
+    yield TWO_PACES
+
+
+SETTINGS = {    # of NoLoCo, m = 10, K = 1 and 10, beside DDP: options of Lesson
+    "Muon": dict(optimizer="muon"),
+    "4096 tokens a step": dict(sequences=32),
+    "32 replicas": dict(replicas=32),
+}
+
+
+def lessons_of(name, best, seeds, steps):
+    """The lessons of a part, in the order of their weight. best: {optimizer: best_rates or
+    None}."""
+    rates = best["adam"]
+    primary = list(dict.fromkeys([DDP, *itertools.chain(*PRIMARY)]))
+    if name == "why":
+        for seed, trial in itertools.product(seeds or FIVE[:3], WHY.values()):
+            yield lesson_of(trial, seed, rates, steps)
+        return
+    for seed, trial in itertools.product(seeds or FIVE, primary):
+        yield lesson_of(trial, seed, rates, steps)
+    for seed in seeds or FIVE[:3]:
+        for trial in itertools.chain(grid(), at_10()):
+            if trial not in primary:
+                yield lesson_of(trial, seed, rates, steps)
+        for options in SETTINGS.values():
+            of_optimizer = best[options.get("optimizer", "adam")]
+            for trial in DDP, WHOLE, PARTS_OF_10:
+                if of_optimizer:
+                    rate = of_optimizer[family(trial)]
+                    yield Lesson(trial, seed, rate, steps=steps, **options)
+
+
+def lesson_of(trial, seed, rates, steps):
+    """In the plain setting. What WHY compares is watched closely, in either part."""
+    return Lesson(trial, seed, rates[family(trial)], steps=steps, closely=trial in WHY.values())
+
+
+def measure(name, part, o):
+    """Train what is not trained yet; all rows of the part that there are."""
+    steps = o.steps or 600
+    tried = []
+    for optimizer in RATES:
+        for lessons in rate_lessons(optimizer, steps).values():
+            tried += lessons
+    train_lessons([lesson for lesson in tried if o.only in lesson.label])
+    rows = rows_of(tried)
+    best = {optimizer: best_rates(rows, optimizer, steps) for optimizer in RATES}
+    if best["adam"]:
+        lessons = list(lessons_of(name, best, o.seeds, steps))
+        train_lessons([lesson for lesson in lessons if o.only in lesson.label], apart.Apart)
+        rows |= rows_of(lessons_of(name, best, None, steps))
+    found = dict(best=best, rows=list(rows.values()))
+    if o.steps:
+        found["steps"] = o.steps
+    return found
+
+
+# ---------------------------------------------------------------- what was found
+
+
+class Rows:
+    """The rows of a part, each trial's at its family's rate."""
+
+    def __init__(self, found):
+        self.best = found["best"]
+        self.rows = {}
+        for row in found["rows"]:
+            trial = Trial(**row["trial"])
+            rates = self.best[row["optimizer"]]
+            if rates and rates[family(trial)] == row["lr"]:
+                setting = row["optimizer"], row["replicas"], row["tokens"]
+                self.rows.setdefault((setting, trial), {})[row["seed"]] = row
+
+    def of(self, trial, setting=PLAIN):
+        """{seed: row}, perhaps of no seed."""
+        return self.rows.get((setting, trial), {})
+
+    def losses(self, trial, loss=merged_loss, setting=PLAIN):
+        return [loss(row) for row in self.of(trial, setting).values()]
+
+    def mean(self, trial, loss=merged_loss):
+        """Of all seeds, as a cell; None without any."""
+        losses = self.losses(trial, loss)
+        return f"{statistics.mean(losses):.3f}" if losses else None
+
+    def nats_over(self, trial, base, loss=merged_loss, setting=PLAIN):
+        """Seed by seed; None where no seed has both."""
+        pairs = self.pairs(trial, base, loss, setting)
+        return Comparison([a - b for a, b in pairs]) if pairs else None
+
+    def gap(self, trial, setting=PLAIN, loss=merged_loss):
+        """Perplexity over DDP's, seed by seed; None where no seed has both."""
+        pairs = self.pairs(trial, DDP, loss, setting)
+        if not pairs:
+            return None
+        losses, others = zip(*pairs)
+        return Comparison(over(losses, others), "+.1%")
+
+    def pairs(self, trial, base, loss, setting):
+        others = self.of(base, setting)
+        pairs = []
+        for seed, row in self.of(trial, setting).items():
+            if seed in others:
+                pairs.append((loss(row), loss(others[seed])))
+        return pairs
+
+
+def name_of(trial):
+    """As the tables have it."""
+    words = [NAMES[trial.method]]
+    if trial.method != "ddp":
+        words.append(f"m {trial.every}")
+    if trial.ends:
+        words.append(f"embedding and head every {trial.ends}")
+    if trial.fragments > 1:
+        words.append(f"K {trial.fragments}")
+    if trial.delay:
+        words.append(f"D {trial.delay}")
+    if trial.wire != "fp32":
+        words.append("one byte")
+    if trial.group > 2:
+        words.append(f"groups of {trial.group}")
+    return ", ".join(words)
 
 
 def show_fragments(found):
-    trials = by_trial(found)["adam", 8]
-    table = Table("8 replicas, Adam, fp32", "merged, nats per byte", "replicas' mean",
+    rows = Rows(found)
+    show_rates(found)
+    table = Table("primary comparison, nats per byte", "merged", "replicas' mean")
+    for trial, base in PRIMARY:
+        table.add(f"{name_of(trial)} over {name_of(base)}", rows.nats_over(trial, base),
+                  rows.nats_over(trial, base, mean_loss))
+    table.end()
+    show_grid(rows)
+    show_delays(rows)
+    show_at_10(rows)
+
+
+def show_rates(found):
+    table = Table("merged, seed 0, nats per byte", "smaller rate", "middle", "larger", "best")
+    tried = {}
+    for row in found["rows"]:
+        setting = row["optimizer"], row["replicas"], row["tokens"]
+        if row["seed"] == 0:
+            tried[setting, Trial(**row["trial"]), row["lr"]] = row["merged"]
+    for optimizer, (name, trial) in itertools.product(RATES, RATED.items()):
+        best = found["best"][optimizer]
+        if best:
+            losses = [tried[setting_of(optimizer), trial, lr] for lr in RATES[optimizer]]
+            table.add(f"{name}, {optimizer.title()}", *(f"{loss:.3f}" for loss in losses),
+                      best[name])
+    table.end()
+
+
+def show_grid(rows):
+    """All m, at once: whole and in as many fragments as steps."""
+    table = Table("D = 0", "merged, K = 1", "merged, K = m", "merged: K = m over K = 1",
+                  "K = m, over DDP's")
+    for method, m in itertools.product(("noloco", "diloco"), EVERY):
+        whole, parts = Trial(method, m), Trial(method, m, fragments=m)
+        table.add(f"{NAMES[method]}, m {m}", rows.mean(whole), rows.mean(parts),
+                  rows.nats_over(parts, whole), rows.gap(parts))
+    table.end()
+
+
+def show_delays(rows):
+    table = Table("merged, nats per byte", "K = 1, D = 1", "K = m, D = 1", "K = 1, D = m / 2",
+                  "K = m, D = 1 over K = 1, D = m / 2")
+    for method, m in itertools.product(("noloco", "diloco"), EVERY):
+        parts, half = Trial(method, m, 1, fragments=m), Trial(method, m, m // 2)
+        table.add(f"{NAMES[method]}, m {m}", rows.mean(Trial(method, m, 1)), rows.mean(parts),
+                  rows.mean(half), rows.nats_over(parts, half))
+    table.end()
+
+
+def show_at_10(rows):
+    """Every 10 steps: other numbers of fragments and other settings."""
+    table = Table("every 10 steps", "merged", "merged, over whole messages",
                   "merged, over DDP's")
-    for name, trial in TRIALS.items():
-        rows = trials[trial].values()
-        table.add(name, f"{statistics.mean(map(merged_loss, rows)):.3f}",
-                  f"{statistics.mean(map(mean_loss, rows)):.3f}",
-                  None if trial == DDP else gap(trials, trial))
-    table.end()
-    table = Table("primary comparison", "merged, nats per byte", "replicas' mean")
-    for name, base in PRIMARY:
-        pair = TRIALS[name], TRIALS[base]
-        table.add(f"{name} over {base}", nats_over(trials, *pair, merged_loss),
-                  nats_over(trials, *pair, mean_loss))
+    for trial in at_10():
+        base = replace(trial, fragments=1)
+        if trial == TWO_PACES:
+            base = WHOLE
+        over_whole = rows.nats_over(trial, base) if trial != base else None
+        table.add(name_of(trial), rows.mean(trial), over_whole, rows.gap(trial))
+    for name, options in SETTINGS.items():
+        setting = setting_of(**options)
+        for trial in WHOLE, PARTS_OF_10:
+            losses = rows.losses(trial, setting=setting)
+            over_whole = rows.nats_over(trial, WHOLE, setting=setting) if trial != WHOLE else None
+            table.add(f"{name_of(trial)}, {name}", losses and f"{statistics.mean(losses):.3f}",
+                      over_whole, rows.gap(trial, setting))
     table.end()
 
 
-PARTS = {"fragments": Part(fragments_fleets, show_fragments, None, {}, measure=train_all,
-                           is_whole=has_all_fleets)}
+PARTS = {"fragments": Part(None, show_fragments, None, {}, measure=measure,
+                           is_whole=lambda found, part: not found.get("steps")),
+         "why": Part(None, show_fragments, None, {}, measure=measure,
+                           is_whole=lambda found, part: not found.get("steps"))}
 
 if __name__ == "__main__":
     headline(__doc__, PARTS)

@@ -1,0 +1,105 @@
+"""Fleets whose rows are kept one by one: a row that is there is not trained again.
+
+Several processes may train parts of one experiment at the same time, with --only or --seeds. Each
+row is a file in runs/fleets/ and is written once, so nothing that was trained is lost.
+"""
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import train
+from experiments.fleet import Fleet, Trial
+from experiments.replicas import LEARN, SEQUENCES
+from plumbing.report import replace
+
+FOLDER = Path("runs", "fleets")
+MODELS = 64             # trained in one fleet at most, so that a process needs little memory
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What is trained: a trial, and all else that its row depends on.
+
+    Lessons that differ in trial alone may train in one fleet.
+    """
+    trial: Trial
+    seed: int
+    lr: float
+    optimizer: str = "adam"
+    replicas: int = 8
+    sequences: int = SEQUENCES          # of a replica's step
+    steps: int = 600
+    closely: bool = False               # with what experiments/apart.py watches
+
+    @property
+    def kind(self):
+        """All but the trial, as text."""
+        own = asdict(self)
+        del own["trial"]
+        return ", ".join(f"{name} {value}" for name, value in own.items())
+
+    @property
+    def label(self):
+        """What --only looks in, and the row's name."""
+        t = self.trial
+        words = [t.method, f"m {t.every}", f"K {t.fragments}", f"D {t.delay}", t.wire,
+                 f"n {t.group}"]
+        if t.ends:
+            words.append(f"ends {t.ends}")
+        if t.partners != "own" or t.phase != "turns":
+            words.append(f"{t.partners} partners {t.phase}")
+        return ", ".join([*words, self.kind])
+
+    @property
+    def file(self):
+        return FOLDER / (self.label.replace(", ", "-").replace(" ", "") + ".json")
+
+
+def train_lessons(lessons, watching=None):
+    """Train those whose file is missing. watching(fleet) -> an object that is called after each
+    step, whose `rows()` adds to the rows; for lessons that are watched closely."""
+    missing = [lesson for lesson in lessons if not lesson.file.exists()]
+    for chunk in chunks(missing):
+        print(f"{len(chunk)} of {len(missing)} fleets: {chunk[0].kind}", flush=True)
+        train_chunk(chunk, watching)
+
+
+def chunks(lessons):
+    """Lists of lessons that may train together, in the order in which they were given."""
+    found = {}
+    for lesson in lessons:
+        found.setdefault(lesson.kind, []).append(lesson)
+    for same in found.values():
+        most = max(1, MODELS // same[0].replicas)
+        for start in range(0, len(same), most):
+            yield same[start:start + most]
+
+
+def train_chunk(chunk, watching):
+    """Train lessons of one class, and write a file for each."""
+    one = chunk[0]
+    options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
+               f"--optimizer {one.optimizer}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    trials = [lesson.trial for lesson in chunk]
+    fleet = Fleet(train.parse(options.split()), trials, one.replicas, [one.seed], device)
+    watch = watching(fleet) if watching and one.closely else None
+    start = time.perf_counter()
+    rows = fleet.train(watch)
+    seconds = time.perf_counter() - start
+    seen = watch.rows() if watch else [{}] * len(rows)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for lesson, row, more in zip(chunk, rows, seen):
+        row |= more | dict(steps=one.steps, digest=fleet.digest, machine=machine,
+                           torch=torch.__version__, seconds=round(seconds / len(chunk)))
+        replace(lesson.file, json.dumps(row))
+
+
+def rows_of(lessons):
+    """{lesson: its row} of those that are trained."""
+    return {lesson: json.loads(lesson.file.read_text()) for lesson in lessons
+            if lesson.file.exists()}
