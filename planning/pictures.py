@@ -95,11 +95,13 @@ def draw_map(axis, network, paths, names):
         y = cities.index(names[node])
         place[node] = s + 0.2 * seats[s, y], y
         seats[s, y] += 1
-    origins = [origin for origin in network.stages[0] if any(path[0] == origin for path in paths)]
-    hops = Counter((path[0], *hop) for path in paths for hop in zip(path, path[1:]))
+    origins = sorted({path[0] for path in paths})
+    hops = Counter()
+    for path in paths:
+        hops.update((path[0], a, b) for a, b in zip(path, path[1:]))
     for (origin, a, b), times in hops.items():
         which = origins.index(origin)
-        bend = 0.04 * (which - (len(origins) - 1) / 2)      # side by side, where origins share a hop
+        bend = 0.04 * (which - (len(origins) - 1) / 2)      # or shared hops would hide each other
         axis.annotate("", place[b], place[a], arrowprops=dict(
             arrowstyle="-|>", color=PALETTE[which % len(PALETTE)], lw=0.6 + 0.4 * times,
             connectionstyle=f"arc3,rad={bend}", shrinkA=8, shrinkB=8, mutation_scale=10))
@@ -148,7 +150,7 @@ def finding(result, bound):
     if bound:
         above = result.makespan / bound - 1
         words = f", at most {above:.1%} above the optimum" if above > 5e-4 else ", the optimum"
-    return (f"This plan takes {result.makespan:.3g} s{words}: a node works {share:.0%} of the "
+    return (f"This plan takes {result.makespan:.4g} s{words}: a node works {share:.0%} of the "
             "time and waits the rest")
 
 
