@@ -46,8 +46,10 @@ class KeptPlans:
         self.step = self.run.step
 
     def add(self, row):
-        """Add a row to the file, unless its last one says the same: a resumed run goes on with it."""
+        """Add a row to the file, unless its last one says the same, as in a resumed run."""
         row = json.loads(json.dumps(row))           # tuples become lists
+        if self.rows and self.rows[-1]["step"] == row["step"]:
+            self.rows.pop()                         # no step was made by that plan
         if not self.rows or self.rows[-1] | {"step": row["step"]} != row:
             self.rows.append(row)
         lines = ",\n".join(json.dumps(row) for row in self.rows)

@@ -145,7 +145,8 @@ def test_the_command_line_draws_and_writes_the_plan_that_it_made(tmp_path, monke
 
 @pytest.mark.parametrize("argv, words", [
     ("--picture plan.bmp", "--picture plan.bmp: must end in .png, .svg or .pdf"),
-    ("--picture file/plan.png", "'file'"), ("--trace file/plan.json", "'file'"), ("--trace .", "directory: '.'"),
+    ("--picture file/plan.png", "'file'"), ("--trace file/plan.json", "'file'"),
+    ("--trace .", "directory: '.'"),
     ("--plan old.json", "--plan old.json: give --picture or --trace as well"),
     ("--plan nowhere.json --trace t.json", "No such file or directory: 'nowhere.json'"),
     ("--plan old.json --trace t.json", "old.json: is no plan.json of a run")])
@@ -225,6 +226,10 @@ def test_a_run_keeps_its_plans_once_each(tmp_path):
     assert steps_of(tmp_path) == [0, 3] and [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     first, = json.loads((tmp_path / "plan.json").read_text())[:1]
     assert first["bound"] <= first["makespan"] and first["dead"] == []
+    again.routes.plan = a_plan(1.0)         # before any step was made by the other one
+    kept.step = 3
+    kept.keep()
+    assert steps_of(tmp_path) == [0]
     (tmp_path / "plan.json").write_text("[{")
     with pytest.raises(BadInput, match="plan.json is damaged: remove it"):
         KeptPlans(again)
