@@ -1,8 +1,6 @@
 """What a run says: first lines, progress bar, metrics.jsonl (docs/metrics.md), last lines."""
-import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -13,7 +11,9 @@ from tqdm import tqdm
 
 from model import count_parameters
 from gossip.window import gamma_bound
+from plumbing.files import replace
 from plumbing.options import gamma_of
+from plumbing.plans import KeptPlans
 from plumbing.spread import whole_spread
 
 # What a rank counts over the whole run. A checkpoint keeps it; metrics.jsonl has the ranks' sum.
@@ -78,26 +78,6 @@ def counts(run):
     if run.average:
         found["sync_bytes"] += run.average.bytes_sent
     return found
-
-
-@contextlib.contextmanager
-def atomic(file):
-    """The file, open to write bytes; it changes as a whole or not at all."""
-    half = file.with_suffix(".tmp")
-    try:
-        with open(half, "wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(half, file)
-    finally:
-        half.unlink(missing_ok=True)            # it is there only after an error
-
-
-def replace(file, text):
-    """Write a text file, as a whole or not at all."""
-    with atomic(file) as out:
-        out.write(text.encode())
 
 
 # ---- before the run
@@ -237,6 +217,7 @@ class Log:
         self.began = run.step
         self.paced_from = None          # (steps, seconds of training) after about FIRST steps
         self.pace_is_said = False
+        self.plans = KeptPlans(run)
         if self.job.leads:
             replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
             replace(self.file, "".join(line + "\n" for line in self.kept()))
@@ -264,6 +245,7 @@ class Log:
         if step % 10 == 0 or step == 1:
             self.bar.set_postfix_str(f"loss {float(loss) / max(1, home):.3f}", refresh=False)
         self.bar.update(step - self.bar.n)
+        self.plans.keep()
         self.say_pace()
 
     def say_pace(self):
@@ -290,10 +272,11 @@ class Log:
         heldout: the loss of each pipeline of this origin (empty: no origin).
         """
         meter = self.run.meter
+        plan = self.run.routes.in_force()           # a new plan may be made after this
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
                    syncs=len(meter.syncs), waited=sum(meter.syncs),
                    iteration=statistics.median_high(meter.iterations),
-                   simulated=self.run.routes.makespan())      # before a new plan is made
+                   simulated=plan and plan["makespan"])
         meter.loss, meter.home = 0.0, 0
         meter.iterations = []
         return row
