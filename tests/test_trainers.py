@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from noloco import NoLoCo
-from tests.harness import gloo, processes
+from tests.harness import free_port, gloo, processes
 from tests.test_noloco import _whole, batches, loss_of, recipe, small
 
 APART = [False, False, True]        # whether two replicas are equal after each step, where m = 3
@@ -188,3 +188,36 @@ def _exogym(rank, world):
 def test_exogyms_module_equals_a_loop_of_ones_own():
     for weights, expected in zip(processes(2, _exogym), processes(2, _whole)):
         assert weights == pytest.approx(expected, abs=1e-6)
+
+
+def _torchtitan(rank, world, port):
+    """The weights at the end of a job of one rank, whose parameters are sharded as torchtitan's are.
+
+    Its trainer has what the recipe uses of torchtitan's: the model's parts, and an optimizer around others.
+    """
+    from torch.distributed.fsdp import fully_shard                      # seconds
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = small()
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = types.SimpleNamespace(model_parts=[model], optimizers=optimizer)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    meet_other_jobs = recipe("trainers.md", "torchtitan")["meet_other_jobs"]
+    outer = meet_other_jobs(trainer, store, rank, world, inner_steps=3, alpha=0, beta=1)
+    for batch in batches(rank):
+        optimizer.zero_grad()
+        loss_of(model, batch.flatten(0, 1)).backward()
+        optimizer.step()
+    store.set(f"done {rank}", "")
+    store.wait([f"done {r}" for r in range(world)])
+    weights = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]).tolist()
+    store.set(f"left {rank}", "")
+    if rank == 0:                                                       # it hosts the store
+        store.wait([f"left {r}" for r in range(world)])
+    return weights, outer.alone
+
+
+def test_torchtitans_jobs_meet_over_a_store():
+    for (weights, alone), expected in zip(processes(2, _torchtitan, free_port()), processes(2, _whole)):
+        assert weights == pytest.approx(expected, abs=1e-6)
+        assert alone == 0
