@@ -20,8 +20,10 @@ from experiments import apart
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
 from experiments.fleets import Lesson, rows_of, train_lessons
-from experiments.harness import Part, headline
-from experiments.replicas import DDP, LENGTH, SEQUENCES, mean_loss, merged_loss
+from experiments.harness import Part, headline, title_of
+from experiments.pictures import COLOURS, WIDTH, bars, label_ends
+from experiments.replicas import (DDP, LENGTH, SEQUENCES, bytes_of_ddp, in_percent, mean_loss,
+                                  merged_loss)
 from experiments.results import over
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
@@ -299,10 +301,101 @@ def show_at_10(rows):
     table.end()
 
 
-PARTS = {"fragments": Part(None, show_fragments, None, {}, measure=measure,
-                           is_whole=lambda found, part: not found.get("steps")),
-         "why": Part(None, show_fragments, None, {}, measure=measure,
-                           is_whole=lambda found, part: not found.get("steps"))}
+def draw_fragments(plt, found):
+    """The merged model's gap to DDP against the bytes that a rank sends, whole and in fragments."""
+    rows = Rows(found)
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
+    for method, (kind, dashes) in itertools.product(("noloco", "diloco"), KINDS.items()):
+        x = []
+        points = []
+        for m in EVERY:
+            trial = Trial(method, m, fragments=m if kind == "in fragments" else 1)
+            more = rows.gap(trial)
+            if more:
+                x.append(100 * bytes_of_ddp(trial, 8))
+                points.append(in_percent(more))
+        if x:
+            bars(axis, points, x, COLOURS[NAMES[method]], ls=dashes,
+                 label=f"{NAMES[method]}, {kind}")
+    axis.set_xscale("log")
+    ticks = (50, 25, 10, 5, 2, 1)
+    axis.set(xlim=(60, 0.7), xticks=ticks, xticklabels=[f"{tick}%" for tick in ticks],
+             xlabel="bytes that a rank sends to synchronise, of DDP's (fewer to the right; fp32, "
+             "8 replicas, Adam)", ylabel="perplexity over DDP's, %\n(bars: range of the seeds)",
+             title=title_of(found, FINDING, "Whole messages and fragments"))
+    axis.minorticks_off()
+    label_ends(axis)
+    return figure
+
+
+KINDS = {"whole messages": "--", "in fragments": "-"}
+FINDING = "In fragments the gap to DDP is narrower for the same bytes"
+
+
+# ---------------------------------------------------------------- what replicas differ in
+
+
+def show_why(found):
+    """Of the kinds of fragments, at all ages of a message: the last PERIOD steps."""
+    rows = Rows(found)
+    table = Table("m = 10, D = 0", "merged, nats per byte", "over whole messages",
+                  "spread, last 100 steps", "KL of merged from replicas")
+    for name, trial in WHY.items():
+        base = Trial(trial.method, 10)
+        spread = [statistics.mean(row["spreads"][-100:]) for row in rows.of(trial).values()]
+        distance = [later_mean(row["distance_by_age"]) for row in rows.of(trial).values()]
+        if spread:
+            table.add(name, rows.mean(trial), base != trial and rows.nats_over(trial, base) or None,
+                      f"{statistics.mean(spread):.2e}", f"{statistics.mean(distance):.4f}")
+    table.end()
+    table = Table("replicas' mean less merged", "all ages", "just after an outer step",
+                  "just before the next", "middle of a line between two, less its ends")
+    for name, trial in WHY.items():
+        if rows.of(trial):
+            costs = [cost_by_age(row) for row in rows.of(trial).values()]
+            bumps = [bump(row) for row in rows.of(trial).values()]
+            table.add(name, *(f"{statistics.mean(values):.4f}" for values in (
+                [later_mean(cost) for cost in costs], [cost[-1] for cost in costs],
+                [cost[-2] for cost in costs], bumps)))
+    table.end()
+
+
+def later_mean(by_age):
+    """Over one whole period: the first of the PERIOD + 1 steps is left out."""
+    return statistics.mean(by_age[1:])
+
+
+def cost_by_age(row):
+    """Nats per byte at the last steps."""
+    return [mean - merged for mean, merged in zip(row["mean_by_age"], row["merged_by_age"])]
+
+
+def bump(row):
+    ends = (row["line"][0] + row["line"][-1]) / 2
+    return row["line"][len(row["line"]) // 2] - ends
+
+
+def has_seeds(found, trials, seeds):
+    """Whether all the trials have all their steps and so many seeds."""
+    if found.get("steps") or not found["best"]["adam"]:
+        return False
+    rows = Rows(found)
+    return all(len(rows.of(trial)) >= seeds for trial in trials)
+
+
+def has_all_primary(found, part):
+    return has_seeds(found, itertools.chain(*PRIMARY), len(FIVE))
+
+
+def has_all_why(found, part):
+    return has_seeds(found, WHY.values(), 3)
+
+
+PARTS = {
+    "fragments": Part(None, show_fragments, None, {"fragments": draw_fragments}, measure=measure,
+                      is_whole=has_all_primary),
+    "why": Part(None, show_why, None, {}, measure=measure, is_whole=has_all_why),
+}
 
 if __name__ == "__main__":
     headline(__doc__, PARTS)
