@@ -36,7 +36,8 @@ class Panel:
 # The first three by their names for --x.
 LOSSES = {"steps": Panel("step", "heldout_loss", "inner steps", LOSS),
           "seconds": Panel("seconds", "heldout_loss", "seconds of training", LOSS),
-          "bytes": Panel("sync_bytes", "heldout_loss", "bytes sent to synchronise, all ranks", LOSS)}
+          "bytes": Panel("sync_bytes", "heldout_loss", "bytes sent to synchronise, all ranks",
+                         LOSS)}
 PANELS = [*LOSSES.values(),
           Panel("step", "weight_spread", "inner steps", "weight spread (0: not drawn)"),
           Panel("step", "held", "inner steps", "time held by synchronisation")]
@@ -47,9 +48,10 @@ DASHES = ["-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1))]
 POINTS = [".", "s", "v"]            # once the dashes are used up
 LONGEST = 44                        # letters of options in a label
 
+OTHER = "other event"
 GONE = "a rank is dead or missed"
 MARKS = {GONE: "X", "a rank joins": "^", "new plan": "D", "another rank leads": "s",
-         "other event": "*"}
+         OTHER: "*"}
 EVENTS = {"dead": GONE, "lost": GONE, "outer step without partners": GONE,
           "joined": "a rank joins", "planned anew": "new plan", "takeover": "another rank leads"}
 
@@ -120,12 +122,16 @@ class Curve:
     point: str
 
     def __post_init__(self):
-        by_step = [{row["step"]: row for row in run.evaluations} for run in self.runs]
-        self.steps = [step for step in by_step[0] if all(step in rows for rows in by_step)]
+        by_step = [rows_by_step(run) for run in self.runs]
+        shared = set.intersection(*map(set, by_step))
+        self.steps = [row["step"] for row in self.runs[0].evaluations if row["step"] in shared]
         names = " and ".join(str(run.folder) for run in self.runs)
-        forbid((not self.steps, f"{names} differ in their seeds alone, but have no evaluation after "
-                "the same number of steps yet: wait, or draw each alone"))
-        self.rows = [[rows[step] for rows in by_step] for step in self.steps]   # of each step
+        forbid((not self.steps,
+                f"{names} differ in their seeds alone, but have no evaluation after the same "
+                "number of steps yet: wait, or draw each alone"))
+        self.rows = []                  # of each step: the evaluation of each run
+        for step in self.steps:
+            self.rows.append([rows[step] for rows in by_step])
 
     def values(self, key):
         """A list for each step: the metric of each run (all nan if a run has not measured it)."""
@@ -145,6 +151,10 @@ class Curve:
 
     def ended(self):
         return all(self.steps[-1] == run.options.get("steps") for run in self.runs)
+
+
+def rows_by_step(run):
+    return {row["step"]: row for row in run.evaluations}
 
 
 def make_curves(runs):
@@ -167,10 +177,13 @@ def make_curves(runs):
 def label_of(group, everybody):
     """The method, what tells this group of runs from the others, and how many runs it has."""
     own = group[0].settings
-    differing = [name for name in own if name != "method" and tells(name, own, everybody)]
-    words = [word for word in (option_text(name, own[name]) for name in differing) if word]
     method = NAMES.get(own["method"], own["method"])
-    label = ", ".join([method, *words])
+    words = [method]
+    for name, value in own.items():
+        is_set = value is not None and value is not False
+        if name != "method" and is_set and tells(name, own, everybody):
+            words.append(option_text(name, value))
+    label = ", ".join(words)
     if len(label) > LONGEST:
         label = f"{method}, {group[0].folder}"
     if len(group) == 1:
@@ -190,12 +203,10 @@ def tells(name, own, everybody):
 
 
 def option_text(name, value):
-    """As on the command line, without the dashes; None for what is not set."""
+    """As on the command line, without the dashes."""
     words = flag(name).lstrip("-")
     if value is True:
         return words
-    if value is None or value is False:
-        return None
     if isinstance(value, list):
         value = ",".join(str(number) for number in value)
     return f"{words} {value}"
@@ -249,8 +260,8 @@ def draw_panel(axis, panel, curves):
             axis.fill_between(x, list(map(min, values)), list(map(max, values)),
                               color=curve.colour, alpha=0.15, lw=0)
         if panel.y == "heldout_loss" and not math.isnan(curve.merged()):
-            axis.plot(x[-1], curve.merged(), color=curve.colour, ls="", marker="o", ms=7, mfc="none",
-                      label="merged model")
+            axis.plot(x[-1], curve.merged(), color=curve.colour, ls="", marker="o", ms=7,
+                      mfc="none", label="merged model")
     heights = []
     for curve in curves:
         heights += mark_events(axis, panel, curve)
@@ -293,19 +304,25 @@ def points_of(axis, panel, curve):
 
 
 def mark_events(axis, panel, curve):
-    """A mark on the curve at the step of each event, one for several of a kind. Returns their y."""
+    """A mark on the curve for each kind of event at a step. Returns their y."""
     x, y = points_of(axis, panel, curve)
-    marks = set()
+    heights = []
+    for kind, step in sorted(kinds_of_events(curve)):
+        height = between(step, curve.steps, y)
+        heights.append(height)
+        axis.plot(between(step, [0, *curve.steps], [0.0, *x]), height, color=curve.colour, ls="",
+                  marker=MARKS[kind], ms=8, mec="white", label=kind, zorder=3)
+    return heights
+
+
+def kinds_of_events(curve):
+    """{(kind, step)}; other events only at steps that have no mark of a kind with a name."""
+    found = set()
     for run in curve.runs:
         for event in run.events:
-            marks.add((EVENTS.get(event["event"], "other event"), event["step"]))
-    heights = []
-    for kind, step in sorted(marks):
-        place = between(step, [0, *curve.steps], [0.0, *x]), between(step, curve.steps, y)
-        axis.plot(*place, color=curve.colour, ls="", marker=MARKS[kind], ms=8, mec="white",
-                  label=kind, zorder=3)
-        heights.append(place[1])
-    return heights
+            found.add((EVENTS.get(event["event"], OTHER), event["step"]))
+    named = {step for kind, step in found if kind != OTHER}
+    return {(kind, step) for kind, step in found if kind != OTHER or step not in named}
 
 
 def between(step, steps, numbers):
@@ -346,7 +363,7 @@ def title_of(curves):
         curve = curves[0]
         names = [str(run.folder) for run in curve.runs]
         who = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        ended = "" if curve.ended() else f" of {curve.runs[0].options.get('steps')}, under way"
+        ended = "" if curve.ended() else f" of {curve.runs[0].options.get('steps')}"
         return f"{who}: held-out loss {ends[0]:.4f} at step {curve.steps[-1]}{ended}"
     last = {curve.steps[-1] for curve in curves}
     if len(last) > 1:
