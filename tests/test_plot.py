@@ -114,7 +114,7 @@ def test_a_runs_last_line_names_the_command_that_draws_it_and_the_bar_its_losses
 
 
 def test_the_csv_has_the_lines_of_all_runs_and_their_events(write, capsys):
-    event = dict(event="dead", step=12, ranks=[1, 2], line='from step 12, "without" 1, 2')
+    event = dict(event="dead", step=12, ranks=[1, None], line='from step 12, "without" 1, 2')
     a, b = lines_of(1, events=[event]), lines_of(2, more=None)
     found = csv_rows(capsys, write("a", a, "--seed", 3), write("b", b, "--method", "ddp"))
     assert [row["method"] for row in found] == ["noloco"] * 5 + ["ddp"] * 4
@@ -262,6 +262,14 @@ def test_runs_with_other_data_are_no_seeds_and_the_title_says_so(write, drawn):
     figure = drawn(write("a", lines_of(1)), write("b", lines_of(2, corpus="d"), "--seed", 1))
     assert figure.get_suptitle() == "The runs have different corpora: their losses do not compare"
     assert [text.split(":")[0] for text in legends(figure)[0]] == ["NoLoCo, corpus c", "NoLoCo, corpus d"]
+
+
+def test_a_loss_that_was_not_measured_is_no_lowest_loss(write, drawn):
+    rows = lines_of(1)
+    rows[-1]["heldout_loss"] = None
+    figure = drawn(write("a", rows), write("b", lines_of(2), "--method", "ddp"))
+    assert figure.get_suptitle() == "A held-out loss after 40 steps was not measured"
+    assert legends(figure) == [["NoLoCo: not measured", "DDP: 3.2500"]]
 
 
 def test_what_cannot_be_drawn_is_one_line(write, monkeypatch):

@@ -234,7 +234,10 @@ def draw(plt, curves, panels):
         figure, grid = plt.subplots(1, 1, figsize=(WIDTH, 5.5), squeeze=False)
     else:
         rows = math.ceil(len(panels) / 2)
-        figure, grid = plt.subplots(rows, 2, figsize=(WIDTH, 3 * rows + below), squeeze=False)
+        height = 3 * rows
+        if below:
+            height += 1
+        figure, grid = plt.subplots(rows, 2, figsize=(WIDTH, height), squeeze=False)
     axes = grid.flat[:len(panels)]
     for axis, panel in zip(axes, panels):
         draw_panel(axis, panel, curves)
@@ -368,6 +371,8 @@ def title_of(curves):
     last = {curve.steps[-1] for curve in curves}
     if len(last) > 1:
         return "Held-out loss so far: compare at equal steps, the runs are not equally far"
+    if any(map(math.isnan, ends)):
+        return f"A held-out loss after {last.pop()} steps was not measured"
     lowest = ends.index(min(ends))
     return (f"Lowest held-out loss after {last.pop()} steps: {curves[lowest].label}, "
             f"{ends[lowest]:.4f}")
@@ -399,6 +404,8 @@ def legend_text(curve):
     """The label and the last loss; then how far a run is that is under way."""
     loss = curve.means("heldout_loss")[-1]
     text = f"{curve.label}: {loss:.4f}"
+    if math.isnan(loss):
+        text = f"{curve.label}: not measured"
     if not curve.ended():
         text += f" at step {curve.steps[-1]}"
     if curve.means("sync_bytes")[-1] == 0:
