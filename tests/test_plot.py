@@ -270,6 +270,7 @@ def test_a_loss_that_was_not_measured_is_no_lowest_loss(write, drawn):
     figure = drawn(write("a", rows), write("b", lines_of(2), "--method", "ddp"))
     assert figure.get_suptitle() == "A held-out loss after 40 steps was not measured"
     assert legends(figure) == [["NoLoCo: not measured", "DDP: 3.2500"]]
+    assert drawn("runs/a").get_suptitle() == "runs/a: held-out loss not measured at step 40"
 
 
 def test_what_cannot_be_drawn_is_one_line(write, monkeypatch):

@@ -367,7 +367,7 @@ def title_of(curves):
         names = [str(run.folder) for run in curve.runs]
         who = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         ended = "" if curve.ended() else f" of {curve.runs[0].options.get('steps')}"
-        return f"{who}: held-out loss {ends[0]:.4f} at step {curve.steps[-1]}{ended}"
+        return f"{who}: held-out loss {loss_text(ends[0])} at step {curve.steps[-1]}{ended}"
     last = {curve.steps[-1] for curve in curves}
     if len(last) > 1:
         return "Held-out loss so far: compare at equal steps, the runs are not equally far"
@@ -400,12 +400,14 @@ def legend_title(curves):
     return "last held-out loss" + (" (line: mean of seeds, band: range)" if several else "")
 
 
+def loss_text(loss):
+    return "not measured" if math.isnan(loss) else f"{loss:.4f}"
+
+
 def legend_text(curve):
     """The label and the last loss; then how far a run is that is under way."""
     loss = curve.means("heldout_loss")[-1]
-    text = f"{curve.label}: {loss:.4f}"
-    if math.isnan(loss):
-        text = f"{curve.label}: not measured"
+    text = f"{curve.label}: {loss_text(loss)}"
     if not curve.ended():
         text += f" at step {curve.steps[-1]}"
     if curve.means("sync_bytes")[-1] == 0:
