@@ -218,6 +218,7 @@ class Log:
         self.paced_from = None          # (steps, seconds of training) after about FIRST steps
         self.pace_is_said = False
         self.plans = KeptPlans(run)
+        self.losses = {}                # what the bar says: its words, and the number
         if self.job.leads:
             replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
             replace(self.file, "".join(line + "\n" for line in self.kept()))
@@ -243,10 +244,16 @@ class Log:
         """Move the bar to this step."""
         step = self.run.step
         if step % 10 == 0 or step == 1:
-            self.bar.set_postfix_str(f"loss {float(loss) / max(1, home):.3f}", refresh=False)
+            self.show("loss", float(loss) / max(1, home))
         self.bar.update(step - self.bar.n)
         self.plans.keep()
         self.say_pace()
+
+    def show(self, name, loss):
+        """Let the bar say a loss beside the others. None: not any more."""
+        self.losses[name] = loss
+        known = [f"{name} {loss:.3f}" for name, loss in self.losses.items() if loss is not None]
+        self.bar.set_postfix_str(", ".join(known), refresh=False)
 
     def say_pace(self):
         """Say once how long this run will take: a busy machine may need much longer than others."""
@@ -298,6 +305,7 @@ class Log:
         if line["weight_spread"] is None and line["compared"]:
             numbers.append(f"weight spread unknown ({line['compared']} ranks came to compare)")
         numbers.append(f"{line['ranks']} of {self.job.world} ranks")
+        self.show("held-out", line["heldout_loss"])
         told = [event["line"] for event in events]
         told.append(f"step {line['step']}: {', '.join(numbers)}")
         self.bar.write("\n".join(told), file=sys.stdout)
@@ -343,7 +351,9 @@ class Log:
         self.bar.close()
         if self.job.leads:
             line = json.loads(self.file.read_text().splitlines()[-1])
-            self.job.say([*say(line, LAST), f"kept in {self.run.folder}"])
+            folder = self.run.folder
+            self.job.say([*say(line, LAST),
+                          f"kept in {folder}; a picture: python -m tools.plot {folder}"])
 
 
 def by_column(rows):
