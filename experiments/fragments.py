@@ -8,11 +8,12 @@ why         what the replicas differ in (experiments/apart.py), and two kinds of
 
 Adam, fp32, 1024 tokens a replica and step, 600 steps and 8 replicas, where nothing else is said;
 plain averages. m: steps between an outer step and the next of the same weights; K: fragments; D:
-delay. RATED holds where each method's learning rate, the best of three, is found: on seed 0.
-PRIMARY holds the comparisons that were named before the runs. They have five seeds, the others
-three.
+delay. Each trial of RATED has the best of three learning rates, by the merged loss on seed 0, the
+others the rate of the nearest one. PRIMARY holds the comparisons that were named before the runs.
+They have five seeds, the others three.
 """
 import itertools
+import math
 import statistics
 from dataclasses import replace
 
@@ -27,25 +28,21 @@ from experiments.replicas import (DDP, LENGTH, SEQUENCES, bytes_of_ddp, in_perce
 from experiments.results import over
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
-RATED = {
-    "DDP": DDP,
-    "NoLoCo, K = 1": Trial("noloco", 10),
-    "NoLoCo, K > 1": Trial("noloco", 10, fragments=10),
-    "DiLoCo, K = 1": Trial("diloco", 20),
-    "DiLoCo, K > 1": Trial("diloco", 20, fragments=20),
-}
 NAMES = {"noloco": "NoLoCo", "diloco": "DiLoCo", "ddp": "DDP"}
-WHOLE, PARTS_OF_10 = RATED["NoLoCo, K = 1"], RATED["NoLoCo, K > 1"]
+WHOLE, PARTS_OF_10 = Trial("noloco", 10), Trial("noloco", 10, fragments=10)
 PRIMARY = (     # each over the other
     (PARTS_OF_10, WHOLE),
     (Trial("noloco", 10, 1, fragments=10), Trial("noloco", 10, 5)),
-    (PARTS_OF_10, RATED["DiLoCo, K > 1"]),
+    (PARTS_OF_10, Trial("diloco", 20, fragments=20)),
     (Trial("noloco", 2, fragments=2), Trial("diloco", 4, fragments=4)),
 )
+IN_PRIMARY = tuple(dict.fromkeys([DDP, *itertools.chain(*PRIMARY)]))
+RATED = {"adam": (*IN_PRIMARY, Trial("diloco", 20)), "muon": (DDP, WHOLE, PARTS_OF_10)}
 # The embedding, the last norm and the head are a fifth of the weights: the bytes of m = 10.
 TWO_PACES = Trial("noloco", 16, ends=4)
 EVERY = 2, 4, 10, 20, 50
 FIVE = 0, 1, 2, 3, 4
+WHY_RATE = 3e-3         # of all of WHY: what replicas differ in depends on the rate
 WHY = {
     "whole messages": WHOLE,
     "fragments: own partners, in turn": PARTS_OF_10,
@@ -64,23 +61,48 @@ def setting_of(optimizer="adam", replicas=8, sequences=SEQUENCES):
 # ---------------------------------------------------------------- what is trained
 
 
-def family(trial):
-    """The key in RATED of the trial's method."""
-    if trial.method == "ddp":
-        return "DDP"
-    return f"{NAMES[trial.method]}, K {'= 1' if trial.fragments == 1 else '> 1'}"
+def name_of(trial):
+    """As the tables have it."""
+    words = [NAMES[trial.method]]
+    if trial.method != "ddp":
+        words.append(f"m {trial.every}")
+    if trial.ends:
+        words.append(f"embedding and head every {trial.ends}")
+    if trial.fragments > 1:
+        words.append(f"K {trial.fragments}")
+    if trial.delay:
+        words.append(f"D {trial.delay}")
+    if trial.wire != "fp32":
+        words.append("one byte")
+    if trial.group > 2:
+        words.append(f"groups of {trial.group}")
+    return ", ".join(words)
+
+
+def rate_of(trial, best, optimizer="adam"):
+    """The rate found for the trial, or for the nearest one that was rated: of its method, whole or
+    in fragments like it, then by m, then by whether it is delayed."""
+    alike = [rated for rated in RATED[optimizer] if rated.method == trial.method and
+             (rated.fragments > 1) == (trial.fragments > 1)]
+
+    def distance(rated):
+        return abs(math.log(rated.every / trial.every)), (rated.delay > 0) != (trial.delay > 0)
+
+    return best[name_of(min(alike, key=distance))]
 
 
 def rate_lessons(optimizer, steps):
-    """{family: [a Lesson for each rate]} on seed 0."""
+    """{name of a rated trial: [a Lesson for each rate]} on seed 0."""
     found = {}
-    for name, trial in RATED.items():
-        found[name] = [Lesson(trial, 0, lr, optimizer, steps=steps) for lr in RATES[optimizer]]
+    for trial in RATED[optimizer]:
+        found[name_of(trial)] = [Lesson(trial, 0, lr, optimizer, steps=steps)
+                                 for lr in RATES[optimizer]]
     return found
 
 
 def best_rates(rows, optimizer, steps):
-    """{family: the rate with the lowest merged loss}; None while one is not trained."""
+    """{name of a rated trial: the rate with the lowest merged loss}; None while one is not
+    trained."""
     best = {}
     for name, lessons in rate_lessons(optimizer, steps).items():
         if any(lesson not in rows for lesson in lessons):
@@ -118,29 +140,29 @@ SETTINGS = {    # of NoLoCo, m = 10, K = 1 and 10, beside DDP: options of Lesson
 def lessons_of(name, best, seeds, steps):
     """The lessons of a part, in the order of their weight. best: {optimizer: best_rates or
     None}."""
-    rates = best["adam"]
-    primary = list(dict.fromkeys([DDP, *itertools.chain(*PRIMARY)]))
     if name == "why":
         for seed, trial in itertools.product(seeds or FIVE[:3], WHY.values()):
-            yield lesson_of(trial, seed, rates, steps)
+            yield Lesson(trial, seed, WHY_RATE, steps=steps, closely=True)
         return
-    for seed, trial in itertools.product(seeds or FIVE, primary):
-        yield lesson_of(trial, seed, rates, steps)
+    for seed, trial in itertools.product(seeds or FIVE, IN_PRIMARY):
+        yield lesson_of(trial, seed, best, steps)
     for seed in seeds or FIVE[:3]:
         for trial in itertools.chain(grid(), at_10()):
-            if trial not in primary:
-                yield lesson_of(trial, seed, rates, steps)
+            if trial not in IN_PRIMARY:
+                yield lesson_of(trial, seed, best, steps)
         for options in SETTINGS.values():
-            of_optimizer = best[options.get("optimizer", "adam")]
+            optimizer = options.get("optimizer", "adam")
             for trial in DDP, WHOLE, PARTS_OF_10:
-                if of_optimizer:
-                    rate = of_optimizer[family(trial)]
+                if best[optimizer]:
+                    rate = rate_of(trial, best[optimizer], optimizer)
                     yield Lesson(trial, seed, rate, steps=steps, **options)
 
 
-def lesson_of(trial, seed, rates, steps):
+def lesson_of(trial, seed, best, steps):
     """In the plain setting. What WHY compares is watched closely, in either part."""
-    return Lesson(trial, seed, rates[family(trial)], steps=steps, closely=trial in WHY.values())
+    rate = rate_of(trial, best["adam"])
+    closely = trial in WHY.values() and rate == WHY_RATE
+    return Lesson(trial, seed, rate, steps=steps, closely=closely)
 
 
 def measure(name, part, o):
@@ -166,17 +188,24 @@ def measure(name, part, o):
 # ---------------------------------------------------------------- what was found
 
 
-class Rows:
-    """The rows of a part, each trial's at its family's rate."""
+def own_rate(trial, best, optimizer):
+    return rate_of(trial, best[optimizer], optimizer)
 
-    def __init__(self, found):
-        self.best = found["best"]
+
+def rate_of_why(trial, best, optimizer):
+    return WHY_RATE
+
+
+class Rows:
+    """The rows of a part. rate: a function of a trial and the optimizer."""
+
+    def __init__(self, found, rate):
         self.rows = {}
         for row in found["rows"]:
             trial = Trial(**row["trial"])
-            rates = self.best[row["optimizer"]]
-            if rates and rates[family(trial)] == row["lr"]:
-                setting = row["optimizer"], row["replicas"], row["tokens"]
+            optimizer = row["optimizer"]
+            if found["best"][optimizer] and row["lr"] == rate(trial, found["best"], optimizer):
+                setting = optimizer, row["replicas"], row["tokens"]
                 self.rows.setdefault((setting, trial), {})[row["seed"]] = row
 
     def of(self, trial, setting=PLAIN):
@@ -213,26 +242,8 @@ class Rows:
         return pairs
 
 
-def name_of(trial):
-    """As the tables have it."""
-    words = [NAMES[trial.method]]
-    if trial.method != "ddp":
-        words.append(f"m {trial.every}")
-    if trial.ends:
-        words.append(f"embedding and head every {trial.ends}")
-    if trial.fragments > 1:
-        words.append(f"K {trial.fragments}")
-    if trial.delay:
-        words.append(f"D {trial.delay}")
-    if trial.wire != "fp32":
-        words.append("one byte")
-    if trial.group > 2:
-        words.append(f"groups of {trial.group}")
-    return ", ".join(words)
-
-
 def show_fragments(found):
-    rows = Rows(found)
+    rows = Rows(found, own_rate)
     show_rates(found)
     table = Table("primary comparison, nats per byte", "merged", "replicas' mean")
     for trial, base in PRIMARY:
@@ -251,12 +262,13 @@ def show_rates(found):
         setting = row["optimizer"], row["replicas"], row["tokens"]
         if row["seed"] == 0:
             tried[setting, Trial(**row["trial"]), row["lr"]] = row["merged"]
-    for optimizer, (name, trial) in itertools.product(RATES, RATED.items()):
+    for optimizer, trials in RATED.items():
         best = found["best"][optimizer]
-        if best:
-            losses = [tried[setting_of(optimizer), trial, lr] for lr in RATES[optimizer]]
-            table.add(f"{name}, {optimizer.title()}", *(f"{loss:.3f}" for loss in losses),
-                      best[name])
+        for trial in trials:
+            if best:
+                losses = [tried[setting_of(optimizer), trial, lr] for lr in RATES[optimizer]]
+                table.add(f"{name_of(trial)}, {optimizer.title()}",
+                          *(f"{loss:.3f}" for loss in losses), best[name_of(trial)])
     table.end()
 
 
@@ -303,7 +315,7 @@ def show_at_10(rows):
 
 def draw_fragments(plt, found):
     """The merged model's gap to DDP against the bytes that a rank sends, whole and in fragments."""
-    rows = Rows(found)
+    rows = Rows(found, own_rate)
     figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
     for method, (kind, dashes) in itertools.product(("noloco", "diloco"), KINDS.items()):
         x = []
@@ -337,7 +349,7 @@ FINDING = "In fragments the gap to DDP is narrower for the same bytes"
 
 def show_why(found):
     """Of the kinds of fragments, at all ages of a message: the last PERIOD steps."""
-    rows = Rows(found)
+    rows = Rows(found, rate_of_why)
     table = Table("m = 10, D = 0", "merged, nats per byte", "over whole messages",
                   "spread, last 100 steps", "KL of merged from replicas")
     for name, trial in WHY.items():
@@ -375,20 +387,20 @@ def bump(row):
     return row["line"][len(row["line"]) // 2] - ends
 
 
-def has_seeds(found, trials, seeds):
+def has_seeds(found, trials, rate, seeds):
     """Whether all the trials have all their steps and so many seeds."""
     if found.get("steps") or not found["best"]["adam"]:
         return False
-    rows = Rows(found)
+    rows = Rows(found, rate)
     return all(len(rows.of(trial)) >= seeds for trial in trials)
 
 
 def has_all_primary(found, part):
-    return has_seeds(found, itertools.chain(*PRIMARY), len(FIVE))
+    return has_seeds(found, IN_PRIMARY, own_rate, len(FIVE))
 
 
 def has_all_why(found, part):
-    return has_seeds(found, WHY.values(), 3)
+    return has_seeds(found, WHY.values(), rate_of_why, 3)
 
 
 PARTS = {
