@@ -58,13 +58,21 @@ class Lesson:
         return FOLDER / (self.label.replace(", ", "-").replace(" ", "") + ".json")
 
 
-def train_lessons(lessons, watching=None):
-    """Train those whose file is missing. watching(fleet) -> an object that is called after each
-    step, whose `rows()` adds to the rows; for lessons that are watched closely."""
-    missing = [lesson for lesson in lessons if not lesson.file.exists()]
+def train_lessons(lessons, rows, watching=None):
+    """Add to rows, {label: row}, those that are missing: from their files, else by training them.
+
+    watching(fleet) -> an object that is called after each step, whose `rows()` adds to the rows;
+    for lessons that are watched closely.
+    """
+    for lesson in lessons:
+        if lesson.label not in rows and lesson.file.exists():
+            rows[lesson.label] = json.loads(lesson.file.read_text())
+    missing = [lesson for lesson in lessons if lesson.label not in rows]
     for chunk in chunks(missing):
         print(f"{len(chunk)} of {len(missing)} fleets: {chunk[0].kind}", flush=True)
         train_chunk(chunk, watching)
+        for lesson in chunk:
+            rows[lesson.label] = json.loads(lesson.file.read_text())
 
 
 def chunks(lessons):
@@ -97,9 +105,3 @@ def train_chunk(chunk, watching):
         row |= more | dict(steps=one.steps, digest=fleet.digest, machine=machine,
                            torch=torch.__version__, seconds=round(seconds / len(chunk)))
         replace(lesson.file, json.dumps(row))
-
-
-def rows_of(lessons):
-    """{lesson: its row} of those that are trained."""
-    return {lesson: json.loads(lesson.file.read_text()) for lesson in lessons
-            if lesson.file.exists()}
