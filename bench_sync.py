@@ -2,10 +2,11 @@
 
     python bench_sync.py --simulate                            for thousands of replicas
     python bench_sync.py --simulate --params 57e6 --mbit 100   for your own model and link
+    python bench_sync.py --advise --help                       which setting suits your network
     torchrun --nproc-per-node 8 bench_sync.py                  real processes: Gloo or NCCL
 
 Tables are printed, numbers written to runs/results (--out). This file needs noloco.py, torch and
-tqdm.
+tqdm, --advise gossip/ too.
 
 n replicas. A message takes t ~ LogNormal(mu, sigma^2), independently of all others:
 
@@ -71,6 +72,7 @@ def parse(argv=None):
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--simulate", action="store_true", help="the simulations")
+    add("--advise", nargs=argparse.REMAINDER, metavar="...", help="its options: --advise --help")
     add("--params", type=float, help="parameters (default: measured 57e6, simulated 125e6)")
     add("--mbit", type=float, default=1000.0, help="simulated: rate of a link (default: 1000)")
     add("--latency-ms", type=float, default=50.0, help="simulated: t_c (default: 50)")
@@ -81,12 +83,17 @@ def parse(argv=None):
     add("--out", default="runs", help="folder of results/ (default: runs)")
     add("--device", default="auto", choices=["auto", "cpu"], help="auto: a GPU where there is one")
     add("--backend", default="auto", choices=["auto", "gloo"], help="auto: NCCL where it can run")
-    o = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    o = parser.parse_args(words)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if world > 1 and o.simulate:
-        parser.error("--simulate needs no torchrun: python bench_sync.py --simulate")
+    if world > 1 and (o.simulate or o.advise is not None):
+        parser.error("--simulate and --advise need no torchrun: python bench_sync.py --simulate")
+    if o.advise is not None and words[0] != "--advise":
+        parser.error("--advise comes first: python bench_sync.py --advise --params 125e6 ...")
+    if o.advise is not None:
+        return o
     if world == 1 and not o.simulate:
-        parser.error("nothing to do: give --simulate, or torchrun --nproc-per-node 8 bench_sync.py")
+        parser.error("nothing to do: give --simulate, --advise, or use torchrun --nproc-per-node 8")
     for name, (least, most) in RANGES.items():
         value = getattr(o, name)
         if value is not None and not least <= value <= most:
@@ -440,7 +447,10 @@ def save(out, name, result):
 
 def main(argv=None):
     o = parse(argv)
-    if o.simulate:
+    if o.advise is not None:
+        from gossip import advice           # this file runs without gossip/ but for the advice
+        advice.main(o.advise, OneLineParser)
+    elif o.simulate:
         simulate(o)
     else:
         measure(o)
