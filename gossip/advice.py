@@ -9,6 +9,7 @@ costs least perplexity; then the most exact wire; then the fewest fragments K. D
 (docs/stability.md; 1 where m = 1). gossip/pace.py has the formulas and what they leave out. The
 advice says nothing of losses.
 """
+import os
 from dataclasses import replace
 
 from gossip.pace import (ALL_REDUCES, Meetings, Situation, bytes_a_step, bytes_of, message_seconds,
@@ -35,33 +36,52 @@ OPTIONS = (     # name, type, smallest value, largest value, default (None: must
 # ---------------------------------------------------------------- the search
 
 
-def advise(situation, method, **fixed):
+def advise(situation, method, at_once=False, **kind):
     """The Meetings that are advised, or None where messages hold every one tried for too long.
 
-    fixed: fields of Meetings that are given, such as D = 0. Steps are taken to be even.
+    at_once: only D = 0 and K = 1. kind: all_reduce and overlap of the Meetings. Steps are taken to
+    be even.
     """
     even = replace(situation, spread=0)
-    most = 1 if method == "ddp" else MOST_STEPS
-    for m in range(1, most + 1):
-        enough = [meetings for meetings in with_steps(method, m, fixed)
-                  if share_held(even, meetings) < HELD]
+    for m in range(1, most_steps(method) + 1):
+        enough = []
+        for longest in longest_delays(method, m, at_once, kind):
+            if share_held(even, longest) < HELD:
+                enough.append(shortest_delay(even, longest))
         if enough:
             return min(enough, key=plainness)
     return None
 
 
-def with_steps(method, m, fixed):
-    """All Meetings every m steps, with the delays that can differ: from m / K on a longer one hides
-    no more."""
+def most_steps(method):
+    return 1 if method == "ddp" else MOST_STEPS
+
+
+def longest_delays(method, m, at_once, kind):
+    """Meetings every m steps, each wire and K once, with the longest delay: it holds the least.
+
+    Beyond m / K steps a delay hides no more (the wait).
+    """
+    found = []
+    fragments = divisors(m)
+    if at_once:
+        fragments = [1]
     for wire in bytes_of(method):
-        for K in divisors(m):
-            longest = min(m // K, max(1, m // 2))
-            if method == "ddp":
-                longest = 0
-            for D in range(longest + 1):
-                if D == fixed.get("D", D) and K == fixed.get("K", K):
-                    settings = dict(fixed, D=D, K=K)
-                    yield Meetings(method, wire, m, **settings)
+        for K in fragments:
+            D = min(m // K, max(1, m // 2))
+            if at_once or method == "ddp":
+                D = 0
+            found.append(Meetings(method, wire, m, K, D, **kind))
+    return found
+
+
+def shortest_delay(situation, longest):
+    """Meetings like these with the shortest delay that is long enough."""
+    for D in range(longest.D):
+        shorter = replace(longest, D=D)
+        if share_held(situation, shorter) < HELD:
+            return shorter
+    return longest
 
 
 def plainness(meetings):
@@ -74,11 +94,11 @@ def divisors(m):
     return [K for K in range(1, m + 1) if m % K == 0]
 
 
-def least_held(situation, method, **fixed):
+def least_held(situation, method, at_once=False, **kind):
     """The Meetings that hold the least, of those with the largest m that is tried."""
     even = replace(situation, spread=0)
-    most = 1 if method == "ddp" else MOST_STEPS
-    return min(with_steps(method, most, fixed), key=lambda meetings: share_held(even, meetings))
+    tried = longest_delays(method, most_steps(method), at_once, kind)
+    return min(tried, key=lambda meetings: share_held(even, meetings))
 
 
 # ---------------------------------------------------------------- the screen
@@ -93,34 +113,32 @@ def print_advice(situation, all_reduce):
     print()
     print(ROW.format(*HEADINGS))
     sums = {"all_reduce": all_reduce}
-    at_once = {"D": 0, "K": 1}
-    for name, method, fixed in (
+    for name, method, limits in (
             ("DDP", "ddp", sums),
             ("DDP, overlapped", "ddp", dict(sums, overlap=BACKWARD)),
             ("DiLoCo", "diloco", sums),
-            ("DiLoCo, at once", "diloco", dict(sums, **at_once)),
+            ("DiLoCo, at once", "diloco", dict(sums, at_once=True)),
             ("NoLoCo", "noloco", {}),
-            ("NoLoCo, at once", "noloco", at_once)):
-        print(row(name, situation, method, fixed))
+            ("NoLoCo, at once", "noloco", {"at_once": True})):
+        print(row(name, situation, method, limits))
     print()
     print(legend(situation, all_reduce))
 
 
 def question(situation):
-    """What is looked for, in two lines at most."""
+    """What is looked for, in two lines."""
     mbit = situation.rate * 8 / 1e6
-    lines = [f"{situation.params / 1e6:g}M parameters, {situation.replicas} replicas, "
-             f"{situation.step:g} s a step, {mbit:g} Mbit/s, {situation.latency * 1000:g} ms: the "
-             f"fewest steps m between",
-             f"meetings with which messages hold the run for less than {HELD:.0%} of the time."]
-    return "\n".join(lines)
+    return (f"{situation.params / 1e6:g}M parameters, {situation.replicas} replicas, "
+            f"{situation.step:g} s a step, {mbit:g} Mbit/s, {situation.latency * 1000:g} ms.\n"
+            f"The fewest steps m between meetings with which messages hold the run for less than "
+            f"{HELD:.0%}:")
 
 
-def row(name, situation, method, fixed):
+def row(name, situation, method, limits):
     """A method's line: its setting and what it costs, or that there is none."""
-    meetings = advise(situation, method, **fixed)
+    meetings = advise(situation, method, **limits)
     if meetings is None:
-        best = least_held(situation, method, **fixed)
+        best = least_held(situation, method, **limits)
         held = share_held(replace(situation, spread=0), best)
         tried = "" if method == "ddp" else f" for m up to {MOST_STEPS}"
         return (f"{name:<20} none{tried}: at best (K {best.K}, D {best.D}, {best.wire}) a message "
@@ -138,14 +156,12 @@ def row(name, situation, method, fixed):
 def legend(situation, all_reduce):
     lines = [
         "m: --inner-steps, K: --fragments, D: --delay. At once: D = 0, K = 1, as in the papers.",
-        f"Sums in fp32 and bf16 go by {all_reduce}, in int8 each part goes directly. DDP's waits "
-        "for the backward",
-        f"pass, as in train.py; overlapped, it travels during the last {BACKWARD:.2g} of a step.",
-        "MB a step: sent by a replica, mean. Held: of the time, beyond the slowest replica's steps. "
-        "GB: weights,",
-        "gradient, Adam and the method, without activations. Encoding and summing take no time here.",
-        "Fewer steps between meetings are better, not free of loss: docs/results.md has what we "
-        "measured."]
+        f"Sums in fp32 and bf16 go by {all_reduce}; in int8 each part goes directly.",
+        "DDP's begin after the backward pass, as in train.py; overlapped, two thirds of a step "
+        "earlier.",
+        "MB a step: what a replica sends. Held: of the time, beyond the slowest replica's steps.",
+        "GB: weights, gradient, Adam and what the method keeps, without activations.",
+        "Encoding and summing take no time here. Of losses this says nothing: docs/results.md."]
     if situation.slow > 1:
         lines.append(f"One replica's steps take {situation.slow:g} times as long: all wait for it, "
                      "whatever the method.")
@@ -162,12 +178,14 @@ def main(argv, parser_class):
     """What --advise does. parser_class: an ArgumentParser that tells a mistake in one line."""
     parser = parser_class(prog="bench_sync.py --advise", allow_abbrev=False,
                           description="The setting with the fewest steps between meetings.")
-    for name, kind, least, most, default, text in OPTIONS:
+    for name, kind, _, _, default, text in OPTIONS:
         parser.add_argument(f"--{name}", type=kind, required=default is None, default=default,
                             help=text)
     parser.add_argument("--all-reduce", choices=ALL_REDUCES, default="ring",
                         help="how sums in fp32 and bf16 go (default: ring, as Gloo's)")
     o = parser.parse_args(argv)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        parser.error("--advise needs no torchrun: python bench_sync.py --advise ...")
     for name, _, least, most, *_ in OPTIONS:
         value = getattr(o, name.replace("-", "_"))
         if not least <= value <= most:
