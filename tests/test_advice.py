@@ -22,66 +22,76 @@ SMALL = Situation(params=1e6, replicas=8, step=1, rate=1e6, latency=0.1)
 
 
 class Ticking:
-    """A replica of the oracle: its training, and the queue of its thread. Times are whole ticks."""
+    """A replica of the oracle: its training, and the queue of its thread. Times are whole ticks.
 
-    def __init__(self, compute):
-        self.compute = compute      # ticks of its next step
+    compute(step) -> ticks of an inner step; the first is 1. message: ticks of a message. A fragment
+    is due by the rule of NoLoCo.due: fragment k at the steps s + 1 with (s + 1 - k m // K) % m == 0.
+    """
+
+    def __init__(self, meetings, message, compute):
+        self.meetings = meetings
+        self.gap = meetings.m // meetings.K
+        self.message = message
+        self.compute = compute
         self.left = compute(1)
-        self.step = 0               # inner steps done
+        self.step = 0               # inner steps whose arithmetic is done
+        self.merged = 0             # those of them that are over
         self.queue = []             # [number of a message, ticks left], the oldest first
         self.arrived = set()
         self.ends = []              # when each step was over, its merge included
 
-    def waits_for(self, gap, D):
-        """The number of the message without which this step cannot end, or None."""
-        number, rest = divmod(self.step - D, gap)
-        return number if rest == 0 and number > 0 and number not in self.arrived else None
+    def move(self, time):
+        """Do what takes no time. Returns whether there was anything."""
+        if self.queue and self.queue[0][1] == 0:
+            number, _ = self.queue.pop(0)
+            self.arrived.add(number)
+            return True
+        if self.left == 0 and self.step == self.merged:
+            self.step += 1
+            m, K = self.meetings.m, self.meetings.K
+            due = [k for k in range(K) if (self.step - k * m // K) % m == 0]
+            assert len(due) <= 1
+            if due:
+                self.queue.append([self.step // self.gap, self.message])
+            return True
+        if self.step > self.merged and not self.waits():
+            self.merged += 1
+            self.ends.append(time)
+            self.left = self.compute(self.step + 1)
+            return True
+        return False
+
+    def waits(self):
+        """Whether a message is not there that this step merges."""
+        number, rest = divmod(self.step - self.meetings.D, self.gap)
+        return rest == 0 and number > 0 and number not in self.arrived
+
+    def sends(self):
+        """The number of the message that its thread has come to, or None."""
+        return self.queue[0][0] if self.queue else None
 
 
 def ticked(meetings, message, steps, computes, groups):
     """When each replica (steps, replicas) ended its steps, by a clock that ticks.
 
-    message: ticks of a message. groups(number) -> the groups, tuples of replicas, of that message.
-    Fragments are due by the rule of NoLoCo.due: at (s + 1 - k m // K) % m == 0.
+    groups(number) -> the groups, tuples of replicas, that exchange the message of that number.
     """
-    m = meetings.m
-    K = meetings.K
-    gap = m // K
-    replicas = [Ticking(compute) for compute in computes]
+    replicas = [Ticking(meetings, message, compute) for compute in computes]
     time = 0
     while any(len(r.ends) < steps for r in replicas):
-        # Whatever can happen at this tick without time passing, until nothing more does.
-        changed = True
-        while changed:
-            changed = False
-            for r in replicas:
-                if r.left == 0:                                 # a step's arithmetic is just done
-                    r.left = -1
-                    r.step += 1
-                    due = [k for k in range(K) if (r.step - k * m // K) % m == 0]
-                    assert len(due) <= 1
-                    if due:
-                        r.queue.append([r.step // gap, message])
-                    changed = True
-                if r.left == -1 and r.waits_for(gap, meetings.D) is None:
-                    r.ends.append(time)
-                    r.left = r.compute(r.step + 1)
-                    changed = True
-            for r in replicas:
-                if r.queue and r.queue[0][1] == 0:
-                    number, _ = r.queue.pop(0)
-                    r.arrived.add(number)
-                    changed = True
-        time += 1
         for r in replicas:
+            while r.move(time):
+                pass
+        time += 1
+        heads = [r.sends() for r in replicas]
+        for i, r in enumerate(replicas):
             if r.left > 0:
                 r.left -= 1
-        heads = [r.queue[0][0] if r.queue else None for r in replicas]
-        for i, r in enumerate(replicas):
-            if r.queue:
-                group = next(g for g in groups(heads[i]) if i in g)
-                if all(heads[j] == heads[i] for j in group):    # partners' threads have come to it
-                    r.queue[0][1] -= 1
+            if heads[i] is None:
+                continue
+            group = next(group for group in groups(heads[i]) if i in group)
+            if all(heads[j] == heads[i] for j in group):        # the partners have come to it, too
+                r.queue[0][1] -= 1
     return torch.tensor([r.ends[:steps] for r in replicas]).T
 
 
@@ -123,7 +133,8 @@ def test_a_slow_replica_keeps_all_others_waiting_with_random_pairs_too():
 
 
 @pytest.mark.parametrize("method", ["diloco", "noloco"])
-@pytest.mark.parametrize("m, K, D", [(1, 1, 0), (1, 1, 1), (4, 1, 0), (4, 1, 2), (4, 2, 1), (4, 4, 3), (6, 3, 2)])
+@pytest.mark.parametrize("m, K, D", [
+    (1, 1, 0), (1, 1, 1), (4, 1, 0), (4, 1, 2), (4, 2, 1), (4, 4, 3), (6, 3, 2)])
 def test_clocks_with_uneven_steps_are_those_of_the_ticking_clock(method, m, K, D):
     n, rounds = 4, 5
     message = 17 // K
@@ -196,7 +207,8 @@ def test_bytes_are_those_of_the_sums_and_codecs(wire, n):
     assert bytes_a_step(situation, Meetings("diloco", wire, m=4, K=2)) == total / 4
     codec = OneByte()
     codec.fit(torch.zeros(1 << 20), [1 << 20])
-    assert bytes_a_step(situation, Meetings("noloco", "int8")) == pytest.approx(codec.bytes(1 << 20), rel=1e-4)
+    pair = bytes_a_step(situation, Meetings("noloco", "int8"))
+    assert pair == pytest.approx(codec.bytes(1 << 20), rel=1e-4)
 
 
 @pytest.mark.parametrize("method, wire, D", [
