@@ -2,10 +2,11 @@
 
     python bench_sync.py --simulate                            for thousands of replicas
     python bench_sync.py --simulate --params 57e6 --mbit 100   for your own model and link
+    python bench_sync.py --advise --help                       which setting suits your network
     torchrun --nproc-per-node 8 bench_sync.py                  real processes: Gloo or NCCL
 
 Tables are printed, numbers written to runs/results (--out). This file needs noloco.py, torch and
-tqdm.
+tqdm, --advise gossip/ too.
 
 n replicas. A message takes t ~ LogNormal(mu, sigma^2), independently of all others:
 
@@ -25,8 +26,7 @@ parameters and at sigma = 0
     all-reduce by halving and doubling: 2 log2 n t_c + 2 (n - 1) / n B / rate
     NoLoCo: t_c + B / rate                                                                     (B5)
 
-The paper counts two exchanges for a pair. NoLoCo here needs one, of theta, where gamma = beta (Eq.
-N2' in noloco.py).
+The paper counts two exchanges for a pair. NoLoCo here needs one where gamma = beta (noloco.N2').
 """
 import argparse
 import json
@@ -71,6 +71,7 @@ def parse(argv=None):
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--simulate", action="store_true", help="the simulations")
+    add("--advise", action="store_true", help="before options of its own: --advise --help")
     add("--params", type=float, help="parameters (default: measured 57e6, simulated 125e6)")
     add("--mbit", type=float, default=1000.0, help="simulated: rate of a link (default: 1000)")
     add("--latency-ms", type=float, default=50.0, help="simulated: t_c (default: 50)")
@@ -83,10 +84,12 @@ def parse(argv=None):
     add("--backend", default="auto", choices=["auto", "gloo"], help="auto: NCCL where it can run")
     o = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))
+    if o.advise:
+        parser.error("--advise comes first: python bench_sync.py --advise --params 125e6 ...")
     if world > 1 and o.simulate:
         parser.error("--simulate needs no torchrun: python bench_sync.py --simulate")
     if world == 1 and not o.simulate:
-        parser.error("nothing to do: give --simulate, or torchrun --nproc-per-node 8 bench_sync.py")
+        parser.error("nothing to do: give --simulate, --advise, or use torchrun --nproc-per-node 8")
     for name, (least, most) in RANGES.items():
         value = getattr(o, name)
         if value is not None and not least <= value <= most:
@@ -117,10 +120,8 @@ def pair_closed_form(spread):
 
 
 def tree_all_reduce(up, down):
-    """(B2) for any n: up[j] and down[j] (trials) are times between node j of a heap and its parent.
-
-    The parent is j // 2. The replicas are nodes n ... 2n-1.
-    """
+    """(B2) for any n: up[j] and down[j] (trials) are times between node j of a heap and its parent,
+    node j // 2. The replicas are nodes n ... 2n-1."""
     last = len(up)                                  # 2n
     ready = torch.zeros_like(up)
     levels = []                                     # (first node, node after the last) of each
@@ -141,11 +142,9 @@ def pair_average(t):
 
 
 def all_reduce(rounds):
-    """Seconds (trials) of an all-reduce. A round is (whom each rank hears, times of what each
-    sends).
-
-    The times are (n, trials). A rank sends once it has what the round before brought: in a ring to
-    the next rank, by halves (a butterfly) to the one at a distance.
+    """Seconds (trials) of an all-reduce. A round is (whom each rank hears, times (n, trials) of
+    what each sends). A rank sends once it has what the round before brought: in a ring to the next
+    rank, by halves (a butterfly) to the one at a distance.
     """
     clock = torch.zeros(())
     for source, t in rounds:
@@ -154,9 +153,8 @@ def all_reduce(rounds):
 
 
 def reductions(n, spread, latency, seconds, generator):
-    """{name: sample() -> (trials)} of synchronising n replicas once.
-
-    The whole vector's bytes take `seconds` on a link.
+    """{name: sample() -> (trials)} of synchronising n replicas once. The whole vector's bytes take
+    `seconds` on a link.
     """
     many = max(4, (1 << 20) // n)
     few = max(4, (1 << 15) // n)
@@ -199,7 +197,6 @@ def estimate(sample, relative=0.004):
 
 def training(n, inner_steps, outer_steps, trials, generator):
     """{name: total times (B4) after each of outer_steps, for each of inner_steps, of each trial}.
-
     "alone" forgets at every outer step who was late: a pair then costs E max(S_1, S_2), as in the
     paper's analysis.
     """
@@ -269,9 +266,8 @@ def tree_over_pair(n, pairs, relative, generator):
 
 
 def training_ratios(n, draws, generator):
-    """DiLoCo's time over NoLoCo's, {name: rows}: a row for each of OUTER_STEPS.
-
-    A row holds (ratio, standard error) for each of INNER_STEPS.
+    """DiLoCo's time over NoLoCo's, {name: rows}: a row for each of OUTER_STEPS, which holds
+    (ratio, standard error) for each of INNER_STEPS.
     """
     found = {"NoLoCo": [[] for _ in OUTER_STEPS], "alone": [[] for _ in OUTER_STEPS]}
     many, few = max(40, 4096 // n), max(4, 1024 // n)           # few inner steps vary most
@@ -439,7 +435,11 @@ def save(out, name, result):
 
 
 def main(argv=None):
-    o = parse(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["--advise"]:
+        from gossip import advice           # nothing else here needs gossip/
+        return advice.main(words[1:], OneLineParser)
+    o = parse(words)
     if o.simulate:
         simulate(o)
     else:

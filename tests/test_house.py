@@ -10,7 +10,8 @@ from tests.harness import HERE
 ROOMS = ("noloco.py", "model.py", "skippipe.py", "train.py", "bench_sync.py", "test_minimal.py",
          "gossip", "plumbing", "planning", "survive", "tools", "experiments", "tests")
 IMPORTS = {     # of ours; a room that is not named here may import everything
-    "noloco.py": [], "model.py": [], "bench_sync.py": ["noloco"],
+    "noloco.py": [], "model.py": [],
+    "bench_sync.py": ["noloco", "gossip.advice"],       # gossip.advice by --advise only
     "skippipe.py": ["planning.__main__"],       # by `python skippipe.py` only
     "gossip": ["noloco", "gossip"],
     "planning": ["skippipe", "planning", "plumbing.processes", "plumbing.drawing"],
