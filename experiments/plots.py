@@ -11,8 +11,8 @@ partial     perplexity with 100, 75 and 50% of the stages, trained with and with
 Each line says a number, what was expected, and whether it is within the tolerance. Numbers go to
 DIR/results, pictures to DIR/figures (default: runs/plots). The exit status is 1 where a part failed
 or a number is outside. Finished runs of train.py are kept in runs/headline-* and not run again.
---quick: the same on less, in under two minutes, which says little about losses. These are small
-copies of the experiments behind docs/results.md; their expected numbers are in experiments/claims.py.
+--quick: the same on less, in under two minutes, which says little about losses. All are small
+copies of the experiments behind docs/results.md; experiments/claims.py has what is expected.
 """
 import argparse
 import os

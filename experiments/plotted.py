@@ -1,6 +1,7 @@
 """What experiments/plots.py measures, and how it is drawn: functions of each for every part.
 
-A part's numbers have "quick", whether they are a try, and "scale", their scale in words.
+Where a part has less to do for a try, its numbers have "quick", whether they are one, and "scale",
+in words.
 """
 import contextlib
 import io
@@ -29,7 +30,7 @@ from skippipe import Problem, Search, Task, full_paths
 def title(found, finding, subject):
     """A picture's title: the finding; of a try its subject."""
     if found["quick"]:
-        return f"{subject} (a try: {found['scale']}, too little for a finding)"
+        return f"{subject} (a try: {found['scale']})"
     return finding
 
 
@@ -57,15 +58,17 @@ LINES = {       # from above: (its name in the picture, colour, dashes)
     FRAGMENTS: ("NoLoCo,\nfragments", "NoLoCo", ":"), DILOCO: ("DiLoCo", "DiLoCo", "-"),
     DDP: ("DDP", "DDP", "-"),
 }
+EQUAL = DDP, DILOCO      # replicas, after an outer step
 
 
 def measure_loss(quick):
-    steps, replicas, seeds = STEPS, REPLICAS, SEEDS
+    """Evaluations come right after an outer step, of DiLoCo as of NoLoCo."""
+    steps, replicas, seeds, every = STEPS, REPLICAS, SEEDS, 20
     if quick:
-        steps, replicas, seeds = 20, 2, (0,)
+        steps, replicas, seeds, every = 20, 2, (0,), 10
     settings = []
     for label, method in METHODS.items():
-        options = f"{LEARN} {method} --steps {steps} --eval-every {steps // 8}"
+        options = f"{LEARN} {method} --steps {steps} --eval-every {every}"
         settings.append(Setting(label, options, replicas, merged_loss))
     return run_settings("loss", settings, seeds, f"{steps} steps, {replicas} replicas", quick)
 
@@ -90,13 +93,16 @@ def draw_loss(plt, found):
         band(axes["steps"], curves, steps, **style)
         if label != NEVER:          # it sends nothing
             band(axes["bytes"], curves, sent, **style)
-        if label != DDP:            # whose replicas are equal
+        if label not in EQUAL:
             spreads = [run.curves["weight_spread"] for run in runs[label]]
             band(axes["spread"], spreads, steps, **style)
-    end = statistics.mean(run.final for run in runs[NEVER])
-    axes["bytes"].axhline(end, color=COLOURS["local"], lw=1, label="_never, 0 MB")
     for name in "steps", "bytes":
         focus(axes[name], losses)
+    end = statistics.mean(run.final for run in runs[NEVER])
+    axes["bytes"].axhline(end, color=COLOURS["local"], lw=1)
+    axes["bytes"].annotate("never sends none", (0.48, end),
+                           xycoords=("axes fraction", "data"), xytext=(0, 3),
+                           textcoords="offset points", color=COLOURS["local"])
     label_loss(axes, found, figure)
     return figure
 
@@ -113,19 +119,22 @@ def label_loss(axes, found, figure):
     gap, never = claims.over_ddp(found, NOLOCO), claims.over_ddp(found, NEVER)
     share = claims.share_of_bytes(found, NOLOCO)
     finding = (f"NoLoCo ends {gap:.0%} over DDP in perplexity and sends {share:.0%} of its bytes; "
-               f"replicas that never average end {never:.0%} over")
+               f"never averaging ends {never:.0%} over")
     figure.suptitle(
         title(found, finding, "Loss against steps and bytes, and the spread of the replicas") +
         f"\n({found['scale']}, {counted(len(rows), 'seed')}; NoLoCo averages pairs every 10 steps, "
-        "DiLoCo all every 20; fragments: a tenth of the weights every step)", x=0.01, ha="left")
+        "DiLoCo all every 20)", x=0.01, ha="left")
     axes["steps"].set(xlabel="steps (bands: range of the seeds)",
                       ylabel="held-out nats per byte, replicas' mean", title="Loss against steps")
     axes["bytes"].set_xscale("log")
-    axes["bytes"].set(xlabel="MB sent per replica to synchronise",
-                      title="Loss against bytes (never: its end)")
+    ticks = (1, 3, 10, 30, 100, 300)
+    axes["bytes"].set(xlabel="MB sent per replica to synchronise", title="Loss against bytes",
+                      xlim=(0.8, 330), xticks=ticks, xticklabels=ticks)
+    axes["bytes"].minorticks_off()
     axes["spread"].set_yscale("log")
     axes["spread"].set(xlabel="steps", ylabel="weight spread",
-                       title="Averages hold replicas together (DDP's are equal)")
+                       title="Averages hold replicas together (after outer steps; those of DDP and "
+                       "DiLoCo are equal)")
     for axis in axes.values():
         label_ends(axis)
 
@@ -157,27 +166,27 @@ def draw_sync(plt, found):
 # ---------------------------------------------------------------- skip
 
 KEPT, EACH, ROUNDS = 4, 3, 2        # the published instance: stages kept, paths per origin, rounds
-BARS = {FULL: "full", RANDOM: "random", NO_TC2: "50%", PLANNED: "25%"}      # colours
+PATIENCE = 60.0     # seconds of planning at most; an idle machine needs less than one
+BARS = {FULL: "full", RANDOM: "random", NO_TC2: "25%", PLANNED: "25%"}      # colours
 
 
 def measure_skip(quick):
-    """The published instance, planned four ways, and the timelines of two."""
+    """The published instance, planned four ways, and the timelines of two. A try is the same."""
     network, _ = published_network()
-    limit = 2.0 if quick else 10.0
     with tqdm(total=len(PUBLISHED), unit="method") as progress:
 
         def tell(method):
             progress.set_postfix_str(method)
             progress.update()
 
-        rows, plan = compare_methods(network, KEPT, EACH, ROUNDS, seconds=limit, tell=tell)
+        rows, plan = compare_methods(network, KEPT, EACH, ROUNDS, seconds=PATIENCE, tell=tell)
     seconds = {}
     for name, row in zip(PUBLISHED, rows, strict=True):
         seconds[name] = row["seconds"]
     search = Search(Problem(network, len(network.stages), 1))
     full = search.dispatch(full_paths(network.stages, EACH * ROUNDS))
     timelines = {FULL: full.timeline, PLANNED: plan.result.timeline}
-    return dict(seconds=seconds, timelines=timelines, quick=quick, scale=f"{limit:g} s of planning")
+    return dict(seconds=seconds, timelines=timelines)
 
 
 def draw_times(plt, found):
@@ -198,8 +207,7 @@ def draw_times(plt, found):
     finding = (f"SkipPipe, which skips a third of the stages, shortens an iteration by "
                f"{shorter:.0%}")
     axis.set(xlabel="seconds per iteration, simulated: 20 nodes in 12 cities (the published full "
-             "pipeline runs 27 microbatches, ours 30)", xlim=(0, 95),
-             title=title(found, finding, "SkipPipe's iteration times"))
+             "pipeline runs 27 microbatches, ours 30)", xlim=(0, 95), title=finding)
     return figure
 
 
@@ -207,18 +215,19 @@ def draw_timelines(plt, found):
     """What each node does when, in the full pipeline and in SkipPipe's plan."""
     network, names = published_network()
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 5.4), sharey=True)
-    end = max(found["seconds"].values())
+    seconds, waits = found["seconds"], {}
     for axis, (name, rows) in zip(axes, found["timelines"].items()):
         timeline = [Task(*row) for row in rows]
-        draw_timeline(axis, network, timeline, names, until=end)
+        draw_timeline(axis, network, timeline, names, until=max(seconds.values()))
         busy = sum(task.end - task.start for task in timeline)
-        share = busy / (len(names) * found["seconds"][name])
-        axis.set_title(f"{name}: {found['seconds'][name]:.1f} s, a node works {share:.0%} of it")
+        waits[name] = 1 - busy / (len(names) * seconds[name])
+        axis.set_title(f"{name}: {seconds[name]:.1f} s, a node waits {waits[name]:.0%} of it")
     axes[1].tick_params(axis="y", labelleft=False)
     axes[1].legend(loc="lower right", title="white: the node waits")
-    finding = "Planned paths that skip a third of the stages keep the nodes at work"
-    figure.suptitle(title(found, finding, "Timelines of the full and the planned pipeline"),
-                    x=0.01, ha="left")
+    finding = ("Planned paths, which skip a third of the stages, keep the nodes waiting for "
+               f"{waits[PLANNED] * seconds[PLANNED]:.0f} s instead of "
+               f"{waits[FULL] * seconds[FULL]:.0f} s")
+    figure.suptitle(finding, x=0.01, ha="left")
     return figure
 
 
