@@ -92,10 +92,10 @@ def mean_curve(found, label, key):
 
 def spread_follows_rate(found):
     """Pearson's correlation of NoLoCo's weight spread with the learning rate after the warm-up;
-    None with too few evaluations."""
+    None with too few evaluations, or where all replicas are equal."""
     spread, rate = mean_curve(found, NOLOCO, "weight_spread"), mean_curve(found, NOLOCO, "lr")
     top = rate.index(max(rate))
-    if len(rate) - top < 4:
+    if len(rate) - top < 4 or max(spread[top:]) == 0:
         return None
     return statistics.correlation(spread[top:], rate[top:])
 
@@ -117,8 +117,9 @@ def of_loss(found):
                       "0.91 to 0.97)", spread_follows_rate(found), 0.95, 0.08, ".2f", whole))
     never = mean_curve(found, NEVER, "weight_spread")[-1]
     noloco = mean_curve(found, NOLOCO, "weight_spread")[-1]
-    told.append(Claim("weight spread at the end, never over NoLoCo, every 10 (Fig. 4)",
-                      never / noloco, 39, 15, ".0f", whole))
+    ratio = never / noloco if noloco > 0 else None      # two replicas, a pair, are equal
+    told.append(Claim("weight spread at the end, never over NoLoCo, every 10 (Fig. 4)", ratio, 39,
+                      15, ".0f", whole))
     return told
 
 
