@@ -33,13 +33,14 @@ def draw_timeline(axis, network, timeline, names=None, until=None):
     (default: the last task's end). Two pipelines side by side share one time axis where both get
     the longer one's makespan."""
     rows = rows_of(network)
+    gap = 0.4 if len(rows) <= NAMED else 0      # white, so that tasks in a row can be told apart
     for kind, tone in TONES.items():
         tasks = [task for task in timeline if task.kind == kind]
         axis.barh(
             y=[rows[task.rank] for task in tasks],
             left=[task.start for task in tasks],
             width=[task.end - task.start for task in tasks],
-            height=0.8, linewidth=0, color=tone, label=kind)
+            height=0.8, color=tone, edgecolor="white", linewidth=gap, label=kind)
     axis.grid(False)
     axis.set(xlim=(0, until or max(task.end for task in timeline)), ylim=(-0.6, len(rows) - 0.4))
     axis.set_xlabel("seconds (simulated)", loc="left")

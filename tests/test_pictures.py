@@ -138,6 +138,10 @@ def test_the_command_line_draws_and_writes_the_plan_that_it_made(tmp_path, monke
     result = simulate(NETWORK, paths, order=plan["order"])
     assert len(paths) == 30 and result.makespan == pytest.approx(plan["makespan"])
     assert plan["makespan"] >= plan["bound"] > 33 and check(NETWORK, paths[:15], 4) == []
+    for rank, tasks in enumerate(plan["order"]):        # as docs/planning.md says where a hop is
+        for u, hop in tasks:
+            path, n = paths[u], len(paths[u])
+            assert rank == (path[hop] if hop < n else path[0] if hop == n else path[2 * n - hop])
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     seen = {(e["tid"], e["args"]["microbatch"], e["args"]["hop"], e["ts"]) for e in events}
     assert seen == {(t.rank, t.microbatch, t.hop, round(1e6 * t.start)) for t in result.timeline}

@@ -21,6 +21,7 @@ import train
 from model import Llama
 from noloco import flatten
 from planning import search
+from planning.__main__ import main as planning_main
 from planning.instance import published_network
 from planning.methods import random_valid_paths
 from planning.replan import TimedBackwards
@@ -235,6 +236,10 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(replan, trained, tmp_pa
     goes_on_to_the_bit(tmp_path / "runs/x", 2)
     assert_kept(tmp_path / "runs/x", (0, plan))
     assert checkpoint(tmp_path / "runs/x", 2, 3)["plan"] == plan and 0 < plan["makespan"] < 60
+    planning_main(["--plan", str(tmp_path / "runs/x/plan.json"), "--trace", str(tmp_path / "trace.json")])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert len(ends) == sum(map(len, plan["order"])) and max(ends) == round(1e6 * plan["makespan"])
 
 
 def test_ranks_without_work_in_a_plan_are_named(trained, tmp_path):
