@@ -6,9 +6,14 @@ export OMP_NUM_THREADS = 1
 export MALLOC_MMAP_THRESHOLD_ = 33554432
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: train test faults soak figures emulate headline hosts clean
+.PHONY: train plots test faults soak figures emulate headline hosts clean
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
+
+# the papers' headline plots beside their expected numbers, into runs/plots: at most 15 minutes on 2
+# idle cores. QUICK=1: a try of each, under 2 minutes, into runs/plots/quick
+plots: .venv/ready
+	$(BIN)/python -m experiments.plots $(if $(QUICK),--quick)
 
 # three tests at a time; then, by themselves, the tests that measure rates and times
 test: .venv/ready

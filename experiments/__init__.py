@@ -5,6 +5,9 @@
     comparing.py    intervals, Holm's correction, tables
     pictures.py     the style, lines of several seeds, labels at the lines' ends
 
+    plots.py        `make plots`: small copies of the headlines, beside their expected numbers
+                    (claims.py), measured and drawn by plotted.py
+
     losses.py       convergence: DDP, DiLoCo, NoLoCo, local
     variations.py   the same with a BPE's tokens, the papers' outer step, larger steps
     replicas.py     the gap to DDP against bytes, delays, 2 to 64 replicas (trained by fleet.py)
