@@ -235,6 +235,10 @@ def test_installed_sources_are_each_in_one_part_once_without_licences(packages, 
     assert 0 < len(val) < 12
     corpus = load_corpus(options("--data", tmp_path / "out", "--seq-len", 16, "--eval-sequences", 2))
     assert len(corpus.heldout) >= 17
+    code, said = captured(0, 1, installed.main, [str(tmp_path / "some"), "--megabytes", "0.003"])
+    some, held = texts_of(tmp_path / "some")
+    assert code == 0 and 20 < len(some + held) < 60 and sum(map(len, some + held)) <= 3000, said
+    assert set(some) < set(train_) and set(held) <= set(val)
     # elsewhere, with other names, the tokens are the same
     packages.rename(packages.with_name("lib")).joinpath("p0").rename(packages.with_name("lib") / "z")
     monkeypatch.setattr(installed, "package_folders", lambda: {packages.with_name("lib")})

@@ -45,7 +45,9 @@ def _outer(rank, world, backend, device, kind, settings, steps, late=None):
     dist.init_process_group(backend)
     dist.barrier()
     model, xs, ys = small_model(rank)
-    model, xs, ys = model.to(device), xs.to(device), ys.to(device)
+    model = model.to(device)
+    xs = xs.to(device)
+    ys = ys.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = kind(model.parameters(), **settings)
     for step in range(steps):
@@ -187,6 +189,7 @@ def test_planned_paths_and_replan_over_nccl(links, corpus, tmp_path, gpu):
         argv += " --links links.json"
     run(5, "--data", corpus, "--name", "x", *SMALL, *argv.split(), "--replan", "0.01", "--device", "cuda",
         "--backend", "nccl", cwd=tmp_path, main=_train)
-    first, *_, last = [line for line in metrics(tmp_path / "runs/x") if "event" not in line]
+    lines = [line for line in metrics(tmp_path / "runs/x") if "event" not in line]
+    first, last = lines[0], lines[-1]
     assert last["step"] == 24 and math.isfinite(last["heldout_loss"])
     assert last["heldout_loss"] < first["heldout_loss"]

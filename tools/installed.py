@@ -41,6 +41,8 @@ def write_installed(argv):
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer.json (default: bytes)")
     parser.add_argument("--vocab", type=int,
                         help="first train a BPE of so many tokens, and write it as --tokenizer")
+    parser.add_argument("--megabytes", type=float, default=float("inf"),
+                        help="of text at most (default: all)")
     a = parser.parse_args(argv)
     forbid((a.vocab and not a.tokenizer, "--vocab trains a tokenizer: give the file to write, too, "
             "as --tokenizer"),
@@ -48,7 +50,7 @@ def write_installed(argv):
             f"{a.tokenizer} exists: give --tokenizer another file, or leave out --vocab"),
            (a.vocab is not None and not 257 <= a.vocab <= 1 << 16,
             f"--vocab {a.vocab}: takes 257 (256 bytes and the end) to 65536 (uint16)"))
-    files = distinct(source_files(package_folders()))
+    files = some_of(distinct(source_files(package_folders())), 1e6 * a.megabytes)
     if a.vocab:
         train_tokenizer(files, a.vocab, a.tokenizer)
     tokenizer = load_tokenizer(a.tokenizer)
@@ -89,6 +91,18 @@ def distinct(paths):
         raise BadInput(f"only {len(found)} files of source code are installed: give train.py other "
                        "text as --data")
     return dict(sorted(found.items()))
+
+
+def some_of(files, size):
+    """The first of them that are together no larger than so many bytes; at least 20."""
+    found = {}
+    total = 0
+    for digest, path in files.items():
+        total += path.stat().st_size
+        if total > size and len(found) >= 20:
+            break
+        found[digest] = path
+    return found
 
 
 def is_held_out(digest):
