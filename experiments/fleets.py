@@ -58,13 +58,14 @@ class Lesson:
         return FOLDER / (self.label.replace(", ", "-").replace(" ", "") + ".json")
 
 
-def train_lessons(lessons, watching=None):
+def train_lessons(lessons, watching=None, more=""):
     """Train those whose file is missing. watching(fleet) -> an object that is called after each
-    step, whose `rows()` adds to the rows; for lessons that are watched closely."""
+    step, whose `rows()` adds to the rows; for lessons that are watched closely. more: options of
+    train.py that no finding has, such as fewer held-out sequences for a try."""
     missing = [lesson for lesson in lessons if not lesson.file.exists()]
     for chunk in chunks(missing):
         print(f"{len(chunk)} of {len(missing)} fleets: {chunk[0].kind}", flush=True)
-        train_chunk(chunk, watching)
+        train_chunk(chunk, watching, more)
 
 
 def chunks(lessons):
@@ -78,11 +79,11 @@ def chunks(lessons):
             yield same[start:start + most]
 
 
-def train_chunk(chunk, watching):
+def train_chunk(chunk, watching, more):
     """Train lessons of one class, and write a file for each."""
     one = chunk[0]
     options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
-               f"--optimizer {one.optimizer}")
+               f"--optimizer {one.optimizer} {more}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     trials = [lesson.trial for lesson in chunk]

@@ -71,7 +71,8 @@ class Plan:
         return min(lessons, key=lambda lesson: rows[lesson]["merged"]).lr
 
 
-TRY = Plan(replicas=2, tokens=(128, 256), steps=12, noloco=(2, 4), diloco=(4, 8), seeds=(0,))
+TRY = Plan(replicas=2, tokens=(128, 256), steps=8, noloco=(2, 4), diloco=(4, 8), seeds=(0,))
+TRY_OPTIONS = "--eval-sequences 8 --warmup 4"
 ON_CPU = Plan(tokens=(512, 2048, 8192), seeds=(0,))
 
 
@@ -96,18 +97,19 @@ def plan_of(o):
 def measure(o, clock):
     """Train what is missing, as long as there is time. Raises OutOfTime."""
     plan = plan_of(o)
-    train_while(clock, list(plan.lessons(plan.seeds[0], lambda *_: plan.rates)))
+    more = TRY_OPTIONS if o.tiny else ""
+    train_while(clock, list(plan.lessons(plan.seeds[0], lambda *_: plan.rates)), more)
     for seed in plan.seeds[1:]:
-        train_while(clock, list(plan.lessons(seed, lambda *at: (plan.best_rate(*at),))))
+        train_while(clock, list(plan.lessons(seed, lambda *at: (plan.best_rate(*at),))), more)
 
 
-def train_while(clock, lessons):
+def train_while(clock, lessons, more):
     """Fleet after fleet. Lessons of one kind come one after the other."""
     for _, same in itertools.groupby(lessons, lambda lesson: lesson.kind):
         waiting = [lesson for lesson in same if not lesson.file.exists()]
         while waiting:
             chunk = waiting[:fitting(clock, waiting[0])]
-            train_lessons(chunk)
+            train_lessons(chunk, more=more)
             del waiting[:len(chunk)]
 
 
