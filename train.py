@@ -375,9 +375,9 @@ class Routes:
             return random_paths(self.stages, self.o.microbatches, step, self.o.seed), None
         return full_paths(self.stages, self.o.microbatches), None
 
-    def makespan(self):
-        """Simulated seconds of an iteration (None: no plan)."""
-        return self.plan and self.plan["makespan"]
+    def in_force(self):
+        """The plan of the coming step, as `plan_paths` returns it (None: no plan)."""
+        return self.plan
 
     def living(self):
         """The ranks of each stage: all, unless survive/ goes round the dead."""

@@ -13,10 +13,10 @@ import torch
 import train
 from experiments.fleet import Fleet, Trial
 from experiments.replicas import LEARN, SEQUENCES
-from plumbing.report import replace
+from plumbing.files import replace
 
 FOLDER = Path("runs", "fleets")
-MODELS = 64             # trained in one fleet at most, so that a process needs little memory
+MODELS = 32             # trained in one fleet at most, so that a process needs little memory
 
 
 @dataclass(frozen=True)

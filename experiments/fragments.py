@@ -8,39 +8,41 @@ why         what the replicas differ in (experiments/apart.py), and two kinds of
 
 Adam, fp32, 1024 tokens a replica and step, 600 steps and 8 replicas, where nothing else is said;
 plain averages. m: steps between an outer step and the next of the same weights; K: fragments; D:
-delay. RATED holds where each method's learning rate, the best of three, is found: on seed 0.
-PRIMARY holds the comparisons that were named before the runs. They have five seeds, the others
-three.
+delay. Each trial of RATED has the best of three learning rates, by the merged loss on seed 0, the
+others the rate of the nearest one. PRIMARY holds the comparisons that were named before the runs.
+They have five seeds, the others three.
 """
 import itertools
+import math
 import statistics
+from dataclasses import replace
 
 from experiments import apart
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
 from experiments.fleets import Lesson, rows_of, train_lessons
-from experiments.harness import Part, headline
-from experiments.replicas import DDP
+from experiments.harness import Part, headline, title_of
+from experiments.pictures import COLOURS, WIDTH, bars, label_ends
+from experiments.replicas import (DDP, LENGTH, SEQUENCES, bytes_of_ddp, in_percent, mean_loss,
+                                  merged_loss)
 from experiments.results import over
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
-RATED = {
-    "DDP": DDP,
-    "NoLoCo, K = 1": Trial("noloco", 10),
-    "NoLoCo, K > 1": Trial("noloco", 10, fragments=10),
-    "DiLoCo, K = 1": Trial("diloco", 20),
-    "DiLoCo, K > 1": Trial("diloco", 20, fragments=20),
-}
 NAMES = {"noloco": "NoLoCo", "diloco": "DiLoCo", "ddp": "DDP"}
-WHOLE, PARTS_OF_10 = RATED["NoLoCo, K = 1"], RATED["NoLoCo, K > 1"]
+WHOLE, PARTS_OF_10 = Trial("noloco", 10), Trial("noloco", 10, fragments=10)
 PRIMARY = (     # each over the other
     (PARTS_OF_10, WHOLE),
     (Trial("noloco", 10, 1, fragments=10), Trial("noloco", 10, 5)),
-    (PARTS_OF_10, RATED["DiLoCo, K > 1"]),
+    (PARTS_OF_10, Trial("diloco", 20, fragments=20)),
     (Trial("noloco", 2, fragments=2), Trial("diloco", 4, fragments=4)),
 )
+IN_PRIMARY = tuple(dict.fromkeys([DDP, *itertools.chain(*PRIMARY)]))
+RATED = {"adam": (*IN_PRIMARY, Trial("diloco", 20)), "muon": (DDP, WHOLE, PARTS_OF_10)}
+# The embedding, the last norm and the head are a fifth of the weights: the bytes of m = 10.
+TWO_PACES = Trial("noloco", 16, ends=4)
 EVERY = 2, 4, 10, 20, 50
 FIVE = 0, 1, 2, 3, 4
+WHY_RATE = 3e-3         # of all of WHY: what replicas differ in depends on the rate
 WHY = {
     "whole messages": WHOLE,
     "fragments: own partners, in turn": PARTS_OF_10,
@@ -49,28 +51,58 @@ WHY = {
     "DiLoCo, whole": Trial("diloco", 10),
     "DiLoCo, fragments": Trial("diloco", 10, fragments=10),
 }
+PLAIN = "adam", 8, SEQUENCES * LENGTH       # optimizer, replicas, tokens of a replica's step
+
+
+def setting_of(optimizer="adam", replicas=8, sequences=SEQUENCES):
+    return optimizer, replicas, sequences * LENGTH
 
 
 # ---------------------------------------------------------------- what is trained
 
 
-def family(trial):
-    """The key in RATED of the trial's method."""
-    if trial.method == "ddp":
-        return "DDP"
-    return f"{NAMES[trial.method]}, K {'= 1' if trial.fragments == 1 else '> 1'}"
+def name_of(trial):
+    """As the tables have it."""
+    words = [NAMES[trial.method]]
+    if trial.method != "ddp":
+        words.append(f"m {trial.every}")
+    if trial.ends:
+        words.append(f"embedding and head every {trial.ends}")
+    if trial.fragments > 1:
+        words.append(f"K {trial.fragments}")
+    if trial.delay:
+        words.append(f"D {trial.delay}")
+    if trial.wire != "fp32":
+        words.append("one byte")
+    if trial.group > 2:
+        words.append(f"groups of {trial.group}")
+    return ", ".join(words)
+
+
+def rate_of(trial, best, optimizer="adam"):
+    """The rate found for the trial, or for the nearest one that was rated: of its method, whole or
+    in fragments like it, then by m, then by whether it is delayed."""
+    alike = [rated for rated in RATED[optimizer] if rated.method == trial.method and
+             (rated.fragments > 1) == (trial.fragments > 1)]
+
+    def distance(rated):
+        return abs(math.log(rated.every / trial.every)), (rated.delay > 0) != (trial.delay > 0)
+
+    return best[name_of(min(alike, key=distance))]
 
 
 def rate_lessons(optimizer, steps):
-    """{family: [a Lesson for each rate]} on seed 0."""
+    """{name of a rated trial: [a Lesson for each rate]} on seed 0."""
     found = {}
-    for name, trial in RATED.items():
-        found[name] = [Lesson(trial, 0, lr, optimizer, steps=steps) for lr in RATES[optimizer]]
+    for trial in RATED[optimizer]:
+        found[name_of(trial)] = [Lesson(trial, 0, lr, optimizer, steps=steps)
+                                 for lr in RATES[optimizer]]
     return found
 
 
 def best_rates(rows, optimizer, steps):
-    """{family: the rate with the lowest merged loss}; None while one is not trained."""
+    """{name of a rated trial: the rate with the lowest merged loss}; None while one is not
+    trained."""
     best = {}
     for name, lessons in rate_lessons(optimizer, steps).items():
         if any(lesson not in rows for lesson in lessons):
@@ -95,9 +127,7 @@ def at_10():
     for count in 1, 10:
         yield Trial("noloco", 10, wire="int8", fragments=count)
         yield Trial("noloco", 10, group=4, fragments=count)
-    for m in 3, 4:
-        yield Trial("noloco", m)
-    yield Trial("noloco", 10, ends=5)
+    yield TWO_PACES
 
 
 SETTINGS = {    # of NoLoCo, m = 10, K = 1 and 10, beside DDP: options of Lesson
@@ -110,26 +140,29 @@ SETTINGS = {    # of NoLoCo, m = 10, K = 1 and 10, beside DDP: options of Lesson
 def lessons_of(name, best, seeds, steps):
     """The lessons of a part, in the order of their weight. best: {optimizer: best_rates or
     None}."""
-    rates = best["adam"]
     if name == "why":
-        for seed in seeds or FIVE[:3]:
-            for trial in WHY.values():
-                yield Lesson(trial, seed, rates[family(trial)], steps=steps, closely=True)
+        for seed, trial in itertools.product(seeds or FIVE[:3], WHY.values()):
+            yield Lesson(trial, seed, WHY_RATE, steps=steps, closely=True)
         return
-    primary = list(dict.fromkeys([DDP, *itertools.chain(*PRIMARY)]))
-    for seed in seeds or FIVE:
-        for trial in primary:
-            yield Lesson(trial, seed, rates[family(trial)], steps=steps)
+    for seed, trial in itertools.product(seeds or FIVE, IN_PRIMARY):
+        yield lesson_of(trial, seed, best, steps)
     for seed in seeds or FIVE[:3]:
         for trial in itertools.chain(grid(), at_10()):
-            if trial not in primary:
-                yield Lesson(trial, seed, rates[family(trial)], steps=steps)
+            if trial not in IN_PRIMARY:
+                yield lesson_of(trial, seed, best, steps)
         for options in SETTINGS.values():
-            of_optimizer = best[options.get("optimizer", "adam")]
+            optimizer = options.get("optimizer", "adam")
             for trial in DDP, WHOLE, PARTS_OF_10:
-                if of_optimizer:
-                    rate = of_optimizer[family(trial)]
+                if best[optimizer]:
+                    rate = rate_of(trial, best[optimizer], optimizer)
                     yield Lesson(trial, seed, rate, steps=steps, **options)
+
+
+def lesson_of(trial, seed, best, steps):
+    """In the plain setting. What WHY compares is watched closely, in either part."""
+    rate = rate_of(trial, best["adam"])
+    closely = trial in WHY.values() and rate == WHY_RATE
+    return Lesson(trial, seed, rate, steps=steps, closely=closely)
 
 
 def measure(name, part, o):
@@ -155,14 +188,226 @@ def measure(name, part, o):
 # ---------------------------------------------------------------- what was found
 
 
+def own_rate(trial, best, optimizer):
+    return rate_of(trial, best[optimizer], optimizer)
+
+
+def rate_of_why(trial, best, optimizer):
+    return WHY_RATE
+
+
+class Rows:
+    """The rows of a part. rate: a function of a trial and the optimizer."""
+
+    def __init__(self, found, rate):
+        self.rows = {}
+        for row in found["rows"]:
+            trial = Trial(**row["trial"])
+            optimizer = row["optimizer"]
+            if found["best"][optimizer] and row["lr"] == rate(trial, found["best"], optimizer):
+                setting = optimizer, row["replicas"], row["tokens"]
+                self.rows.setdefault((setting, trial), {})[row["seed"]] = row
+
+    def of(self, trial, setting=PLAIN):
+        """{seed: row}, perhaps of no seed."""
+        return self.rows.get((setting, trial), {})
+
+    def losses(self, trial, loss=merged_loss, setting=PLAIN):
+        return [loss(row) for row in self.of(trial, setting).values()]
+
+    def mean(self, trial, loss=merged_loss):
+        """Of all seeds, as a cell; None without any."""
+        losses = self.losses(trial, loss)
+        return f"{statistics.mean(losses):.3f}" if losses else None
+
+    def nats_over(self, trial, base, loss=merged_loss, setting=PLAIN):
+        """Seed by seed; None where no seed has both."""
+        pairs = self.pairs(trial, base, loss, setting)
+        return Comparison([a - b for a, b in pairs]) if pairs else None
+
+    def gap(self, trial, setting=PLAIN, loss=merged_loss):
+        """Perplexity over DDP's, seed by seed; None where no seed has both."""
+        pairs = self.pairs(trial, DDP, loss, setting)
+        if not pairs:
+            return None
+        losses, others = zip(*pairs)
+        return Comparison(over(losses, others), "+.1%")
+
+    def pairs(self, trial, base, loss, setting):
+        others = self.of(base, setting)
+        pairs = []
+        for seed, row in self.of(trial, setting).items():
+            if seed in others:
+                pairs.append((loss(row), loss(others[seed])))
+        return pairs
+
+
 def show_fragments(found):
-    print(found["best"])
+    rows = Rows(found, own_rate)
+    show_rates(found)
+    table = Table("primary comparison, nats per byte", "merged", "replicas' mean")
+    for trial, base in PRIMARY:
+        table.add(f"{name_of(trial)} over {name_of(base)}", rows.nats_over(trial, base),
+                  rows.nats_over(trial, base, mean_loss))
+    table.end()
+    show_grid(rows)
+    show_delays(rows)
+    show_at_10(rows)
 
 
-PARTS = {"fragments": Part(None, show_fragments, None, {}, measure=measure,
-                           is_whole=lambda found, part: not found.get("steps")),
-         "why": Part(None, show_fragments, None, {}, measure=measure,
-                           is_whole=lambda found, part: not found.get("steps"))}
+def show_rates(found):
+    table = Table("merged, seed 0, nats per byte", "smaller rate", "middle", "larger", "best")
+    tried = {}
+    for row in found["rows"]:
+        setting = row["optimizer"], row["replicas"], row["tokens"]
+        if row["seed"] == 0:
+            tried[setting, Trial(**row["trial"]), row["lr"]] = row["merged"]
+    for optimizer, trials in RATED.items():
+        best = found["best"][optimizer]
+        for trial in trials:
+            if best:
+                losses = [tried[setting_of(optimizer), trial, lr] for lr in RATES[optimizer]]
+                table.add(f"{name_of(trial)}, {optimizer.title()}",
+                          *(f"{loss:.3f}" for loss in losses), best[name_of(trial)])
+    table.end()
+
+
+def show_grid(rows):
+    """All m, at once: whole and in as many fragments as steps."""
+    table = Table("D = 0", "merged, K = 1", "merged, K = m", "merged: K = m over K = 1",
+                  "K = m, over DDP's")
+    for method, m in itertools.product(("noloco", "diloco"), EVERY):
+        whole, parts = Trial(method, m), Trial(method, m, fragments=m)
+        table.add(f"{NAMES[method]}, m {m}", rows.mean(whole), rows.mean(parts),
+                  rows.nats_over(parts, whole), rows.gap(parts))
+    table.end()
+
+
+def show_delays(rows):
+    table = Table("merged, nats per byte", "K = 1, D = 1", "K = m, D = 1", "K = 1, D = m / 2",
+                  "K = m, D = 1 over K = 1, D = m / 2")
+    for method, m in itertools.product(("noloco", "diloco"), EVERY):
+        parts, half = Trial(method, m, 1, fragments=m), Trial(method, m, m // 2)
+        table.add(f"{NAMES[method]}, m {m}", rows.mean(Trial(method, m, 1)), rows.mean(parts),
+                  rows.mean(half), rows.nats_over(parts, half))
+    table.end()
+
+
+def show_at_10(rows):
+    """Every 10 steps: other numbers of fragments and other settings."""
+    table = Table("every 10 steps", "merged", "merged, over whole messages",
+                  "merged, over DDP's")
+    for trial in at_10():
+        base = replace(trial, fragments=1)
+        if trial == TWO_PACES:
+            base = WHOLE
+        over_whole = rows.nats_over(trial, base) if trial != base else None
+        table.add(name_of(trial), rows.mean(trial), over_whole, rows.gap(trial))
+    for name, options in SETTINGS.items():
+        setting = setting_of(**options)
+        for trial in WHOLE, PARTS_OF_10:
+            losses = rows.losses(trial, setting=setting)
+            over_whole = rows.nats_over(trial, WHOLE, setting=setting) if trial != WHOLE else None
+            table.add(f"{name_of(trial)}, {name}", losses and f"{statistics.mean(losses):.3f}",
+                      over_whole, rows.gap(trial, setting))
+    table.end()
+
+
+def draw_fragments(plt, found):
+    """The merged model's gap to DDP against the bytes that a rank sends, whole and in fragments."""
+    rows = Rows(found, own_rate)
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
+    for method, (kind, dashes) in itertools.product(("noloco", "diloco"), KINDS.items()):
+        x = []
+        points = []
+        for m in EVERY:
+            trial = Trial(method, m, fragments=m if kind == "in fragments" else 1)
+            more = rows.gap(trial)
+            if more:
+                x.append(100 * bytes_of_ddp(trial, 8))
+                points.append(in_percent(more))
+        if x:
+            bars(axis, points, x, COLOURS[NAMES[method]], ls=dashes,
+                 label=f"{NAMES[method]}, {kind}")
+    axis.set_xscale("log")
+    ticks = (50, 25, 10, 5, 2, 1)
+    axis.set(xlim=(60, 0.7), xticks=ticks, xticklabels=[f"{tick}%" for tick in ticks],
+             xlabel="bytes that a rank sends to synchronise, of DDP's (fewer to the right; fp32, "
+             "8 replicas, Adam)", ylabel="perplexity over DDP's, %\n(bars: range of the seeds)",
+             title=title_of(found, FINDING, "Whole messages and fragments"))
+    axis.minorticks_off()
+    label_ends(axis)
+    return figure
+
+
+KINDS = {"whole messages": "--", "in fragments": "-"}
+FINDING = "In fragments the gap to DDP is narrower for the same bytes"
+
+
+# ---------------------------------------------------------------- what replicas differ in
+
+
+def show_why(found):
+    """Of the kinds of fragments, at all ages of a message: the last PERIOD steps."""
+    rows = Rows(found, rate_of_why)
+    table = Table("m = 10, D = 0", "merged, nats per byte", "over whole messages",
+                  "spread, last 100 steps", "KL of merged from replicas")
+    for name, trial in WHY.items():
+        base = Trial(trial.method, 10)
+        spread = [statistics.mean(row["spreads"][-100:]) for row in rows.of(trial).values()]
+        distance = [later_mean(row["distance_by_age"]) for row in rows.of(trial).values()]
+        if spread:
+            table.add(name, rows.mean(trial), base != trial and rows.nats_over(trial, base) or None,
+                      f"{statistics.mean(spread):.2e}", f"{statistics.mean(distance):.4f}")
+    table.end()
+    table = Table("replicas' mean less merged", "all ages", "just after an outer step",
+                  "just before the next", "middle of a line between two, less its ends")
+    for name, trial in WHY.items():
+        if rows.of(trial):
+            costs = [cost_by_age(row) for row in rows.of(trial).values()]
+            bumps = [bump(row) for row in rows.of(trial).values()]
+            table.add(name, *(f"{statistics.mean(values):.4f}" for values in (
+                [later_mean(cost) for cost in costs], [cost[-1] for cost in costs],
+                [cost[-2] for cost in costs], bumps)))
+    table.end()
+
+
+def later_mean(by_age):
+    """Over one whole period: the first of the PERIOD + 1 steps is left out."""
+    return statistics.mean(by_age[1:])
+
+
+def cost_by_age(row):
+    """Nats per byte at the last steps."""
+    return [mean - merged for mean, merged in zip(row["mean_by_age"], row["merged_by_age"])]
+
+
+def bump(row):
+    ends = (row["line"][0] + row["line"][-1]) / 2
+    return row["line"][len(row["line"]) // 2] - ends
+
+
+def has_seeds(found, trials, rate, seeds):
+    """Whether all the trials have all their steps and so many seeds."""
+    if found.get("steps") or not found["best"]["adam"]:
+        return False
+    rows = Rows(found, rate)
+    return all(len(rows.of(trial)) >= seeds for trial in trials)
+
+
+def has_all_primary(found, part):
+    return has_seeds(found, IN_PRIMARY, own_rate, len(FIVE))
+
+
+def has_all_why(found, part):
+    return has_seeds(found, WHY.values(), rate_of_why, 3)
+
+
+PARTS = {
+    "fragments": Part(None, show_fragments, None, {"fragments": draw_fragments}, measure=measure,
+                      is_whole=has_all_primary),
+    "why": Part(None, show_why, None, {}, measure=measure, is_whole=has_all_why),
+}
 
 if __name__ == "__main__":
     headline(__doc__, PARTS)

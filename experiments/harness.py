@@ -32,7 +32,7 @@ from experiments.pictures import picture
 from experiments.results import ROOT, kept_result, mean_final, results, save_result
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
-from plumbing.report import replace
+from plumbing.files import replace
 from survive import parts as surviving
 
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.

@@ -2,32 +2,19 @@
 import statistics
 from pathlib import Path
 
+from plumbing.drawing import COLOURS, WIDTH, pyplot     # noqa: F401, for all parts
 from plumbing.processes import BadInput
-
-# Mostly Okabe and Ito's, safe for the colour-blind. One for each method or kind of paths, in every
-# picture.
-COLOURS = {"DDP": "#000000", "DiLoCo": "#0072B2", "NoLoCo": "#D55E00", "local": "#CC79A7",
-           "groups": "#8C510A", "full": "#000000", "planned": "#777777", "25%": "#009E73",
-           "50%": "#882255", "random": "#E69F00"}
-WIDTH = 9       # inches: at 900 pixels 9.5 points are 13 pixels high
-STYLE = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
-         "legend.fontsize": 9.5,
-         "figure.titlesize": 10.5, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
-         "axes.spines.right": False, "lines.markersize": 4, "figure.constrained_layout.use": True}
 
 
 def picture(out, name, draw, found):
     """Write draw(plt, found) -> figure to OUT/figures/NAME.png. Raises BadInput without
     matplotlib."""
     try:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise BadInput("no picture without matplotlib: pip install '.[plot]'")
+        plt = pyplot()
+    except ImportError as error:
+        raise BadInput(str(error))
     path = Path(out, "figures", f"{name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    plt.rcParams.update(STYLE)
     figure = draw(plt, found)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from experiments.results import ROOT
-from plumbing.report import replace, say_time
+from plumbing.files import replace
+from plumbing.report import say_time
 
 SAVING = 60.0           # seconds that a run which is stopped may take to write its checkpoint
 

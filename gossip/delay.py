@@ -142,7 +142,7 @@ class Delayed(Travelling):
                              f"{delay}")
         super().__init__(outer, messenger)
         self.delay = delay
-        self.sent = torch.empty_like(outer.theta)
+        self.sent = torch.zeros_like(outer.theta)
         self.message = torch.empty_like(self.sent) if outer.spoils else self.sent
 
     @torch.no_grad()
@@ -190,12 +190,14 @@ class Delayed(Travelling):
             theta.add_(outer.phi[piece])
 
     def state_dict(self):
-        return dict(super().state_dict(), sent=self.sent if self.flying else None)
+        """`sent` is a tensor also where nothing is under way: torch.distributed.checkpoint loads
+        into the tensors that a new process has."""
+        return dict(super().state_dict(), sent=self.sent, flying=self.flying is not None)
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
         sent = state.get("sent")                        # without a delay there is none
-        if sent is not None:
+        if state.get("flying", sent is not None):       # older states: None told that nothing was
             self.sent.copy_(sent)
             self.depart(self.outer.current - 1)         # the outer step in which it had left
 

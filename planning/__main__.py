@@ -3,6 +3,8 @@
     python -m planning                                          # a table, and the paths
     python -m planning --sizes 7,5,5,5,5,5,5,5 --kept 6         # 42 nodes in the same cities
     python -m planning --instance mine.json                     # your own delay, compute and stages
+    python -m planning --picture plan.png --trace trace.json    # what each node does when
+    python -m planning --plan runs/NAME/plan.json --picture plan.png    # a run's newest plan
 """
 import json
 import math
@@ -14,7 +16,10 @@ from pathlib import Path
 from planning.arguments import PlanningParser, make_writable
 from planning.assign import assign_stages
 from planning.instance import published_network, read_instance, spread_network
+from planning.kept import as_json, read_plan
 from planning.methods import compare_methods, print_paths, print_table
+from planning.pictures import trace, write_picture
+from plumbing.drawing import pyplot
 from skippipe import Problem, Search
 
 PATIENCE = 5.0      # seconds; of first plans that take longer, a line says how long
@@ -42,7 +47,12 @@ OPTIONS = (     # name, type, default, help
      "nodes that are not there, e.g. 5,17; dead origins take their microbatches along"),
     ("seconds", float, 10.0,
      "limit of the planning, first plans excepted; of the assignment (--sizes) too"),
-    ("results", str, "runs/skippipe.json", "numbers, paths and order of dispatch; '' for none"),
+    ("results", str, "runs/skippipe.json",
+     "the plan as JSON: paths, order of dispatch and numbers; '' for none"),
+    ("picture", str, "",
+     "draw the plan's timeline, and where nodes have names the map of its paths: .png, .svg, .pdf"),
+    ("trace", str, "", "write the timeline as a Chrome trace, for Perfetto or chrome://tracing"),
+    ("plan", str, "", "plan nothing: draw the newest plan of a run's plan.json"),
     ("save", str, "", "write the network to this file, in the form of --instance"),
 )
 
@@ -61,8 +71,9 @@ def read_network(o):
 
 
 def understand(o):
-    """(network, names, (kept, microbatches, rounds)). Raises ValueError or OSError where nothing
-    can be planned or written, so any exception after it is a mistake in this program."""
+    """(network, names, (kept, microbatches, rounds)). Raises ValueError, OSError or ImportError
+    where nothing can be planned, drawn or written, so any exception after it is a mistake in this
+    program."""
     if not 0 <= o.seconds < math.inf:
         raise ValueError(f"--seconds takes a time from 0, not {o.seconds}")
     network, names = read_network(o)
@@ -71,10 +82,20 @@ def understand(o):
         kept = round(2 / 3 * len(network.stages))
     work = (kept, o.microbatches, o.rounds)
     Problem(network, *work, dead=o.dead)        # refuses what cannot be planned
-    for file in (o.results, o.save):
+    prepare_files(o, o.results, o.save)
+    return network, names, work
+
+
+def prepare_files(o, *others):
+    """See that --picture, --trace and the other files can be written. Raises ValueError, OSError or
+    ImportError."""
+    if o.picture:
+        if Path(o.picture).suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--picture {o.picture}: must end in .png, .svg or .pdf")
+        pyplot()
+    for file in (o.picture, o.trace, *others):
         if file:
             make_writable(file)
-    return network, names, work
 
 
 def first_plans_take(network, work, dead):
@@ -122,14 +143,39 @@ def plan_and_show(o, network, names, work):
     rows, found = compare_methods(network, *work, o.dead, o.seconds, teller(network, work, o.dead))
     print_table(network, work, o.dead, rows, found.bound)
     print_paths(network, names, found.paths, o.dead)
-    results = dict(about="simulated by python skippipe.py", bound=found.bound, methods=rows,
-                   stages=network.stages, names=names, rounds=o.rounds, paths=found.paths,
-                   order=found.order)
+    show(o, network, found.paths, found.result, found.bound, names)
+    kept, microbatches, rounds = work
+    made = dict(by="python skippipe.py", kept=kept, microbatches=microbatches, rounds=rounds,
+                dead=o.dead)
+    results = as_json(network.stages, found.paths * rounds, found.order, found.makespan,
+                      found.bound, made, methods=rows, names=names)
     instance = dict(asdict(network), names=names)
     for file, data in ((o.results, results), (o.save, instance)):
         if file:
-            Path(file).write_text(json.dumps(data) + "\n")
-            print(f"written to {file}")
+            write_json(file, data)
+
+
+def show(o, network, paths, result, bound, names=None):
+    """Write --picture and --trace."""
+    if o.picture:
+        write_picture(o.picture, network, paths, result, bound, names)
+        print(f"written to {o.picture}")
+    if o.trace:
+        write_json(o.trace, trace(network, result.timeline, names))
+
+
+def write_json(file, data):
+    Path(file).write_text(json.dumps(data) + "\n")
+    print(f"written to {file}")
+
+
+def read_kept(o):
+    """The plan of --plan, as `show` takes it. Raises ValueError, OSError or ImportError."""
+    if not (o.picture or o.trace):
+        raise ValueError(f"--plan {o.plan}: give --picture or --trace as well")
+    found = read_plan(o.plan)
+    prepare_files(o)
+    return found
 
 
 def main(argv=None, program="python -m planning"):
@@ -138,11 +184,12 @@ def main(argv=None, program="python -m planning"):
         shown = f" (default: {default})" if default else ""
         parser.add_argument("--" + name, type=kind, default=default, help=text + shown)
     o = parser.parse_args(argv)
+    understood, act = (read_kept, show) if o.plan else (understand, plan_and_show)
     try:
-        problem = understand(o)
-    except (ValueError, OSError) as error:
+        problem = understood(o)
+    except (ValueError, OSError, ImportError) as error:
         parser.error(error)
-    plan_and_show(o, *problem)
+    act(o, *problem)
 
 
 if __name__ == "__main__":

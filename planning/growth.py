@@ -15,6 +15,7 @@ from planning.arguments import PlanningParser, make_writable
 from planning.assign import assign_stages
 from planning.instance import published_network, spread_network
 from planning.search import shorter_plan
+from plumbing.drawing import STYLE, WIDTH
 
 LIMITS = {20: 10, 42: 30, 84: 30, 168: 30, 504: 60, 1008: 120}     # nodes: seconds
 COLUMNS = ("nodes", "limit, s", "CPU, s", "iteration, s", "bound, s", "gap, %", "peak memory, MiB")
@@ -38,17 +39,13 @@ def planned_within(nodes, limit):
 
 
 def draw_growth(rows, file):
-    """The gap to the bound by nodes. The style is that of experiments/pictures.py, which this room
-    may not import."""
+    """The gap to the bound by nodes."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    style = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
-             "axes.grid": True, "grid.alpha": 0.3,
-             "axes.spines.top": False, "axes.spines.right": False}
     first, searched = rows[::2], rows[1::2]
     sizes = [nodes for nodes, *_ in searched]
-    with rc_context(style):
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.6))
         axis = figure.subplots()
         lines = ("first plan", first, "#777777"), ("after the search", searched, "#D55E00")
         for name, some, colour in lines:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from plumbing.files import atomic
 from plumbing.processes import BadInput, forbid, one_line, restarts
-from plumbing.report import Log, Meter, atomic
+from plumbing.report import Log, Meter
 
 FORM = 4        # the version of what is saved; other versions are refused
 

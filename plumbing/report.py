@@ -1,8 +1,6 @@
 """What a run says: first lines, progress bar, metrics.jsonl (docs/metrics.md), last lines."""
-import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -13,8 +11,10 @@ from tqdm import tqdm
 
 from model import count_parameters
 from gossip.window import gamma_bound
+from plumbing.files import replace
 from plumbing.gpu import gpu_columns, gpu_row
 from plumbing.options import gamma_of
+from plumbing.plans import KeptPlans
 from plumbing.spread import whole_spread
 
 # What a rank counts over the whole run. A checkpoint keeps it; metrics.jsonl has the ranks' sum.
@@ -79,26 +79,6 @@ def counts(run):
     if run.average:
         found["sync_bytes"] += run.average.bytes_sent
     return found
-
-
-@contextlib.contextmanager
-def atomic(file):
-    """The file, open to write bytes; it changes as a whole or not at all."""
-    half = file.with_suffix(".tmp")
-    try:
-        with open(half, "wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(half, file)
-    finally:
-        half.unlink(missing_ok=True)            # it is there only after an error
-
-
-def replace(file, text):
-    """Write a text file, as a whole or not at all."""
-    with atomic(file) as out:
-        out.write(text.encode())
 
 
 # ---- before the run
@@ -240,6 +220,8 @@ class Log:
         self.began = run.step
         self.paced_from = None          # (steps, seconds of training) after about FIRST steps
         self.pace_is_said = False
+        self.plans = KeptPlans(run)
+        self.losses = {}                # what the bar says: its words, and the number
         if self.job.leads:
             replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
             replace(self.file, "".join(line + "\n" for line in self.kept()))
@@ -265,9 +247,16 @@ class Log:
         """Move the bar to this step."""
         step = self.run.step
         if step % 10 == 0 or step == 1:
-            self.bar.set_postfix_str(f"loss {float(loss) / max(1, home):.3f}", refresh=False)
+            self.show("loss", float(loss) / max(1, home))
         self.bar.update(step - self.bar.n)
+        self.plans.keep()
         self.say_pace()
+
+    def show(self, name, loss):
+        """Let the bar say a loss beside the others. None: not any more."""
+        self.losses[name] = loss
+        known = [f"{name} {loss:.3f}" for name, loss in self.losses.items() if loss is not None]
+        self.bar.set_postfix_str(", ".join(known), refresh=False)
 
     def say_pace(self):
         """Say once how long this run will take: a busy machine may need much longer than others."""
@@ -293,11 +282,11 @@ class Log:
         heldout: the loss of each pipeline of this origin (empty: no origin).
         """
         meter = self.run.meter
+        plan = self.run.routes.in_force()           # a new plan may be made after this
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
                    syncs=len(meter.syncs), waited=sum(meter.syncs),
                    iteration=statistics.median_high(meter.iterations),
-                   simulated=self.run.routes.makespan(),      # before a new plan is made
-                   gpu=gpu_row(self.job.device))
+                   simulated=plan and plan["makespan"], gpu=gpu_row(self.job.device))
         meter.loss, meter.home = 0.0, 0
         meter.iterations = []
         return row
@@ -319,6 +308,7 @@ class Log:
         if line["weight_spread"] is None and line["compared"]:
             numbers.append(f"weight spread unknown ({line['compared']} ranks came to compare)")
         numbers.append(f"{line['ranks']} of {self.job.world} ranks")
+        self.show("held-out", line["heldout_loss"])
         told = [event["line"] for event in events]
         told.append(f"step {line['step']}: {', '.join(numbers)}")
         self.bar.write("\n".join(told), file=sys.stdout)
@@ -365,7 +355,9 @@ class Log:
         self.bar.close()
         if self.job.leads:
             line = json.loads(self.file.read_text().splitlines()[-1])
-            self.job.say([*say(line, LAST), f"kept in {self.run.folder}"])
+            folder = self.run.folder
+            self.job.say([*say(line, LAST),
+                          f"kept in {folder}; a picture: python -m tools.plot {folder}"])
 
 
 def by_column(rows):

@@ -31,8 +31,8 @@ class SurvivingRoutes(Routes):
         plan = self.present_plan
         return (plan["paths"], plan["order"]) if plan else super().at(step)
 
-    def makespan(self):
-        return self.present_plan and self.present_plan["makespan"]
+    def in_force(self):
+        return self.present_plan
 
     def go_round(self, step):
         """After a death or a return: new paths. Raises Gone when there are none."""

@@ -214,7 +214,7 @@ def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(mo
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(trained, tmp_path, wire):
     trained(4, "--wire", wire, "--inner-steps", 4, "--delay", "half", "--steps", 10, "--save-every", 1)
-    assert checkpoint(tmp_path / "runs/x", 9, 0)["outer"]["sent"] is not None
+    assert checkpoint(tmp_path / "runs/x", 9, 0)["outer"]["flying"]
     goes_on_to_the_bit(tmp_path / "runs/x", 10, options=["--delay", "half"])
 
 
@@ -223,7 +223,7 @@ def test_fragments_with_messages_under_way_go_on_to_the_bit(trained, tmp_path, h
     trained(4, *how.split(), "--fragments", 4, "--inner-steps", 4, "--delay", 2, "--steps", 11,
             "--save-every", 1)
     fragments = checkpoint(tmp_path / "runs/x", 10, 0)["outer"]["fragments"]
-    flying = [fragment["sent"] is not None for fragment in fragments]
+    flying = [fragment["flying"] for fragment in fragments]
     assert len(flying) == 4 and sum(flying) == 2            # one departs at each step, for two steps
     whole = [checkpoint(tmp_path / "runs/x", 11, rank)["outer"]["fragments"] for rank in range(4)]
     goes_on_to_the_bit(tmp_path / "runs/x", 11)

@@ -13,7 +13,7 @@ IMPORTS = {     # of ours; a room that is not named here may import everything
     "noloco.py": [], "model.py": [], "bench_sync.py": ["noloco"],
     "skippipe.py": ["planning.__main__"],       # by `python skippipe.py` only
     "gossip": ["noloco", "gossip"],
-    "planning": ["skippipe", "planning", "plumbing.processes"],
+    "planning": ["skippipe", "planning", "plumbing.processes", "plumbing.drawing"],
     "plumbing": ["noloco", "gossip", "model", "skippipe", "planning", "plumbing"],
 }
 EQUATIONS = {"N": "noloco.py", "S": "skippipe.py", "B": "bench_sync.py", "M": "gossip/onebyte.py",

@@ -287,37 +287,6 @@ def test_the_pages_delays_and_fragments_train_and_merge_as_it_says(how):
         assert found == mean
 
 
-def _transformers(rank, world, folder):
-    """This rank's weights after each step. The batches differ, so equal weights tell averaged gradients."""
-    transformers = pytest.importorskip("transformers")
-    noloco_trainer = recipe("trainers.md", "transformers.Trainer")["noloco_trainer"]
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
-    tokens = torch.randint(32, (64, 8), generator=torch.Generator().manual_seed(0))
-    args = transformers.TrainingArguments(
-        folder, max_steps=6, per_device_train_batch_size=2, ddp_backend="gloo", report_to=[], use_cpu=True,
-        average_tokens_across_devices=False, max_grad_norm=0, save_strategy="no", logging_strategy="no",
-        disable_tqdm=True, learning_rate=1e-2)
-    weights = []
-
-    class Watch(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
-
-    dataset = [dict(input_ids=row, labels=row) for row in tokens]
-    trainer = noloco_trainer(model, args, dataset, inner_steps=3, alpha=0, beta=1)
-    trainer.add_callback(Watch)
-    trainer.train()
-    dist.barrier()
-    return weights
-
-
-def test_the_transformers_trainer_keeps_replicas_apart_between_outer_steps(tmp_path):
-    pytest.importorskip("accelerate")
-    assert [a == b for a, b in zip(*processes(2, _transformers, str(tmp_path)))] == [False, False, True] * 2
-
-
 # ---------------- gloo_interface
 
 

@@ -21,6 +21,7 @@ import train
 from model import Llama
 from noloco import flatten
 from planning import search
+from planning.__main__ import main as planning_main
 from planning.instance import published_network
 from planning.methods import random_valid_paths
 from planning.replan import TimedBackwards
@@ -231,8 +232,14 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(replan, trained, tmp_pa
     trained(4, "--stages", "2,1,1", "--skip", 0.33, "--replan", replan, "--steps", 2, "--save-every", 1,
             "--eval-every", 1)
     plan = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]
+    assert_kept(tmp_path / "runs/x", (0, plan))
     goes_on_to_the_bit(tmp_path / "runs/x", 2)
+    assert_kept(tmp_path / "runs/x", (0, plan))
     assert checkpoint(tmp_path / "runs/x", 2, 3)["plan"] == plan and 0 < plan["makespan"] < 60
+    planning_main(["--plan", str(tmp_path / "runs/x/plan.json"), "--trace", str(tmp_path / "trace.json")])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert len(ends) == sum(map(len, plan["order"])) and max(ends) == round(1e6 * plan["makespan"])
 
 
 def test_ranks_without_work_in_a_plan_are_named(trained, tmp_path):
@@ -321,7 +328,19 @@ def test_training_goes_round_a_node_that_becomes_slow(trained, tmp_path):
     assert rows[16]["simulated_seconds"] == new["makespan"]
     for step, plan in ((12, first), (16, new)):
         assert rows[step]["iteration_seconds"] > 0.999 * takes(slow, plan)
+    assert_kept(folder, (0, first), (12, new))
     goes_on_to_the_bit(folder, 16, world=5)         # on the new plan
+    assert_kept(folder, (0, first), (12, new))
+
+
+def assert_kept(folder, *plans):
+    """plan.json holds these plans, (the step from which it holds, the plan), and no others."""
+    rows = json.loads((folder / "plan.json").read_text())
+    for row, (step, plan) in zip(rows, plans, strict=True):
+        assert row["step"] == step and row["bound"] <= row["makespan"] and row["dead"] == []
+        assert [row[key] for key in ("paths", "order", "makespan", "network")] == [
+            json.loads(json.dumps(plan[key])) for key in ("paths", "order", "makespan", "network")]
+        assert row["stages"] == plan["network"]["stages"] and row["made"]["routing"] == "skippipe"
 
 
 class Clocked:

@@ -206,6 +206,11 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
         assert victim in missed or fault in (Fault.CRASH_IN_CHECKPOINT, Fault.DIE_IN_EVALUATION)
     elif dies:
         assert [e["ranks"] for e in events if e["event"] == "dead"] == [[victim]]
+        if job == "skip" and fault is not Fault.LOSE_NODE_0:
+            dead = next(e["step"] for e in events if e["event"] == "dead")
+            whole, rest = json.loads((tmp_path / "runs/x/plan.json").read_text())
+            assert (whole["step"], rest["step"], whole["dead"], rest["dead"]) == (0, dead, [], [victim])
+            assert not any(victim in path for path in rest["paths"])
         # what went through it in one iteration, and in those that others, who do not need it, had begun
         # by then: to the next outer step at most
         assert 0 <= rows[-1]["lost_microbatches"] <= (2 if job == "skip" else 4) * 6

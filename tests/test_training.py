@@ -232,7 +232,8 @@ def test_a_gradient_that_did_not_come_and_a_loss_of_no_tokens_are_null_and_no_ze
 @pytest.mark.parametrize("steps, said", [(100, True), (99, False)])
 def test_a_run_that_takes_long_says_early_how_long(steps, said, tmp_path, monkeypatch, capsys):
     """By the pace of steps 6 to 20, each of which takes 2 s here, 3 s with its evaluation."""
-    run = SimpleNamespace(o=options("--steps", steps), job=Job(), folder=tmp_path, step=0, meter=Meter())
+    run = SimpleNamespace(o=options("--steps", steps), job=Job(), folder=tmp_path, step=0, meter=Meter(),
+                          routes=SimpleNamespace(in_force=lambda: None))
     log = Log(run)
     clock = SimpleNamespace(perf_counter=lambda: 0.0)
     monkeypatch.setattr("plumbing.report.time", clock)

@@ -17,9 +17,9 @@ import sysconfig
 from pathlib import Path
 
 from plumbing.data import load_tokenizer, standard_library
+from plumbing.files import atomic
 from plumbing.options import Parser, empty_folder
 from plumbing.processes import BadInput, Job, forbid
-from plumbing.report import atomic
 from tools.prepare import forbid_large_vocabulary, write_tokens
 
 SOURCES = {".py", ".pyi", ".pyx", ".pxd", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".js",

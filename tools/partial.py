@@ -14,7 +14,7 @@ from planning.rho import scaled, some_choices, with_stages_missing
 from plumbing.evaluation import evaluate
 from plumbing.options import Parser, integers
 from plumbing.processes import BadInput, Job
-from plumbing.report import replace
+from plumbing.files import replace
 from train import Options, build, parse
 
 

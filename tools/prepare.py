@@ -20,7 +20,7 @@ from tqdm import tqdm
 from plumbing.data import find_files, load_tokenizer, named_heldout, split
 from plumbing.options import Parser, empty_folder
 from plumbing.processes import Job, forbid
-from plumbing.report import atomic
+from plumbing.files import atomic
 
 
 def main(argv=None):

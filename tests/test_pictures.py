@@ -1,0 +1,247 @@
+"""Pictures, traces and JSON files of plans, against the simulator's timeline."""
+
+import json
+import random
+import sys
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+import pytest
+
+from planning import pictures
+from planning.__main__ import main
+from planning.instance import published_network
+from planning.search import shorter_plan
+from plumbing.drawing import pyplot
+from plumbing.plans import KeptPlans
+from plumbing.processes import BadInput
+from skippipe import Network, check, full_paths, simulate
+from tests.oracles import random_network
+
+NETWORK, NAMES = published_network()
+PLAN = shorter_plan(NETWORK, 4, 3, 2, seconds=None, iterations=600)
+TIMELINE = PLAN.result.timeline
+
+
+@pytest.fixture
+def plt():
+    pytest.importorskip("matplotlib")
+    plt = pyplot()
+    yield plt
+    plt.close("all")
+
+
+def patches(axis):
+    """{(row, start, end)} of the rectangles, by the name of their tone, and how many there are."""
+    kinds = {pictures.TONES[kind].lower(): kind for kind in pictures.TONES}
+    found = defaultdict(set)
+    from matplotlib.colors import to_hex
+    for patch in axis.patches:
+        left, bottom, width, height = patch.get_x(), patch.get_y(), patch.get_width(), patch.get_height()
+        found[kinds[to_hex(patch.get_facecolor())]].add(
+            (round(bottom + height / 2), round(left, 6), round(left + width, 6)))
+    return found, len(axis.patches)
+
+
+@pytest.mark.parametrize("kind", ["planned", "full", "an idle node"])
+def test_the_rectangles_are_the_tasks_of_the_timeline(kind, plt):
+    network, timeline = NETWORK, TIMELINE
+    if kind == "full":
+        timeline = simulate(network, full_paths(network.stages, 2)).timeline
+    if kind == "an idle node":              # node 1 is of no stage, and above all others
+        network = random_network(random.Random(1), [2, 1, 1])
+        network = Network(network.delay, network.compute, [[3, 0], [2]])
+        timeline = simulate(network, [(0, 2), (3,)]).timeline
+    axis = plt.figure().subplots()
+    pictures.draw_timeline(axis, network, timeline, until=100)
+    rows = {node: row for row, node in enumerate(n for stage in network.stages for n in stage)}
+    want = defaultdict(set)
+    for task in timeline:
+        want[task.kind].add((rows[task.rank], round(task.start, 6), round(task.end, 6)))
+    assert patches(axis) == (want, len(timeline))
+    assert axis.get_xlim() == (0, 100) and axis.get_ylim()[1] > len(network.delay) - 1
+    shown = [label.get_text() for label in axis.get_yticklabels()]
+    assert sorted(shown) == sorted(f"node {node}" for node in range(len(network.delay)))
+    assert all(shown[row] == f"node {node}" for node, row in rows.items())
+    handles, labels = axis.get_legend_handles_labels()
+    assert labels == ["forward", "loss", "backward"]
+
+
+def test_the_maps_arrows_are_the_hops_of_the_paths(plt):
+    axis = plt.figure().subplots()
+    pictures.draw_map(axis, NETWORK, PLAN.paths, NAMES)
+    cities = [label.get_text() for label in axis.get_yticklabels()]
+    assert sorted(cities) == sorted(set(NAMES))
+    # What is near on the map is near on Earth.
+    assert abs(cities.index("London") - cities.index("Belgium")) == 1
+    place = lambda node: (NETWORK.stage_of[node], cities.index(NAMES[node]))
+    arrows = Counter((text.xyann, text.xy) for text in axis.texts if hasattr(text, "xyann"))
+    hops = {(path[0], a, b) for path in PLAN.paths for a, b in zip(path, path[1:])}
+    assert arrows == Counter((place(a), place(b)) for _, a, b in hops)
+    assert {text.get_text() for text in axis.texts} - {""} == {str(node) for node in range(20)}
+
+
+def test_nodes_of_one_stage_and_city_stand_side_by_side(plt):
+    axis = plt.figure().subplots()
+    network = Network([[0.1] * 4] * 4, 1, [[0, 1, 2], [3]])
+    pictures.draw_map(axis, network, [(0, 3), (1, 3)], ["Rome", "Rome", "Oslo", "Rome"])
+    places = [text.get_position() for text in axis.texts if text.get_text()]
+    assert len(set(places)) == 4
+
+
+@pytest.mark.parametrize("makespan, bound, words", [
+    (10, 10, "takes 10 s, the optimum: a node works 50%"), (10, 8, "at most 25.0% above the optimum"),
+    (10, None, "takes 10 s: a node works 50% of the time")])
+def test_the_title_says_how_much_of_the_time_nodes_wait(makespan, bound, words):
+    tasks = [SimpleNamespace(rank=0, start=0, end=makespan), SimpleNamespace(rank=1, start=3, end=3)]
+    assert words in pictures.finding(SimpleNamespace(makespan=makespan, timeline=tasks), bound)
+
+
+def test_a_trace_holds_every_task_once_in_microseconds():
+    found = json.loads(json.dumps(pictures.trace(NETWORK, TIMELINE, NAMES)))["traceEvents"]
+    events = [event for event in found if event["ph"] == "X"]
+    assert len(events) == len(TIMELINE) == 30 * 9
+    for event, task in zip(events, TIMELINE, strict=True):
+        assert (event["tid"], event["pid"]) == (task.rank, NETWORK.stage_of[task.rank])
+        assert event["args"] == dict(microbatch=task.microbatch, hop=task.hop) and event["cat"] == task.kind
+        assert abs(event["ts"] - 1e6 * task.start) <= 0.5 and type(event["ts"]) is type(event["dur"]) is int
+        assert abs(event["ts"] + event["dur"] - 1e6 * task.end) <= 0.5
+    for node in range(20):
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == node)
+        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:])) and spans
+    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    assert names == {node: f"{NAMES[node]} {node}" for node in range(20)}
+
+
+def test_tasks_that_touch_do_not_overlap_in_a_trace():
+    """A third of a second is no whole number of microseconds."""
+    network = Network([[0.0] * 2] * 2, 1 / 3, [[0], [1]])
+    timeline = simulate(network, [(0, 1)] * 3).timeline
+    events = [e for e in pictures.trace(network, timeline)["traceEvents"] if e["ph"] == "X"]
+    for node in (0, 1):
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == node)
+        touching = [end == start for (_, end), (start, _) in zip(spans, spans[1:])]
+        assert any(touching) and all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+
+
+def test_the_command_line_draws_and_writes_the_plan_that_it_made(tmp_path, monkeypatch, capsys, plt):
+    monkeypatch.chdir(tmp_path)
+    main("--seconds 0 --picture new/plan.png --trace trace.json --results plan.json".split())
+    out = capsys.readouterr().out
+    assert all(f"written to {file}\n" in out for file in ("new/plan.png", "trace.json", "plan.json"))
+    assert (tmp_path / "new/plan.png").read_bytes().startswith(b"\x89PNG")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["stages"] == NETWORK.stages and plan["names"] == NAMES
+    assert plan["made"] == dict(by="python skippipe.py", kept=4, microbatches=3, rounds=2, dead=[])
+    # The file alone gives another program the same iteration: all rounds are in it.
+    paths = [tuple(path) for path in plan["paths"]]
+    result = simulate(NETWORK, paths, order=plan["order"])
+    assert len(paths) == 30 and result.makespan == pytest.approx(plan["makespan"])
+    assert plan["makespan"] >= plan["bound"] > 33 and check(NETWORK, paths[:15], 4) == []
+    for rank, tasks in enumerate(plan["order"]):        # as docs/planning.md says where a hop is
+        for u, hop in tasks:
+            path, n = paths[u], len(paths[u])
+            assert rank == (path[hop] if hop < n else path[0] if hop == n else path[2 * n - hop])
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    seen = {(e["tid"], e["args"]["microbatch"], e["args"]["hop"], e["ts"]) for e in events}
+    assert seen == {(t.rank, t.microbatch, t.hop, round(1e6 * t.start)) for t in result.timeline}
+
+
+@pytest.mark.parametrize("argv, words", [
+    ("--picture plan.bmp", "--picture plan.bmp: must end in .png, .svg or .pdf"),
+    ("--picture file/plan.png", "'file'"), ("--trace file/plan.json", "'file'"),
+    ("--trace .", "directory: '.'"),
+    ("--plan old.json", "--plan old.json: give --picture or --trace as well"),
+    ("--plan nowhere.json --trace t.json", "No such file or directory: 'nowhere.json'"),
+    ("--plan old.json --trace t.json", "old.json: is no plan.json of a run")])
+def test_a_wrong_file_is_one_line_before_the_search(argv, words, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "old.json").write_text('{"paths": []}')
+    monkeypatch.setattr("planning.__main__.compare_methods", None)      # calling it would be another error
+    with pytest.raises(SystemExit) as stop:
+        main([*argv.split(), "--results", ""])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and words in error
+
+
+def test_without_matplotlib_one_line_names_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as stop:
+        main(["--picture", str(tmp_path / "plan.png"), "--results", ""])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: no picture without matplotlib: pip install '.[plot]'\n"
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- the plans that a run keeps
+
+
+class Routes:
+    """Of a run: the plan in force, and the ranks that live."""
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    def in_force(self):
+        return self.plan
+
+    def living(self):
+        return [[0], [1], [2]]
+
+
+def run_of(folder, plan, step=0):
+    o = SimpleNamespace(microbatches=2, routing="skippipe", skip=0.0, seed=0, links=None)
+    job = SimpleNamespace(leads=True)
+    return SimpleNamespace(folder=folder, step=step, routes=Routes(plan), job=job, o=o)
+
+
+def a_plan(compute):
+    network = Network([[0.1] * 3] * 3, compute, [[0], [1], [2]])
+    found = shorter_plan(network, 3, 2, seconds=None, iterations=5)
+    return dict(paths=found.paths, order=found.order, makespan=found.makespan, planned="anew",
+                network={key: getattr(network, key) for key in ("delay", "compute", "stages")})
+
+
+def steps_of(folder):
+    return [row["step"] for row in json.loads((folder / "plan.json").read_text())]
+
+
+def test_a_run_keeps_its_plans_once_each(tmp_path):
+    run = run_of(tmp_path, a_plan(1.0))
+    kept = KeptPlans(run)
+    for run.step in range(1, 5):
+        kept.keep()
+    assert steps_of(tmp_path) == [0]
+    run.routes.plan = a_plan(2.0)           # after step 4, for the fifth one
+    for run.step in range(5, 9):
+        kept.keep()
+    assert steps_of(tmp_path) == [0, 4]
+    # What is resumed from step 3 goes on with the first plan; what is resumed from step 6 with the second.
+    again = run_of(tmp_path, a_plan(2.0), 6)
+    KeptPlans(again)
+    assert steps_of(tmp_path) == [0, 4]
+    again = run_of(tmp_path, a_plan(1.0), 3)
+    kept = KeptPlans(again)
+    assert steps_of(tmp_path) == [0]
+    again.routes.plan, again.step = a_plan(3.0), 4
+    kept.keep()
+    assert steps_of(tmp_path) == [0, 3] and [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    first, = json.loads((tmp_path / "plan.json").read_text())[:1]
+    assert first["bound"] <= first["makespan"] and first["dead"] == []
+    again.routes.plan = a_plan(1.0)         # before any step was made by the other one
+    kept.step = 3
+    kept.keep()
+    assert steps_of(tmp_path) == [0]
+    (tmp_path / "plan.json").write_text("[{")
+    with pytest.raises(BadInput, match="plan.json is damaged: remove it"):
+        KeptPlans(again)
+
+
+def test_a_run_without_planned_paths_keeps_none(tmp_path):
+    KeptPlans(run_of(tmp_path, None)).keep()
+    other = run_of(tmp_path, a_plan(1.0))
+    other.job.leads = False
+    KeptPlans(other).keep()
+    assert not list(tmp_path.iterdir())
