@@ -37,11 +37,11 @@ def peak_of(name):
 def peak_share(rate, config, seq_len, gpus):
     """Which share of the GPUs' peak a training of `rate` tokens a second is.
 
-    gpus: {a GPU's own identifier: its name}, each once however many ranks share it. None without
-    GPUs, or where one is not in the table.
+    gpus: {a GPU's own identifier: its name}, each once however many ranks share it. None where one
+    is not in the table.
     """
     peaks = [peak_of(name) for name in gpus.values()]
-    if not peaks or None in peaks:
+    if None in peaks:
         return None
     return rate * flops_per_token(config, seq_len) / sum(peaks)
 
@@ -62,9 +62,10 @@ def gpu_columns(run, rate, rows):
     A microbatch that skips stages takes fewer operations, so a run with --skip has no share.
     """
     known = [row for row in rows if row]
+    if not known:
+        return dict(gpu_share=None, gpu_bytes=None)
     share = None
     if not run.o.skip:
         gpus = {identifier: name for identifier, name, _ in known}
         share = peak_share(rate, run.config, run.o.seq_len, gpus)
-    memory = max((most for _, _, most in known), default=None)
-    return dict(gpu_share=share, gpu_bytes=memory)
+    return dict(gpu_share=share, gpu_bytes=max(most for _, _, most in known))
