@@ -6,9 +6,9 @@ experiments/gpu.py).
 Ranks that share a GPU, or CPUs, make inner steps of pretended work and outer steps between them.
 Every m = 10 inner steps all weights have met once: in one message, or in 10 fragments, one a step.
 
-    whole time of an outer step    (seconds of 10 inner steps with it - without) when nothing travels
-                                   beside the training (D = 0)
-    seen                           the same with a delay, D = 5 for whole messages, 1 for fragments
+    ms      (seconds of 10 inner steps with outer steps) - (without), where nothing travels
+            beside the training (D = 0)
+    seen    the same with a delay: D = 5 for whole messages, 1 for fragments
 
 The slowest rank counts, and the median of the trials. On one GPU the ranks take turns, and messages
 never leave the machine: a network is slower. Over Gloo messages are staged through pinned memory.
@@ -38,7 +38,7 @@ def parse(argv=None):
     p.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl"])
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--params", type=float, default=125e6, help="weights of a replica")
-    p.add_argument("--work", type=int, default=8192, help="rows of the matrix of the pretended work")
+    p.add_argument("--work", type=int, default=8192, help="rows of the pretended work's matrix")
     p.add_argument("--products", type=int, default=40, help="matrix products of an inner step")
     p.add_argument("--trials", type=int, default=5, help="of 10 inner steps each")
     p.add_argument("--minutes", type=float, default=8, help="no row begins later than this")
