@@ -16,7 +16,9 @@ from experiments.replicas import LEARN, SEQUENCES
 from plumbing.files import replace
 
 FOLDER = Path("runs", "fleets")
-MODELS = 32             # trained in one fleet at most, so that a process needs little memory
+# Trained in one fleet at most: on a CPU so that a process needs little memory. On a GPU each fleet
+# compiles anew, which takes longer than the training of a few.
+MODELS = {"cuda": 128, "cpu": 32}
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,17 @@ def train_lessons(lessons, watching=None, more=""):
         train_chunk(chunk, watching, more)
 
 
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def chunks(lessons):
     """Lists of lessons that may train together, in the order in which they were given."""
     found = {}
     for lesson in lessons:
         found.setdefault(lesson.kind, []).append(lesson)
     for same in found.values():
-        most = max(1, MODELS // same[0].replicas)
+        most = max(1, MODELS[device()] // same[0].replicas)
         for start in range(0, len(same), most):
             yield same[start:start + most]
 
@@ -84,10 +90,9 @@ def train_chunk(chunk, watching, more):
     one = chunk[0]
     options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
                f"--optimizer {one.optimizer} {more}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    machine = torch.cuda.get_device_name() if device() == "cuda" else "CPU"
     trials = [lesson.trial for lesson in chunk]
-    fleet = Fleet(train.parse(options.split()), trials, one.replicas, [one.seed], device)
+    fleet = Fleet(train.parse(options.split()), trials, one.replicas, [one.seed], device())
     watch = watching(fleet) if watching and one.closely else None
     start = time.perf_counter()
     rows = fleet.train(watch)

@@ -40,7 +40,7 @@ def parse(argv=None):
     p.add_argument("--params", type=float, default=125e6, help="weights of a replica")
     p.add_argument("--work", type=int, default=8192, help="rows of the pretended work's matrix")
     p.add_argument("--products", type=int, default=40, help="matrix products of an inner step")
-    p.add_argument("--trials", type=int, default=5, help="of 10 inner steps each")
+    p.add_argument("--trials", type=int, default=3, help="of 10 inner steps each")
     p.add_argument("--minutes", type=float, default=8, help="no row begins later than this")
     return p.parse_args(argv)
 

@@ -13,7 +13,7 @@ import torch
 
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import FOLDER, MODELS, Lesson, rows_of, train_lessons
+from experiments.fleets import FOLDER, MODELS, Lesson, device, rows_of, train_lessons
 from experiments.pictures import COLOURS, WIDTH, counted, label_ends
 from experiments.replicas import DDP, LENGTH
 from experiments.results import over
@@ -115,15 +115,16 @@ def train_while(clock, lessons, more):
 
 def fitting(clock, lesson):
     """How many lessons of this kind may train in one fleet that ends in time. Raises OutOfTime."""
+    room = MODELS[device()] // lesson.replicas
     rate = measured_rate(lesson)
     tokens = lesson.replicas * lesson.sequences * LENGTH * lesson.steps
     if rate is None:
         seconds = tokens / FIRST_RATES[device()]
         most = int(clock.left() / seconds)
-        return max(1, min(MODELS // lesson.replicas, most))     # one tells how long they take
+        return max(1, min(room, most))          # one tells how long they take
     seconds = 1.2 * tokens / rate + 5
     clock.need(lesson.label, seconds)
-    return min(MODELS // lesson.replicas, int(clock.left() / seconds))
+    return min(room, int(clock.left() / seconds))
 
 
 def measured_rate(lesson):
@@ -141,10 +142,6 @@ def measured_rate(lesson):
         return None
     nearest = min(rates)[0]
     return min(rate for away, rate in rates if away == nearest)
-
-
-def device():
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # ---------------------------------------------------------------- what was found
@@ -240,7 +237,8 @@ def draw(plt, found):
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.set(xlabel="tokens a replica and step (fewer to the right)",
                  xlim=(180000, 0.8 * low), ylim=(0, None))
-    axes[0].set(ylabel="perplexity per byte over DDP's, %", title="whole messages (names, steps between outer steps)")
+    axes[0].set(ylabel="perplexity per byte over DDP's, %",
+                title="whole messages (names, steps between outer steps)")
     axes[1].set(title="in fragments, by turns")
     seeds = counted(len(found["plan"]["seeds"]), "seed")
     figure.suptitle(f"{title(found, by_trial)}\n(equal steps, {found['plan']['replicas']} replicas,"
