@@ -263,8 +263,9 @@ class Fleet:
 
     @torch.no_grad()
     def evaluate(self, vectors, sequences=None):
-        """Held-out nats per token (...) of the models with weights vectors (..., P), on all held-out
-        sequences or on the first ones."""
+        """Held-out nats per token (...) of the models with weights vectors (..., P).
+
+        sequences: the first ones alone (None: all that are held out)."""
         weights = self.named(vectors)
         tokens = self.heldout[:sequences]
         some = max(1, 2 * AT_ONCE[self.device] // self.o.seq_len)       # sequences of a call

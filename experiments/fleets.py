@@ -60,14 +60,22 @@ class Lesson:
         return FOLDER / (self.label.replace(", ", "-").replace(" ", "") + ".json")
 
 
-def train_lessons(lessons, watching=None, more=""):
-    """Train those whose file is missing. watching(fleet) -> an object that is called after each
-    step, whose `rows()` adds to the rows; for lessons that are watched closely. more: options of
-    train.py that no finding has, such as fewer held-out sequences for a try."""
-    missing = [lesson for lesson in lessons if not lesson.file.exists()]
+def train_lessons(lessons, rows, watching=None, extra=""):
+    """Add to rows, {label: row}, those that are missing: from their files, else by training them.
+
+    watching(fleet) -> an object that is called after each step, whose `rows()` adds to the rows;
+    for lessons that are watched closely. extra: options of train.py that no finding has, such as
+    fewer held-out sequences for a try.
+    """
+    for lesson in lessons:
+        if lesson.label not in rows and lesson.file.exists():
+            rows[lesson.label] = json.loads(lesson.file.read_text())
+    missing = [lesson for lesson in lessons if lesson.label not in rows]
     for chunk in chunks(missing):
         print(f"{len(chunk)} of {len(missing)} fleets: {chunk[0].kind}", flush=True)
-        train_chunk(chunk, watching, more)
+        train_chunk(chunk, watching, extra)
+        for lesson in chunk:
+            rows[lesson.label] = json.loads(lesson.file.read_text())
 
 
 def device():
@@ -85,11 +93,11 @@ def chunks(lessons):
             yield same[start:start + most]
 
 
-def train_chunk(chunk, watching, more):
+def train_chunk(chunk, watching, extra):
     """Train lessons of one class, and write a file for each."""
     one = chunk[0]
     options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
-               f"--optimizer {one.optimizer} {more}")
+               f"--optimizer {one.optimizer} {extra}")
     machine = torch.cuda.get_device_name() if device() == "cuda" else "CPU"
     trials = [lesson.trial for lesson in chunk]
     fleet = Fleet(train.parse(options.split()), trials, one.replicas, [one.seed], device())
@@ -103,9 +111,3 @@ def train_chunk(chunk, watching, more):
         row |= more | dict(steps=one.steps, digest=fleet.digest, machine=machine,
                            torch=torch.__version__, seconds=round(seconds / len(chunk)))
         replace(lesson.file, json.dumps(row))
-
-
-def rows_of(lessons):
-    """{lesson: its row} of those that are trained."""
-    return {lesson: json.loads(lesson.file.read_text()) for lesson in lessons
-            if lesson.file.exists()}

@@ -16,16 +16,17 @@ import itertools
 import math
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 from experiments import apart
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import Lesson, rows_of, train_lessons
+from experiments.fleets import Lesson, train_lessons
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, label_ends
 from experiments.replicas import (DDP, LENGTH, SEQUENCES, bytes_of_ddp, in_percent, mean_loss,
                                   merged_loss)
-from experiments.results import over
+from experiments.results import kept_result, over
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
 NAMES = {"noloco": "NoLoCo", "diloco": "DiLoCo", "ddp": "DDP"}
@@ -81,14 +82,16 @@ def name_of(trial):
 
 def rate_of(trial, best, optimizer="adam"):
     """The rate found for the trial, or for the nearest one that was rated: of its method, whole or
-    in fragments like it, then by m, then by whether it is delayed."""
+    in fragments like it, then by m, then by whether it is delayed.
+
+    best: {optimizer: best_rates}."""
     alike = [rated for rated in RATED[optimizer] if rated.method == trial.method and
              (rated.fragments > 1) == (trial.fragments > 1)]
 
     def distance(rated):
         return abs(math.log(rated.every / trial.every)), (rated.delay > 0) != (trial.delay > 0)
 
-    return best[name_of(min(alike, key=distance))]
+    return best[optimizer][name_of(min(alike, key=distance))]
 
 
 def rate_lessons(optimizer, steps):
@@ -101,13 +104,14 @@ def rate_lessons(optimizer, steps):
 
 
 def best_rates(rows, optimizer, steps):
-    """{name of a rated trial: the rate with the lowest merged loss}; None while one is not
-    trained."""
+    """{name of a rated trial: the rate with the lowest merged loss}, of those that are trained;
+    None while a trial has fewer than two."""
     best = {}
     for name, lessons in rate_lessons(optimizer, steps).items():
-        if any(lesson not in rows for lesson in lessons):
+        trained = [lesson for lesson in lessons if lesson.label in rows]
+        if len(trained) < 2:
             return None
-        best[name] = min(lessons, key=lambda lesson: rows[lesson]["merged"]).lr
+        best[name] = min(trained, key=lambda lesson: rows[lesson.label]["merged"]).lr
     return best
 
 
@@ -137,13 +141,8 @@ SETTINGS = {    # of NoLoCo, m = 10, K = 1 and 10, beside DDP: options of Lesson
 }
 
 
-def lessons_of(name, best, seeds, steps):
-    """The lessons of a part, in the order of their weight. best: {optimizer: best_rates or
-    None}."""
-    if name == "why":
-        for seed, trial in itertools.product(seeds or FIVE[:3], WHY.values()):
-            yield Lesson(trial, seed, WHY_RATE, steps=steps, closely=True)
-        return
+def lessons_of(best, seeds, steps):
+    """The lessons, in the order of their weight. best: {optimizer: best_rates or None}."""
     for seed, trial in itertools.product(seeds or FIVE, IN_PRIMARY):
         yield lesson_of(trial, seed, best, steps)
     for seed in seeds or FIVE[:3]:
@@ -154,57 +153,62 @@ def lessons_of(name, best, seeds, steps):
             optimizer = options.get("optimizer", "adam")
             for trial in DDP, WHOLE, PARTS_OF_10:
                 if best[optimizer]:
-                    rate = rate_of(trial, best[optimizer], optimizer)
+                    rate = rate_of(trial, best, optimizer)
                     yield Lesson(trial, seed, rate, steps=steps, **options)
 
 
 def lesson_of(trial, seed, best, steps):
     """In the plain setting. What WHY compares is watched closely, in either part."""
-    rate = rate_of(trial, best["adam"])
+    rate = rate_of(trial, best)
     closely = trial in WHY.values() and rate == WHY_RATE
     return Lesson(trial, seed, rate, steps=steps, closely=closely)
 
 
-def measure(name, part, o):
-    """Train what is not trained yet; all rows of the part that there are."""
+def why_lessons(seeds, steps):
+    for seed, trial in itertools.product(seeds or FIVE[:3], WHY.values()):
+        yield Lesson(trial, seed, WHY_RATE, steps=steps, closely=True)
+
+
+def measure_fragments(name, part, o):
+    """Train what OUT/results and runs/fleets do not have; all rows of the part, {label: row}."""
     steps = o.steps or 600
-    tried = []
+    rows = kept_rows(name, o)
     for optimizer in RATES:
         for lessons in rate_lessons(optimizer, steps).values():
-            tried += lessons
-    train_lessons([lesson for lesson in tried if o.only in lesson.label])
-    rows = rows_of(tried)
+            train_lessons([lesson for lesson in lessons if o.only in lesson.label], rows)
     best = {optimizer: best_rates(rows, optimizer, steps) for optimizer in RATES}
     if best["adam"]:
-        lessons = list(lessons_of(name, best, o.seeds, steps))
-        train_lessons([lesson for lesson in lessons if o.only in lesson.label], apart.Apart)
-        rows |= rows_of(lessons_of(name, best, None, steps))
-    found = dict(best=best, rows=list(rows.values()))
-    if o.steps:
-        found["steps"] = o.steps
-    return found
+        lessons = lessons_of(best, o.seeds, steps)
+        train_lessons([lesson for lesson in lessons if o.only in lesson.label], rows, apart.Apart)
+    return dict(best=best, rows=rows, steps=o.steps)
+
+
+def measure_why(name, part, o):
+    """As above. All have one rate."""
+    rows = kept_rows(name, o)
+    lessons = [lesson for lesson in why_lessons(o.seeds, o.steps or 600) if o.only in lesson.label]
+    train_lessons(lessons, rows, apart.Apart)
+    return dict(rows=rows, steps=o.steps)
+
+
+def kept_rows(name, o):
+    """{label: row} that OUT/results has."""
+    if Path(o.out, "results", f"headline_{name}.json").exists():
+        return kept_result(o.out, f"headline_{name}")["rows"]
+    return {}
 
 
 # ---------------------------------------------------------------- what was found
 
 
-def own_rate(trial, best, optimizer):
-    return rate_of(trial, best[optimizer], optimizer)
-
-
-def rate_of_why(trial, best, optimizer):
-    return WHY_RATE
-
-
 class Rows:
-    """The rows of a part. rate: a function of a trial and the optimizer."""
+    """The rows of a part that have the rate of their trial. rate: (trial, optimizer) -> float."""
 
     def __init__(self, found, rate):
         self.rows = {}
-        for row in found["rows"]:
-            trial = Trial(**row["trial"])
-            optimizer = row["optimizer"]
-            if found["best"][optimizer] and row["lr"] == rate(trial, found["best"], optimizer):
+        for row in found["rows"].values():
+            trial, optimizer = Trial(**row["trial"]), row["optimizer"]
+            if row["lr"] == rate(trial, optimizer):
                 setting = optimizer, row["replicas"], row["tokens"]
                 self.rows.setdefault((setting, trial), {})[row["seed"]] = row
 
@@ -242,8 +246,19 @@ class Rows:
         return pairs
 
 
+def rows_of_fragments(found):
+    def rate(trial, optimizer):
+        return found["best"][optimizer] and rate_of(trial, found["best"], optimizer)
+
+    return Rows(found, rate)
+
+
+def rows_of_why(found):
+    return Rows(found, lambda trial, optimizer: WHY_RATE)
+
+
 def show_fragments(found):
-    rows = Rows(found, own_rate)
+    rows = rows_of_fragments(found)
     show_rates(found)
     table = Table("primary comparison, nats per byte", "merged", "replicas' mean")
     for trial, base in PRIMARY:
@@ -258,7 +273,7 @@ def show_fragments(found):
 def show_rates(found):
     table = Table("merged, seed 0, nats per byte", "smaller rate", "middle", "larger", "best")
     tried = {}
-    for row in found["rows"]:
+    for row in found["rows"].values():
         setting = row["optimizer"], row["replicas"], row["tokens"]
         if row["seed"] == 0:
             tried[setting, Trial(**row["trial"]), row["lr"]] = row["merged"]
@@ -266,9 +281,9 @@ def show_rates(found):
         best = found["best"][optimizer]
         for trial in trials:
             if best:
-                losses = [tried[setting_of(optimizer), trial, lr] for lr in RATES[optimizer]]
+                losses = [tried.get((setting_of(optimizer), trial, lr)) for lr in RATES[optimizer]]
                 table.add(f"{name_of(trial)}, {optimizer.title()}",
-                          *(f"{loss:.3f}" for loss in losses), best[name_of(trial)])
+                          *(loss and f"{loss:.3f}" for loss in losses), best[name_of(trial)])
     table.end()
 
 
@@ -315,7 +330,7 @@ def show_at_10(rows):
 
 def draw_fragments(plt, found):
     """The merged model's gap to DDP against the bytes that a rank sends, whole and in fragments."""
-    rows = Rows(found, own_rate)
+    rows = rows_of_fragments(found)
     figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
     for method, (kind, dashes) in itertools.product(("noloco", "diloco"), KINDS.items()):
         x = []
@@ -349,7 +364,7 @@ FINDING = "In fragments the gap to DDP is narrower for the same bytes"
 
 def show_why(found):
     """Of the kinds of fragments, at all ages of a message: the last PERIOD steps."""
-    rows = Rows(found, rate_of_why)
+    rows = rows_of_why(found)
     table = Table("m = 10, D = 0", "merged, nats per byte", "over whole messages",
                   "spread, last 100 steps", "KL of merged from replicas")
     for name, trial in WHY.items():
@@ -387,26 +402,20 @@ def bump(row):
     return row["line"][len(row["line"]) // 2] - ends
 
 
-def has_seeds(found, trials, rate, seeds):
-    """Whether all the trials have all their steps and so many seeds."""
-    if found.get("steps") or not found["best"]["adam"]:
-        return False
-    rows = Rows(found, rate)
-    return all(len(rows.of(trial)) >= seeds for trial in trials)
-
-
 def has_all_primary(found, part):
-    return has_seeds(found, IN_PRIMARY, own_rate, len(FIVE))
+    rows = rows_of_fragments(found)
+    return not found["steps"] and all(len(rows.of(trial)) == len(FIVE) for trial in IN_PRIMARY)
 
 
 def has_all_why(found, part):
-    return has_seeds(found, WHY.values(), rate_of_why, 3)
+    rows = rows_of_why(found)
+    return not found["steps"] and all(len(rows.of(trial)) == 3 for trial in WHY.values())
 
 
 PARTS = {
-    "fragments": Part(None, show_fragments, None, {"fragments": draw_fragments}, measure=measure,
-                      is_whole=has_all_primary),
-    "why": Part(None, show_why, None, {}, measure=measure, is_whole=has_all_why),
+    "fragments": Part(None, show_fragments, None, {"fragments": draw_fragments},
+                      measure=measure_fragments, is_whole=has_all_primary),
+    "why": Part(None, show_why, None, {}, measure=measure_why, is_whole=has_all_why),
 }
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ nccl     the tests that need a GPU (tests/test_nccl.py)
 outer    how long an outer step takes, and how much of it the training sees (experiments/outer.py)
 
 A run is kept in runs/ once it is done, and none begins that would end too late; a longer one is
-stopped. Results go to OUT/results/gpu_PART.json, pictures to OUT/figures (default OUT: runs).
+stopped. Results go to OUT/results/gpu_PART.json, pictures to OUT/figures (default OUT: runs). A
+fresh machine goes on from OUT/results alone.
 """
 import sys
 from pathlib import Path
@@ -108,6 +109,20 @@ PARTS = {
 }
 
 
+def restore(name, key, o):
+    """Take up what OUT/results has of an earlier piece, perhaps from a machine that is gone."""
+    if not Path(o.out, "results", f"{key}.json").exists():
+        return
+    found = kept_result(o.out, key)
+    if name == "tokens":
+        tokens.restore(found)
+        return
+    kept = Kept(folder_of(o) / f"{name}.json")
+    for row_name, row in found["rows"].items():
+        if row_name not in kept.rows:
+            kept.keep(row_name, row)
+
+
 def parse(argv):
     p = Parser(__doc__)
     p.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)} (default: all)")
@@ -141,6 +156,7 @@ def run(argv=None):
         measure, collect, *_ = PARTS[name]
         key = f"gpu_{name}_try" if o.tiny else f"gpu_{name}"
         if not o.plot:
+            restore(name, key, o)
             try:
                 measure(o, clock)
             except OutOfTime as error:

@@ -53,7 +53,7 @@ def measure(o):
     sent = {}
     for _ in tqdm(range(o.rounds), "rounds", disable=dist.get_rank() != 0, dynamic_ncols=True):
         for name, (fragments, delay) in SETTINGS.items():
-            dist.broadcast(theta, 0)                            # an outer step begins with equal ones
+            dist.broadcast(theta, 0)            # an outer optimizer begins with equal weights
             outer = outer_optimizer(o.method, o.wire, delay, params, fragments=fragments,
                                     inner_steps=M, alpha=0, beta=1)
             steps(outer, theta, M + delay, o.inner_seconds)     # warms up

@@ -13,10 +13,11 @@ import torch
 
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import FOLDER, MODELS, Lesson, device, rows_of, train_lessons
+from experiments.fleets import FOLDER, MODELS, Lesson, device, train_lessons
 from experiments.pictures import COLOURS, WIDTH, counted, label_ends
 from experiments.replicas import DDP, LENGTH
 from experiments.results import over
+from plumbing.files import replace
 
 NAMES = {"ddp": "DDP", "noloco": "NoLoCo", "diloco": "DiLoCo"}
 # The NoLoCo paper's small model after 25 000 steps: tokens a replica and step (half a million in
@@ -97,19 +98,19 @@ def plan_of(o):
 def measure(o, clock):
     """Train what is missing, as long as there is time. Raises OutOfTime."""
     plan = plan_of(o)
-    more = TRY_OPTIONS if o.tiny else ""
-    train_while(clock, list(plan.lessons(plan.seeds[0], lambda *_: plan.rates)), more)
+    extra = TRY_OPTIONS if o.tiny else ""
+    train_while(clock, list(plan.lessons(plan.seeds[0], lambda *_: plan.rates)), extra)
     for seed in plan.seeds[1:]:
-        train_while(clock, list(plan.lessons(seed, lambda *at: (plan.best_rate(*at),))), more)
+        train_while(clock, list(plan.lessons(seed, lambda *at: (plan.best_rate(*at),))), extra)
 
 
-def train_while(clock, lessons, more):
+def train_while(clock, lessons, extra):
     """Fleet after fleet. Lessons of one kind come one after the other."""
     for _, same in itertools.groupby(lessons, lambda lesson: lesson.kind):
         waiting = [lesson for lesson in same if not lesson.file.exists()]
         while waiting:
             chunk = waiting[:fitting(clock, waiting[0])]
-            train_lessons(chunk, more=more)
+            train_lessons(chunk, {}, extra=extra)
             del waiting[:len(chunk)]
 
 
@@ -147,14 +148,33 @@ def measured_rate(lesson):
 # ---------------------------------------------------------------- what was found
 
 
+def rows_of(lessons):
+    """{lesson: its row} of those that are trained."""
+    return {lesson: json.loads(lesson.file.read_text()) for lesson in lessons
+            if lesson.file.exists()}
+
+
 def collect(o):
-    """{"rows": each with its Plan's best rate, "seeds", "steps"}: what is trained of the Plan."""
+    """What is trained of the Plan: "rows", those with the best rates; "files", all rows by their
+    files' names, for `restore`; "plan"."""
     plan = plan_of(o)
+    tried = list(plan.lessons(plan.seeds[0], lambda *_: plan.rates))
     rows = []
     for seed in plan.seeds:
         lessons = list(plan.lessons(seed, lambda *at: (plan.best_rate(*at),)))
         rows += rows_of(lessons).values()
-    return dict(rows=rows, plan=vars(plan))
+        tried += lessons
+    files = {lesson.file.name: row for lesson, row in rows_of(tried).items()}
+    return dict(rows=rows, files=files, plan=vars(plan))
+
+
+def restore(found):
+    """Write what was collected elsewhere, such as on a GPU's machine that is gone, where it is
+    missing."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, row in found["files"].items():
+        if not (FOLDER / name).exists():
+            replace(FOLDER / name, json.dumps(row))
 
 
 def whole_of(found):
@@ -210,6 +230,10 @@ def show(found):
     for trial in sorted(by_trial, key=lambda t: (t.fragments > 1, t.method, t.every)):
         table.add(name_of(trial), *[by_trial[trial].get(tokens) for tokens in counts])
     table.end()
+    corpora = {row["digest"] for row in found["rows"]}
+    if len(corpora) > 1:
+        print(f"warning: these are of {len(corpora)} texts, and do not compare: remove the rows of "
+              f"the others from {FOLDER}")
     for text, rows in PAPER.items():
         for tokens, ddp, diloco, noloco in rows:
             print(f"the paper, {text}, small, {tokens} tokens: DiLoCo {per_byte(diloco, ddp):+.1%},"

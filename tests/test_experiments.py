@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import train
-from experiments import (clock, comparing, failure, fleet, harness, losses, network, noise, pictures,
-                         replicas, results, skip, stability, sync, together, variations)
+from experiments import (apart, clock, comparing, failure, fleet, fleets, fragments, harness, losses, network,
+                         noise, pictures, replicas, results, skip, stability, sync, together, variations)
 from noloco import outer_update
 from plumbing.options import layout
 from gossip.window import gamma_bound
@@ -456,3 +456,97 @@ def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
         run(4, *small, *optimizer, "--method", trial.method, *outer, "--name", f"x{i}", cwd=tmp_path)
         told = metrics(tmp_path / f"runs/x{i}")[-1]["heldout_loss"]
         assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
+
+
+# ---------------------------------------------------------------- fragments in one process
+
+
+def small_fleet(corpus, trials, replicas=4, steps=4):
+    small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", steps]
+    return fleet.Fleet(options(*small), trials, replicas, [0], "cpu")
+
+
+def test_fragments_of_nobody_differ_in_partners_or_in_turns_alone(corpus):
+    """The draws and the steps of a trial's parts, without training."""
+    own, same, together = (fleet.Trial("noloco", 4, fragments=4, **how)
+                           for how in ({}, dict(partners="same"), dict(phase="together")))
+    fleets = {trial: small_fleet(corpus, [trial], 8).outers for trial in (own, same, together)}
+    assert [outer.offset for outer in fleets[own]] == [outer.offset for outer in fleets[same]] == [0, 1, 2, 3]
+    assert [outer.offset for outer in fleets[together]] == [0] * 4
+    groups = {}
+    for trial, outers in fleets.items():
+        for outer in outers:
+            outer.steps = 4 * 5 + outer.offset
+        groups[trial] = [outer.groups().tolist() for outer in outers]
+    assert groups[own] == groups[together]
+    assert groups[same] == 4 * [groups[own][0]] != groups[own]
+
+
+def test_two_paces_average_the_ends_more_often(corpus):
+    """Of four replicas with weights of their own: what changes after 2 and after 4 steps."""
+    found = small_fleet(corpus, [fleet.Trial("noloco", 4, ends=2)])
+    found.theta.normal_()
+    layers = sum(found.lengths[:-3])
+    began = found.theta.clone()
+    for step in range(1, 5):
+        before = found.theta.clone()
+        for outer in found.outers:
+            outer.step()
+        moved = (found.theta != before)[0, 0].any(0)
+        assert moved[layers:].any() == (step % 2 == 0) and moved[:layers].any() == (step == 4)
+    for pieces in (slice(0, layers), slice(layers, None)):      # pair means keep the mean of all
+        torch.testing.assert_close(found.theta[..., pieces].mean(2), began[..., pieces].mean(2))
+    assert len({tuple(row.tolist()) for row in found.theta[0, 0, :, :layers]}) == 2
+
+
+def test_what_replicas_differ_in_has_its_oracles(corpus, monkeypatch):
+    """Equal replicas cost nothing; of others the mean KL is that of a loop over plain models."""
+    monkeypatch.setattr(apart, "PERIOD", 1)
+    found = small_fleet(corpus, [fleet.Trial("ddp")], 2, 1)
+    watch = apart.Apart(found)
+    watch(0)
+    found.theta[0, 0, 1] += 0.1 * torch.randn(found.theta.shape[-1])
+    watch(1)
+    (row,) = watch.rows()
+    assert row["spreads"][0] == row["distance_by_age"][0] == 0 and row["line"][0] != row["line"][-1]
+    assert row["mean_by_age"][0] == pytest.approx(row["merged_by_age"][0], abs=1e-4)
+    theta = found.theta[0, 0]
+    spread = (theta - theta.mean(0)).square().mean().sqrt()
+    assert row["spreads"][1] == pytest.approx(float(spread), rel=1e-3)
+    tokens = found.heldout[:apart.SEQUENCES, :-1]
+    logs = []
+    for weights in (theta.mean(0), *theta):
+        torch.nn.utils.vector_to_parameters(weights, found.model.parameters())
+        with torch.no_grad():
+            logs.append(found.model(tokens).log_softmax(-1))
+    kl = [(logs[0].exp() * (logs[0] - own)).sum(-1).mean() for own in logs[1:]]
+    assert row["distance_by_age"][1] == pytest.approx(float(sum(kl) / 2), rel=1e-3)
+
+
+def test_lessons_that_have_a_row_are_not_trained_again(corpus, tmp_path, monkeypatch):
+    """Neither a row of results nor a file; a chunk writes a file for each of its lessons."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fleets, "LEARN", " ".join(map(str, [*SMALL, "--data", corpus, "--warmup", 1,
+                                                            "--microbatches", 1])))
+    lessons = [fleets.Lesson(fleet.Trial("noloco", m), 0, 1e-3, replicas=2, sequences=1, steps=2)
+               for m in (1, 2, 3)]
+    rows = {lessons[0].label: "kept"}
+    fleets.train_lessons(lessons[:2], rows)
+    assert rows[lessons[0].label] == "kept" and rows[lessons[1].label]["merged"] > 0
+    assert not lessons[0].file.exists() and lessons[1].file.exists()
+    monkeypatch.setattr(fleets, "train_chunk", lambda chunk, _: pytest.fail(f"it trains {chunk}"))
+    again = {}
+    fleets.train_lessons(lessons[1:2], again)
+    assert again[lessons[1].label] == rows[lessons[1].label]
+    with pytest.raises(pytest.fail.Exception):
+        fleets.train_lessons(lessons[2:], again)
+
+
+def test_a_trial_that_was_not_rated_has_the_rate_of_the_nearest_one():
+    best = {"adam": {fragments.name_of(trial): place for place, trial in enumerate(fragments.RATED["adam"])}}
+    for trial, nearest in ((fleet.Trial("noloco", 20), fragments.WHOLE),
+                           (fleet.Trial("noloco", 4, 2), fleet.Trial("noloco", 10, 5)),
+                           (fleet.Trial("noloco", 50, fragments=50), fragments.PARTS_OF_10),
+                           (fleet.Trial("diloco", 2, fragments=2), fleet.Trial("diloco", 4, fragments=4)),
+                           (fleet.Trial("diloco", 50, 25), fleet.Trial("diloco", 20))):
+        assert fragments.rate_of(trial, best) == fragments.RATED["adam"].index(nearest)

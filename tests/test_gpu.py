@@ -97,13 +97,13 @@ def pretended_fleets(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     trained = []
 
-    def train_lessons(lessons, more=""):
+    def train_lessons(lessons, rows, extra=""):
         trained.append(lessons)
         for one in lessons:
             trial = one.trial
             loss = 1000 * one.lr + 0.01 * trial.every / (one.sequences if trial.method != "ddp" else 1e9)
             row = dict(trial=asdict(trial), seed=one.seed, replicas=one.replicas, tokens=128 * one.sequences,
-                       steps=one.steps, merged=loss, seconds=1, machine=MACHINE, lr=one.lr)
+                       steps=one.steps, merged=loss, seconds=1, machine=MACHINE, lr=one.lr, digest="d")
             one.file.write_text(json.dumps(row))
 
     monkeypatch.setattr(tokens, "train_lessons", train_lessons)
@@ -127,6 +127,11 @@ def test_tokens_trains_all_rates_on_the_first_seed_the_best_on_others_and_nothin
     gap = by_trial[tokens.Trial("noloco", 50)][512]
     assert gap.differences == pytest.approx([math.exp(0.01 * 50 / 4) - 1] * 2)
     assert not tokens.whole_of(found)
+    for file in fleets.FOLDER.iterdir():            # on another machine
+        file.unlink()
+    tokens.restore(json.loads(json.dumps(found)))
+    tokens.measure(o, pieces.Clock(1e6))
+    assert sum(map(len, pretended_fleets)) == len(lessons)
 
 
 def test_tokens_begins_no_fleet_that_would_end_too_late(pretended_fleets):
@@ -135,7 +140,7 @@ def test_tokens_begins_no_fleet_that_would_end_too_late(pretended_fleets):
     many = SMALL_PLAN.lesson(DDP, 0, 1e-3, 2048)
     clock = pieces.Clock(0.5)
     assert tokens.fitting(clock, few) == 1          # nothing is measured yet, and a guess is slow
-    tokens.train_lessons([few])
+    tokens.train_lessons([few], {})
     assert tokens.fitting(clock, many) == 3
     clock.end -= 25
     with pytest.raises(pieces.OutOfTime, match="sequences 16"):
