@@ -16,7 +16,9 @@ from experiments.replicas import LEARN, SEQUENCES
 from plumbing.files import replace
 
 FOLDER = Path("runs", "fleets")
-MODELS = 32             # trained in one fleet at most, so that a process needs little memory
+# Trained in one fleet at most: on a CPU so that a process needs little memory. On a GPU each fleet
+# compiles anew, which takes longer than the training of a few.
+MODELS = {"cuda": 128, "cpu": 32}
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ class Lesson:
         return FOLDER / (self.label.replace(", ", "-").replace(" ", "") + ".json")
 
 
-def train_lessons(lessons, rows, watching=None):
+def train_lessons(lessons, rows, watching=None, extra=""):
     """Add to rows, {label: row}, those that are missing: from their files, else by training them.
 
     watching(fleet) -> an object that is called after each step, whose `rows()` adds to the rows;
-    for lessons that are watched closely.
+    for lessons that are watched closely. extra: options of train.py that no finding has, such as
+    fewer held-out sequences for a try.
     """
     for lesson in lessons:
         if lesson.label not in rows and lesson.file.exists():
@@ -70,9 +73,13 @@ def train_lessons(lessons, rows, watching=None):
     missing = [lesson for lesson in lessons if lesson.label not in rows]
     for chunk in chunks(missing):
         print(f"{len(chunk)} of {len(missing)} fleets: {chunk[0].kind}", flush=True)
-        train_chunk(chunk, watching)
+        train_chunk(chunk, watching, extra)
         for lesson in chunk:
             rows[lesson.label] = json.loads(lesson.file.read_text())
+
+
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def chunks(lessons):
@@ -81,20 +88,19 @@ def chunks(lessons):
     for lesson in lessons:
         found.setdefault(lesson.kind, []).append(lesson)
     for same in found.values():
-        most = max(1, MODELS // same[0].replicas)
+        most = max(1, MODELS[device()] // same[0].replicas)
         for start in range(0, len(same), most):
             yield same[start:start + most]
 
 
-def train_chunk(chunk, watching):
+def train_chunk(chunk, watching, extra):
     """Train lessons of one class, and write a file for each."""
     one = chunk[0]
     options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
-               f"--optimizer {one.optimizer}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+               f"--optimizer {one.optimizer} {extra}")
+    machine = torch.cuda.get_device_name() if device() == "cuda" else "CPU"
     trials = [lesson.trial for lesson in chunk]
-    fleet = Fleet(train.parse(options.split()), trials, one.replicas, [one.seed], device)
+    fleet = Fleet(train.parse(options.split()), trials, one.replicas, [one.seed], device())
     watch = watching(fleet) if watching and one.closely else None
     start = time.perf_counter()
     rows = fleet.train(watch)

@@ -44,7 +44,8 @@ class Messenger:
         if len(outer.ranks) > 1:
             self.lane = dist.new_group(outer.ranks, use_local_synchronization=True)
             if on_gpu:
-                dist.barrier(self.lane)     # NCCL: all ranks must be in a group's first use
+                # NCCL: all ranks must be in a group's first use, and with the GPU of the messages.
+                dist.barrier(self.lane, device_ids=[outer.theta.device.index])
 
     def send(self, exchange, *args):
         """exchange(*args, lane) in the thread. Returns the Future of its result."""

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from model import count_parameters
 from gossip.window import gamma_bound
 from plumbing.files import replace
+from plumbing.gpu import gpu_columns, gpu_row
 from plumbing.options import gamma_of
 from plumbing.plans import KeptPlans
 from plumbing.spread import whole_spread
@@ -177,6 +178,8 @@ LAST = dict(
     log_bytes="bytes sent      {:,} to compare weights for the log, all ranks",
     seconds="training        {:.0f} s, without evaluations",
     held="                {:.1%} of it held by synchronisation, mean over ranks",
+    gpu_share="GPU             {:.1%} of its peak in bf16 (docs/speed.md)",
+    gpu_bytes="                {:,} bytes of its memory at most, the rank with most",
     skipped_steps="skipped         {} optimizer steps with a gradient that was not finite",
     lost_microbatches="lost            {} microbatches with ranks that died",
     steps_alone="alone           {} outer steps that a replica did without any partner")
@@ -283,7 +286,7 @@ class Log:
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
                    syncs=len(meter.syncs), waited=sum(meter.syncs),
                    iteration=statistics.median_high(meter.iterations),
-                   simulated=plan and plan["makespan"])
+                   simulated=plan and plan["makespan"], gpu=gpu_row(self.job.device))
         meter.loss, meter.home = 0.0, 0
         meter.iterations = []
         return row
@@ -316,6 +319,7 @@ class Log:
         seconds = run.meter.seconds
         now = by_column(rows)
         ever = by_column(latest)
+        rate = sum(ever["tokens"]) / seconds
         home = sum(now["home"])
         pipelines = list(chain.from_iterable(now["heldout"]))
         heldout = mean(pipelines)
@@ -336,7 +340,7 @@ class Log:
             sync_seconds=sum(ever["waited"]) / max(1, sum(ever["syncs"])),
             iteration_seconds=max(now["iteration"]) / run.routes.pace,
             simulated_seconds=now["simulated"][0],
-            tokens_per_second=sum(ever["tokens"]) / seconds,
+            tokens_per_second=rate, **gpu_columns(run, rate, now["gpu"]),
             **{key: sum(ever[key]) for key in COUNTS})
 
     def per_byte(self, loss):

@@ -38,9 +38,8 @@ def prepare(argv):
     tokenizer = load_tokenizer(a.tokenizer)
     strange = [path for path in files if not path.name.endswith(".json.gz")]
     forbid((strange,
-            f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data"),
-           (tokenizer.size > 1 << 16,
-            f"{a.tokenizer} has {tokenizer.size} tokens: a .bin file holds at most 65536 (uint16)"))
+            f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data"))
+    forbid_large_vocabulary(a.tokenizer, tokenizer)
     a.out.mkdir(parents=True, exist_ok=True)
     with atomic(a.out / "train.bin") as train, atomic(a.out / "val.bin") as val:
         bad = write_tokens(documents(files, heldout_shards(root, files)), tokenizer, train, val)
@@ -49,6 +48,11 @@ def prepare(argv):
                 f"{bad} lines without text")
         forbid((0 in counts, f"{said}: neither part may be empty"))
     print(f"{said}; written to {a.out}")
+
+
+def forbid_large_vocabulary(file, tokenizer):
+    forbid((tokenizer.size > 1 << 16,
+            f"{file} has {tokenizer.size} tokens: a .bin file holds at most 65536 (uint16)"))
 
 
 def write_tokens(found, tokenizer, train, val):

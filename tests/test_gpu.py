@@ -1,0 +1,185 @@
+"""What only a GPU's runs say, and the script for one, without one. (tests/test_nccl.py needs a GPU.)"""
+
+import json
+import math
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import train
+from experiments import fleets, gpu, outer, pieces, small, tokens
+from model import Config, Llama
+from plumbing.gpu import flops_per_token, gpu_columns, gpu_row, peak_of, peak_share
+from experiments.replicas import DDP
+from plumbing.options import layout
+from plumbing.processes import Job
+from tests.harness import error_of
+
+CONFIG = Config(256, 32, 64, 3, 2, 2)
+
+
+def test_the_operations_of_a_token_are_those_that_torch_counts():
+    """But for the gains of the norms, which multiply without a matrix."""
+    model, tokens = Llama(CONFIG), torch.zeros(2, 17, dtype=torch.long)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.loss(model.blocks(model.embed(tokens[:, :-1])), tokens[:, 1:]).backward()
+    gains = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    assert counter.get_total_flops() == 2 * 16 * (flops_per_token(CONFIG, 16) - 6 * gains)
+
+
+def test_nanogpts_gpt2_by_hand():
+    """Its N has the head once: 12 layers of 768, here without biases and positions."""
+    config = Config(50304, 768, 2048, 12, 12, 12)       # three matrices of 2048 are its two of 3072
+    inner = 12 * (4 * 768**2 + 8 * 768**2 + 2 * 768) + 768
+    assert flops_per_token(config, 1024) == 6 * (inner + 50304 * 768) + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize("name, peak", [
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA H100 PCIe", None), ("NVIDIA H200 NVL", None), ("NVIDIA GeForce RTX 4090", None)])
+def test_a_gpu_that_is_not_in_the_table_has_no_share(name, peak):
+    assert peak_of(name) == peak
+    share = peak_share(1e6, CONFIG, 16, {"a": name})
+    assert share == (None if peak is None else 1e6 * flops_per_token(CONFIG, 16) / peak)
+
+
+def test_ranks_that_share_a_gpu_share_its_peak_and_cpus_have_none():
+    run = SimpleNamespace(o=SimpleNamespace(skip=0, seq_len=16), config=CONFIG)
+    one = gpu_columns(run, 1e6, [["a", "NVIDIA H200", 7], ["a", "NVIDIA H200", 9]])
+    two = gpu_columns(run, 1e6, [["a", "NVIDIA H200", 7], ["b", "NVIDIA H200", 9]])
+    assert one["gpu_share"] == 2 * two["gpu_share"] > 0 and one["gpu_bytes"] == two["gpu_bytes"] == 9
+    run.o.skip = 0.5
+    assert gpu_columns(run, 1e6, [["a", "NVIDIA H200", 7]])["gpu_share"] is None
+    nothing = gpu_columns(run, 1e6, [gpu_row(torch.device("cpu"))])
+    assert nothing == dict(gpu_share=None, gpu_bytes=None)
+
+
+# ---------------------------------------------------------------- experiments.gpu
+
+
+def gpu_main(argv):
+    Job().together(gpu.run, argv)
+
+
+def test_a_clock_lets_begin_what_ends_in_time_and_says_what_would_not():
+    clock = pieces.Clock(8)
+    clock.need("a", 400)
+    with pytest.raises(pieces.OutOfTime, match="^b takes about 17 min: give --minutes 18 or more$"):
+        clock.need("b", 1000)
+    clock.end -= 300
+    with pytest.raises(pieces.OutOfTime, match="^c takes about 7 min$"):        # it fits the next piece
+        clock.need("c", 400)
+
+
+def test_a_process_that_takes_too_long_is_stopped_and_another_tells_its_status(tmp_path):
+    log = tmp_path / "a/log"
+    assert pieces.run_within(60, ["-c", "print(7); raise SystemExit(3)"], log) == 3
+    assert pieces.tail(log) == "7"
+    assert pieces.run_within(0, ["-c", "import time; time.sleep(1000)"], log) is None
+
+
+SMALL_PLAN = tokens.Plan(seeds=(0, 1), tokens=(512, 2048), rates=(1e-3, 2e-3))
+MACHINE = "CPU"
+
+
+@pytest.fixture
+def pretended_fleets(tmp_path, monkeypatch):
+    """The lists of lessons that would train. Each takes a second.
+
+    Losses are 1 at 1e-3 and 2 at 2e-3, and more with few tokens and long intervals.
+    """
+    monkeypatch.setattr(fleets, "FOLDER", tmp_path)
+    monkeypatch.setattr(tokens, "FOLDER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trained = []
+
+    def train_lessons(lessons, rows, extra=""):
+        trained.append(lessons)
+        for one in lessons:
+            trial = one.trial
+            loss = 1000 * one.lr + 0.01 * trial.every / (one.sequences if trial.method != "ddp" else 1e9)
+            row = dict(trial=asdict(trial), seed=one.seed, replicas=one.replicas, tokens=128 * one.sequences,
+                       steps=one.steps, merged=loss, seconds=1, machine=MACHINE, lr=one.lr, digest="d")
+            one.file.write_text(json.dumps(row))
+
+    monkeypatch.setattr(tokens, "train_lessons", train_lessons)
+    monkeypatch.setattr(tokens, "plan_of", lambda o: SMALL_PLAN)
+    return trained
+
+
+def test_tokens_trains_all_rates_on_the_first_seed_the_best_on_others_and_nothing_twice(pretended_fleets):
+    o = SimpleNamespace(tiny=False)
+    tokens.measure(o, pieces.Clock(1e6))
+    lessons = [one for chunk in pretended_fleets for one in chunk]
+    assert len(lessons) == len(set(lessons)) == 9 * 2 * (2 + 1)
+    assert {(one.seed, one.lr) for one in lessons} == {(0, 1e-3), (0, 2e-3), (1, 1e-3)}
+    assert all(len({one.kind for one in chunk}) == 1 for chunk in pretended_fleets)
+    tokens.measure(o, pieces.Clock(1e6))
+    assert sum(map(len, pretended_fleets)) == len(lessons)
+    found = tokens.collect(o)
+    assert len(found["rows"]) == 9 * 2 * 2 and {row["lr"] for row in found["rows"]} == {1e-3}
+    by_trial, base = tokens.gaps(found)
+    assert all(base[count] == pytest.approx([1.0, 1.0]) for count in (512, 2048))
+    gap = by_trial[tokens.Trial("noloco", 50)][512]
+    assert gap.differences == pytest.approx([math.exp(0.01 * 50 / 4) - 1] * 2)
+    assert not tokens.whole_of(found)
+    for file in fleets.FOLDER.iterdir():            # on another machine
+        file.unlink()
+    tokens.restore(json.loads(json.dumps(found)))
+    tokens.measure(o, pieces.Clock(1e6))
+    assert sum(map(len, pretended_fleets)) == len(lessons)
+
+
+def test_tokens_begins_no_fleet_that_would_end_too_late(pretended_fleets):
+    """A lesson of 512 tokens took a second, so one of 2048 takes 1.2 x 4 + 5 s: three in half a minute."""
+    few = SMALL_PLAN.lesson(DDP, 0, 1e-3, 512)
+    many = SMALL_PLAN.lesson(DDP, 0, 1e-3, 2048)
+    clock = pieces.Clock(0.5)
+    assert tokens.fitting(clock, few) == 1          # nothing is measured yet, and a guess is slow
+    tokens.train_lessons([few], {})
+    assert tokens.fitting(clock, many) == 3
+    clock.end -= 25
+    with pytest.raises(pieces.OutOfTime, match="sequences 16"):
+        tokens.fitting(clock, many)
+
+
+def test_the_papers_gap_per_byte_is_what_papers_say():
+    """Its own table is +0.7 to +6.7% a byte, at four bytes a token."""
+    small = [tokens.per_byte(noloco, ddp) for rows in tokens.PAPER.values() for _, ddp, _, noloco in rows]
+    assert min(small) == pytest.approx(0.007, abs=5e-4) and max(small) == pytest.approx(0.067, abs=5e-4)
+
+
+def test_the_tokens_picture_and_table_of_a_try_state_no_finding(pretended_fleets, capsys):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("agg")
+    o = SimpleNamespace(tiny=False)
+    tokens.measure(o, pieces.Clock(1e6))
+    found = json.loads(json.dumps(tokens.collect(o)))
+    tokens.show(found)
+    assert "| NoLoCo, every 50 in 50 |" in capsys.readouterr().out
+    figure = tokens.draw(plt, found)
+    assert "no finding" in figure._suptitle.get_text()
+    assert all(len(axis.get_legend_handles_labels()[1]) <= 5 for axis in figure.axes)
+    plt.close(figure)
+
+
+def test_outer_times_by_hand():
+    row = {"without": [1.0, 1.1, 1.2], "at once": [1.5, 1.6, 9.0], "delayed": [1.2, 1.2, 1.2]}
+    assert outer.times(row) == pytest.approx((500, 100))
+
+
+def test_without_a_gpu_only_tokens_runs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "small and nccl and outer: torch sees no GPU" in error_of(gpu_main, "small", "nccl", "outer")
+    assert "no part fast, only tokens" in error_of(gpu_main, "fast")
+
+
+@pytest.mark.parametrize("setting", [small.FULL, small.TINY])
+def test_the_small_models_runs_are_such_as_train_takes(setting):
+    for processes, options_ in small.METHODS.values():
+        options_ = f"{setting['options']} --steps {setting['steps']} {options_.format(**setting)}"
+        layout(train.parse(options_.split(), processes), processes)
