@@ -116,7 +116,7 @@ def sent_per_rank(found, label):
 def label_loss(axes, found, figure):
     """The titles and labels of draw_loss's axes."""
     rows = found["runs"][DDP]
-    gap, never = claims.over_ddp(found, NOLOCO), claims.over_ddp(found, NEVER)
+    gap, never = claims.over_other(found, NOLOCO), claims.over_other(found, NEVER)
     share = claims.share_of_bytes(found, NOLOCO)
     finding = (f"In perplexity NoLoCo ends {gap:.0%} over DDP with {share:.0%} of its bytes, never "
                f"averaging {never:.0%}")
