@@ -219,6 +219,8 @@ def draw_timelines(plt, found):
     for axis, (name, rows) in zip(axes, found["timelines"].items()):
         timeline = [Task(*row) for row in rows]
         draw_timeline(axis, network, timeline, names, until=max(seconds.values()))
+        for task in axis.patches:       # at half the width a white edge would hide the losses
+            task.set_linewidth(0)
         busy = sum(task.end - task.start for task in timeline)
         waits[name] = 1 - busy / (len(names) * seconds[name])
         axis.set_title(f"{name}: {seconds[name]:.1f} s, a node waits {waits[name]:.0%} of it")
