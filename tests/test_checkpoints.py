@@ -329,7 +329,7 @@ def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monke
         code, said = captured(0, 1, train.main, ["--steps", 4, "--data", corpus, "--name", "x", *SMALL])
     assert code == 2
     assert said.splitlines()[-1] == f"{line}; once that is put right go on with --resume runs/x"
-    monkeypatch.setattr("plumbing.report.os.replace", full)
+    monkeypatch.setattr("plumbing.files.os.replace", full)
     code, said = captured(0, 1, train.main, ["--resume", "runs/x", "--steps", 6])
     assert code == 2 and line in said and not list(tmp_path.rglob("*.tmp"))
 

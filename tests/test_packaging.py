@@ -29,7 +29,7 @@ def test_the_wheel_holds_two_modules_and_installs(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         assert {n for n in archive.namelist() if ".dist-info/" not in n} == FILES
         about = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
-    assert re.findall(r"^Provides-Extra: (.*)$", about, re.M) == ["plot", "hf", "test", "all"]
+    assert re.findall(r"^Provides-Extra: (.*)$", about, re.M) == ["plot", "hf", "lightning", "test", "all"]
     assert re.findall(r"^Requires-Dist: (\w+)>=[\d.]+$", about, re.M) == ["torch", "einops", "tqdm"]
     offline = ["--quiet", "--no-deps", "--no-index", "--target", "fresh"]
     assert run_in("-m", "pip", "install", *offline, str(wheel)).returncode == 0
