@@ -82,7 +82,7 @@ def make_plot(name, o):
 
 
 def processor_seconds():
-    """Of this process and of those that it has waited for."""
+    """The seconds that this process and those that it has waited for have computed."""
     return sum(os.times()[:4])
 
 

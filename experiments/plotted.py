@@ -61,18 +61,19 @@ LINES = {       # from above: (its name in the picture, colour, dashes)
 
 
 def measure_loss(quick):
-    """Evaluations come right after an outer step, of DiLoCo as of NoLoCo."""
+    """Evaluations come right after an outer step, of DiLoCo as of NoLoCo, but for DiLoCo's first in
+    a try."""
     steps, replicas, seeds, every = STEPS, REPLICAS, SEEDS, 20
     if quick:
         steps, replicas, seeds, every = 20, 2, (0,), 10
     settings = []
     for label, method in METHODS.items():
         options = f"{LEARN} {method} --steps {steps} --eval-every {every}"
-        settings.append(Setting(label, options, replicas, merged_loss))
+        settings.append(Setting(label, options, replicas, read_merged))
     return run_settings("loss", settings, seeds, f"{steps} steps, {replicas} replicas", quick)
 
 
-def merged_loss(folder):
+def read_merged(folder):
     """{"merged"}: the held-out loss of the mean of all replicas, at the end."""
     last = (folder / "metrics.jsonl").read_text().splitlines()[-1]
     return dict(merged=json.loads(last)["merged_loss"])
@@ -100,7 +101,7 @@ def draw_loss(plt, found):
         focus(axes[name], losses)
     end = statistics.mean(run.final for run in runs[NEVER])
     axes["bytes"].axhline(end, color=COLOURS["local"], lw=1)
-    axes["bytes"].annotate("never: 0 MB", (0.52, end),
+    axes["bytes"].annotate("never: 0 MB", (0.02, end),
                            xycoords=("axes fraction", "data"), xytext=(0, 3),
                            textcoords="offset points", color=COLOURS["local"])
     label_loss(axes, found, figure)
@@ -118,8 +119,8 @@ def label_loss(axes, found, figure):
     rows = found["runs"][DDP]
     gap, never = claims.over_other(found, NOLOCO), claims.over_other(found, NEVER)
     share = claims.share_of_bytes(found, NOLOCO)
-    finding = (f"In perplexity NoLoCo ends {gap:.0%} over DDP with {share:.0%} of its bytes, never "
-               f"averaging {never:.0%}")
+    finding = (f"Merged, NoLoCo ends {gap:.0%} over DDP's perplexity with {share:.0%} of its "
+               f"bytes; never averaging, {never:.0%} over")
     finding += f" ({found['scale']}, {counted(len(rows), 'seed')})"
     figure.suptitle(
         title(found, finding, "Loss against steps and bytes, and the spread of the replicas") +
@@ -219,8 +220,6 @@ def draw_timelines(plt, found):
     for axis, (name, rows) in zip(axes, found["timelines"].items()):
         timeline = [Task(*row) for row in rows]
         draw_timeline(axis, network, timeline, names, until=max(seconds.values()))
-        for task in axis.patches:       # at half the width a white edge would hide the losses
-            task.set_linewidth(0)
         busy = sum(task.end - task.start for task in timeline)
         waits[name] = 1 - busy / (len(names) * seconds[name])
         axis.set_title(f"{name}: {seconds[name]:.1f} s, a node waits {waits[name]:.0%} of it")

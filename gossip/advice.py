@@ -157,8 +157,8 @@ def legend(situation, all_reduce):
     lines = [
         "m: --inner-steps, K: --fragments, D: --delay. At once: D = 0, K = 1, as in the papers.",
         f"Sums in fp32 and bf16 go by {all_reduce}; in int8 each part goes directly.",
-        "DDP's begin after the backward pass, as in train.py; overlapped, two thirds of a step "
-        "earlier.",
+        "DDP's sums begin after the backward pass, as in train.py; overlapped, two thirds of a "
+        "step earlier.",
         "MB a step: what a replica sends. Held: of the time, beyond the slowest replica's steps.",
         "GB: weights, gradient, Adam and what the method keeps, without activations.",
         "Encoding and summing take no time here. Of losses this says nothing: docs/results.md."]

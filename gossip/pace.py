@@ -139,7 +139,7 @@ def vectors(meetings, replicas):
 
 
 def message_seconds(situation, meetings):
-    """t: of one message or sum, which holds a K-th of the weights."""
+    """Seconds that one message or sum takes, which holds a K-th of the weights: t of the wait."""
     n = situation.replicas
     latency = situation.latency
     size = situation.params * bytes_of(meetings.method)[meetings.wire] / meetings.K

@@ -22,6 +22,8 @@ from planning.pictures import trace, write_picture
 from plumbing.drawing import pyplot
 from skippipe import Problem, Search
 
+WITH_PLAN = "plan", "picture", "trace", "results"       # the options that --plan goes with
+
 PATIENCE = 5.0      # seconds; of first plans that take longer, a line says how long
 FEW = 30            # paths per origin, which are planned at once
 
@@ -90,6 +92,8 @@ def prepare_files(o, *others):
     """See that --picture, --trace and the other files can be written. Raises ValueError, OSError or
     ImportError."""
     if o.picture:
+        if o.picture == o.trace:
+            raise ValueError(f"--picture and --trace both name {o.picture}")
         if Path(o.picture).suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--picture {o.picture}: must end in .png, .svg or .pdf")
         pyplot()
@@ -143,7 +147,7 @@ def plan_and_show(o, network, names, work):
     rows, found = compare_methods(network, *work, o.dead, o.seconds, teller(network, work, o.dead))
     print_table(network, work, o.dead, rows, found.bound)
     print_paths(network, names, found.paths, o.dead)
-    show(o, network, found.paths, found.result, found.bound, names)
+    write_views(o, network, found.paths, found.result, found.bound, names)
     kept, microbatches, rounds = work
     made = dict(by="python skippipe.py", kept=kept, microbatches=microbatches, rounds=rounds,
                 dead=o.dead)
@@ -155,7 +159,7 @@ def plan_and_show(o, network, names, work):
             write_json(file, data)
 
 
-def show(o, network, paths, result, bound, names=None):
+def write_views(o, network, paths, result, bound, names=None):
     """Write --picture and --trace."""
     if o.picture:
         write_picture(o.picture, network, paths, result, bound, names)
@@ -170,9 +174,12 @@ def write_json(file, data):
 
 
 def read_kept(o):
-    """The plan of --plan, as `show` takes it. Raises ValueError, OSError or ImportError."""
+    """The plan of --plan, as `write_views` takes it. Raises ValueError, OSError or ImportError."""
     if not (o.picture or o.trace):
         raise ValueError(f"--plan {o.plan}: give --picture or --trace as well")
+    for name, _, default, _ in OPTIONS:
+        if name not in WITH_PLAN and getattr(o, name) != default:
+            raise ValueError(f"--plan {o.plan} draws a plan that is made: drop --{name}")
     found = read_plan(o.plan)
     prepare_files(o)
     return found
@@ -184,7 +191,9 @@ def main(argv=None, program="python -m planning"):
         shown = f" (default: {default})" if default else ""
         parser.add_argument("--" + name, type=kind, default=default, help=text + shown)
     o = parser.parse_args(argv)
-    understood, act = (read_kept, show) if o.plan else (understand, plan_and_show)
+    understood, act = understand, plan_and_show
+    if o.plan:
+        understood, act = read_kept, write_views
     try:
         problem = understood(o)
     except (ValueError, OSError, ImportError) as error:

@@ -28,7 +28,10 @@ def read_plan(file):
     """(Network, paths, Result, bound) of a JSON file: the newest plan of a run. Raises OSError, or
     ValueError with one line."""
     try:
-        newest = json.loads(Path(file).read_text())[-1]
+        plans = json.loads(Path(file).read_text())
+        if isinstance(plans, dict):
+            raise ValueError("a file of --results has no network")
+        newest = plans[-1]
         network = Network(**newest["network"])
         paths = [tuple(path) for path in newest["paths"]]
         return network, paths, simulate(network, paths, order=newest["order"]), newest["bound"]

@@ -4,10 +4,10 @@ from collections import Counter
 from plumbing.drawing import WIDTH, pyplot
 from skippipe import BACKWARD, FORWARD, LOSS
 
-# Of a task by its kind. Where a node waits it is white.
+# The tone of each kind of task. Where a node waits it is white.
 TONES = {FORWARD: "#8FC1E3", LOSS: "#0B2545", BACKWARD: "#2F7AB5"}
 NAMED = 48      # nodes; of more, a picture names the stages only and has no map
-# Of origins in the map, in turn.
+# The colours of origins in the map, in turn.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8C510A", "#E69F00", "#882255", "#000000")
 
 
@@ -33,8 +33,10 @@ def draw_timeline(axis, network, timeline, names=None, until=None):
     (default: the last task's end). Two pipelines side by side share one time axis where both get
     the longer one's makespan."""
     rows = rows_of(network)
-    gap = 0.4 if len(rows) <= NAMED else 0      # white, so that tasks in a row can be told apart
     for kind, tone in TONES.items():
+        gap = 0.4                               # white, so that tasks in a row can be told apart
+        if kind == LOSS or len(rows) > NAMED:
+            gap = 0                             # it would hide what is thin
         tasks = [task for task in timeline if task.kind == kind]
         axis.barh(
             y=[rows[task.rank] for task in tasks],
@@ -150,7 +152,11 @@ def finding(result, bound):
     words = ""
     if bound:
         above = result.makespan / bound - 1
-        words = f", at most {above:.1%} above the optimum" if above > 5e-4 else ", the optimum"
+        words = f" (no plan takes less than {bound:.4g} s)"
+        if above <= 0.1:
+            words = f", at most {above:.1%} above the optimum"
+        if above <= 5e-4:
+            words = ", the optimum"
     return (f"This plan takes {result.makespan:.4g} s{words}: a node works {share:.0%} of the "
             "time and waits the rest")
 

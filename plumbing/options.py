@@ -294,7 +294,8 @@ def layout(o, world):
         (len(depths) != count or min(depths) < 1 or sum(depths) != o.layers,
          f"{count} stages must share {o.layers} layers, at least one each; got {depths}"),
         (o.skip and (count < 3 or kept < 1),
-         f"--skip needs at least 3 stages and must keep one; got {count} and {o.skip}"),
+         f"--skip needs at least 3 stages and must keep one; got {count} and {o.skip}. Three are, "
+         "with torchrun --nproc-per-node 3, --stages 1,1,1"),
         (o.routing == "fixed" and sizes[0] * o.microbatches < max(sizes),
          f"--routing fixed: {sizes[0]} origins with --microbatches {o.microbatches} leave replicas "
          "idle"))

@@ -253,7 +253,7 @@ class Log:
         self.say_pace()
 
     def show(self, name, loss):
-        """Let the bar say a loss beside the others. None: not any more."""
+        """Let the bar say a loss beside the others; None takes it away."""
         self.losses[name] = loss
         known = [f"{name} {loss:.3f}" for name, loss in self.losses.items() if loss is not None]
         self.bar.set_postfix_str(", ".join(known), refresh=False)

@@ -90,7 +90,8 @@ def test_nodes_of_one_stage_and_city_stand_side_by_side(plt):
 
 
 @pytest.mark.parametrize("makespan, bound, words", [
-    (10, 10, "takes 10 s, the optimum: a node works 50%"), (10, 8, "at most 25.0% above the optimum"),
+    (10, 10, "takes 10 s, the optimum: a node works 50%"), (10, 8, "(no plan takes less than 8 s)"),
+    (10, 9.5, "at most 5.3% above the optimum"),
     (10, None, "takes 10 s: a node works 50% of the time")])
 def test_the_title_says_how_much_of_the_time_nodes_wait(makespan, bound, words):
     tasks = [SimpleNamespace(rank=0, start=0, end=makespan), SimpleNamespace(rank=1, start=3, end=3)]
@@ -245,3 +246,16 @@ def test_a_run_without_planned_paths_keeps_none(tmp_path):
     other.job.leads = False
     KeptPlans(other).keep()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options, told", [
+    (["--plan", "kept.json", "--trace", "t.json", "--save", "s.json"], "drop --save"),
+    (["--plan", "results.json", "--trace", "t.json"], "a file of --results has no network"),
+    (["--picture", "x.png", "--trace", "x.png"], "both name x.png")])
+def test_what_a_kept_plan_cannot_have_is_one_line(options, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(options)
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+    assert not list(tmp_path.glob("[stx].*"))

@@ -137,7 +137,9 @@ def test_lines_are_the_numbers_of_metrics_jsonl(write, drawn):
         for row, number in zip(rows, y, strict=True):
             assert number == row[panel.y] or row[panel.y] is None and math.isnan(number)
         if panel.y == "heldout_loss":
-            assert points(found[panel.x_label, panel.y_label], "merged model") == ([rows[-1][panel.x]], [1.5])
+            axis = found[panel.x_label, panel.y_label]
+            assert points(axis, "merged model") == ([rows[-1][panel.x]], [1.5])
+            assert axis.get_ylim()[0] < 1.5                         # the ring is seen
 
 
 def test_only_what_was_measured_has_a_panel(write, drawn):
@@ -166,6 +168,8 @@ def test_seeds_of_one_method_are_a_band_from_the_lowest_to_the_highest(write, dr
             assert y[i] == statistics.fmean(values)
             wanted |= {(float(x[i]), float(min(values))), (float(x[i]), float(max(values)))}
         assert corners == wanted and len(x) == 3
+        low, high = axis.get_ylim()
+        assert low <= min(values) and max(values) <= high           # the band's end is seen
     other = drawn(*folders, write("other", logs[0], "--seed", 0, "--lr", 0.5))       # not a fourth seed
     labels = [text.split(":")[0] for text in legends(other)[0]]
     assert labels == ["NoLoCo, lr 0.003, 3 seeds", "NoLoCo, lr 0.5"]

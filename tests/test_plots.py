@@ -90,7 +90,7 @@ def test_the_curves_are_the_numbers_saved(plt):
         assert (name in lines(spread)) == (label not in (DDP, DILOCO))      # whose replicas are equal
         if name in lines(spread):
             assert lines(spread)[name][1] == pytest.approx(curves["weight_spread"])
-    assert "NoLoCo ends 16% over DDP with 6% of its bytes, never averaging 26%" in figure.get_suptitle()
+    assert "NoLoCo ends 16% over DDP's perplexity with 6% of its bytes; never averaging, 26%" in figure.get_suptitle()
     assert "3 seeds" in figure.get_suptitle()
     found["quick"] = True
     title = plotted.draw_loss(plt, found).get_suptitle()
@@ -177,3 +177,12 @@ def test_the_runs_are_commands_that_train_accepts(monkeypatch):
             layout(train.parse(argv, setting.processes), setting.processes)
     names = [name for name, *_ in asked]
     assert len(set(names)) == 4
+
+
+def test_a_loss_that_was_not_measured_is_said_and_the_rest_is_judged(monkeypatch):
+    row = dict(merged=None, curves=dict(heldout_loss=[1.0]))
+    runs = {label: [row] for label in (claims.DDP, *claims.AVERAGED, claims.NEVER)}
+    assert claims.over_other(dict(runs=runs), claims.NOLOCO) is None
+    assert claims.seeds_in_order(dict(runs=runs)) == (None, 1)
+    told = claims.Claim("x", None, 1.0, 0.1)
+    assert told.is_outside and "not measured" in str(told)

@@ -48,6 +48,9 @@ DASHES = ["-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1))]
 POINTS = [".", "s", "v"]            # once the dashes are used up
 LONGEST = 44                        # letters of options in a label
 
+# Options that a label does not name: the method it has anyway, the others change no weights.
+UNSAID = "method", "eval_every", "eval_sequences", "spread", "save_every"
+
 OTHER = "other event"
 GONE = "a rank is dead or missed"
 MARKS = {GONE: "X", "a rank joins": "^", "new plan": "D", "another rank leads": "s",
@@ -73,7 +76,7 @@ def plot(argv):
     forbid((a.csv and (a.out or a.x),
             "--csv prints all numbers and draws nothing: drop --out and --x"),
            (a.out and a.out.suffix not in (".png", ".pdf", ".svg"),
-            f"--out {a.out}: the name of a picture ends with .png, .pdf or .svg"))
+            f"--out {a.out}: the name of a picture ends with .png, .pdf or .svg, in small letters"))
     folders = without_files(a.runs)
     runs = [read_run(folder) for folder in folders]
     if a.csv:
@@ -94,6 +97,9 @@ def plot(argv):
         raise BadInput(f"{out} cannot be written: {error.strerror}")
     plt.close(figure)
     print(out)
+    if any(len(curve.steps) == 1 for curve in curves):
+        print("a run has one evaluation so far, so its line is a point: for more, train with a "
+              "smaller --eval-every")
 
 
 def without_files(paths):
@@ -181,7 +187,7 @@ def label_of(group, everybody):
     words = [method]
     for name, value in own.items():
         is_set = value is not None and value is not False
-        if name != "method" and is_set and tells(name, own, everybody):
+        if name not in UNSAID and is_set and tells(name, own, everybody):
             words.append(option_text(name, value))
     label = ", ".join(words)
     if len(label) > LONGEST:
@@ -241,7 +247,7 @@ def draw(plt, curves, panels):
     axes = grid.flat[:len(panels)]
     for axis, panel in zip(axes, panels):
         draw_panel(axis, panel, curves)
-    figure.suptitle(title_of(curves), x=0.01, ha="left")
+    figure.suptitle(words_of(curves), x=0.01, ha="left")
     handles, texts = legend_of(plt, curves, axes)
     style = dict(title=legend_title(curves), alignment="left", frameon=False)
     if below:
@@ -268,10 +274,11 @@ def draw_panel(axis, panel, curves):
     heights = []
     for curve in curves:
         heights += mark_events(axis, panel, curve)
+        heights.append(curve.merged())
     if axis.get_xscale() == "linear":
         axis.set_xlim(left=0)
     if panel.y == "heldout_loss":
-        focus(axis, [curve.means(panel.y) for curve in curves], heights)
+        show_losses(axis, [curve.values(panel.y) for curve in curves], heights)
     if panel.y == "held":
         axis.set_ylim(bottom=0)
 
@@ -340,24 +347,23 @@ def between(step, steps, numbers):
     return low + (high - low) * (step - before) / (after - before)
 
 
-def focus(axis, lines, heights):
+def show_losses(axis, curves, heights):
     """Limit a panel of losses to what follows the first tenth of the evaluations, and all marks.
 
-    Otherwise the fall of the first steps hides how methods differ.
+    Otherwise the fall of the first steps hides how methods differ. curves: of each step, the losses
+    of all seeds. heights: of marks, nan where there is none.
     """
-    marks = [height for height in heights if math.isfinite(height)]
-    lows, highs = list(marks), list(marks)
-    for losses in lines:
-        later = [loss for loss in losses[len(losses) // 10:] if math.isfinite(loss)]
-        if later:
-            lows.append(min(later))
-            highs.append(max(later))
-    if lows and max(highs) > min(lows):
-        margin = 0.06 * (max(highs) - min(lows))
-        axis.set_ylim(min(lows) - margin, max(highs) + margin)
+    seen = list(heights)
+    for steps in curves:
+        for losses in steps[len(steps) // 10:]:
+            seen += losses
+    seen = [height for height in seen if math.isfinite(height)]
+    if seen and max(seen) > min(seen):
+        margin = 0.06 * (max(seen) - min(seen))
+        axis.set_ylim(min(seen) - margin, max(seen) + margin)
 
 
-def title_of(curves):
+def words_of(curves):
     """What came out, in words."""
     if len({curve.runs[0].settings["corpus"] for curve in curves}) > 1:
         return "The runs have different corpora: their losses do not compare"
