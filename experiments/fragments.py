@@ -293,7 +293,7 @@ def show_grid(rows):
                   "K = m, over DDP's")
     for method, m in itertools.product(("noloco", "diloco"), EVERY):
         whole, parts = Trial(method, m), Trial(method, m, fragments=m)
-        table.add(f"{NAMES[method]}, m {m}", rows.mean(whole), rows.mean(parts),
+        add_known(table, f"{NAMES[method]}, m {m}", rows.mean(whole), rows.mean(parts),
                   rows.nats_over(parts, whole), rows.gap(parts))
     table.end()
 
@@ -303,9 +303,15 @@ def show_delays(rows):
                   "K = m, D = 1 over K = 1, D = m / 2")
     for method, m in itertools.product(("noloco", "diloco"), EVERY):
         parts, half = Trial(method, m, 1, fragments=m), Trial(method, m, m // 2)
-        table.add(f"{NAMES[method]}, m {m}", rows.mean(Trial(method, m, 1)), rows.mean(parts),
-                  rows.mean(half), rows.nats_over(parts, half))
+        add_known(table, f"{NAMES[method]}, m {m}", rows.mean(Trial(method, m, 1)),
+                  rows.mean(parts), rows.mean(half), rows.nats_over(parts, half))
     table.end()
+
+
+def add_known(table, name, *cells):
+    """Add the row, unless nothing of it is trained."""
+    if any(cells):
+        table.add(name, *cells)
 
 
 def show_at_10(rows):
@@ -317,14 +323,15 @@ def show_at_10(rows):
         if trial == TWO_PACES:
             base = WHOLE
         over_whole = rows.nats_over(trial, base) if trial != base else None
-        table.add(name_of(trial), rows.mean(trial), over_whole, rows.gap(trial))
+        add_known(table, name_of(trial), rows.mean(trial), over_whole, rows.gap(trial))
     for name, options in SETTINGS.items():
         setting = setting_of(**options)
         for trial in WHOLE, PARTS_OF_10:
             losses = rows.losses(trial, setting=setting)
             over_whole = rows.nats_over(trial, WHOLE, setting=setting) if trial != WHOLE else None
-            table.add(f"{name_of(trial)}, {name}", losses and f"{statistics.mean(losses):.3f}",
-                      over_whole, rows.gap(trial, setting))
+            mean = f"{statistics.mean(losses):.3f}" if losses else None
+            add_known(table, f"{name_of(trial)}, {name}", mean, over_whole,
+                      rows.gap(trial, setting))
     table.end()
 
 
