@@ -534,7 +534,7 @@ def test_lessons_that_have_a_row_are_not_trained_again(corpus, tmp_path, monkeyp
     fleets.train_lessons(lessons[:2], rows)
     assert rows[lessons[0].label] == "kept" and rows[lessons[1].label]["merged"] > 0
     assert not lessons[0].file.exists() and lessons[1].file.exists()
-    monkeypatch.setattr(fleets, "train_chunk", lambda chunk, _: pytest.fail(f"it trains {chunk}"))
+    monkeypatch.setattr(fleets, "train_chunk", lambda chunk, *_: pytest.fail(f"it trains {chunk}"))
     again = {}
     fleets.train_lessons(lessons[1:2], again)
     assert again[lessons[1].label] == rows[lessons[1].label]
