@@ -61,6 +61,7 @@ def measure(o):
             seconds = steps(outer, theta, M, o.inner_seconds)
             sent[name] = outer.bytes_sent - before
             outer.settle()
+            del outer               # before the next one takes as much memory
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             held[name].append(seconds.tolist())
     return held, sent
@@ -103,8 +104,9 @@ def main(argv):
     dist.init_process_group("gloo")
     held, sent = measure(o)
     if dist.get_rank() == 0:
-        found = dict(vars(o), replicas=job.world, cores=os.cpu_count(), load_before=load,
-                     held=held, sent=sent)
+        found = dict(params=o.params, inner_seconds=o.inner_seconds, rounds=o.rounds,
+                     method=o.method, wire=o.wire, replicas=job.world, cores=os.cpu_count(),
+                     load_before=load, held=held, sent=sent)
         show(found)
         save_result(o.out, f"held_{job.world}_{int(o.params)}_{o.method}_{o.wire}", found)
     dist.barrier()
