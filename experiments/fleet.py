@@ -27,6 +27,16 @@ from gossip.onebyte import MARGIN
 AT_ONCE = {"cuda": 1 << 17, "cpu": 1 << 13}
 
 
+def device():
+    """Where fleets train."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def machine():
+    """What results say of it."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
 @dataclass(frozen=True)
 class Trial:
     """One method."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import train
-from experiments.fleet import Fleet, Trial
+from experiments.fleet import Fleet, Trial, device, machine
 from experiments.replicas import LEARN, SEQUENCES
 from plumbing.files import replace
 
@@ -72,14 +72,10 @@ def train_lessons(lessons, rows, watching=None, extra=""):
             rows[lesson.label] = json.loads(lesson.file.read_text())
     missing = [lesson for lesson in lessons if lesson.label not in rows]
     for chunk in chunks(missing):
-        print(f"{len(chunk)} of {len(missing)} fleets: {chunk[0].kind}", flush=True)
+        print(f"{len(chunk)} of {len(missing)} lessons: {chunk[0].kind}", flush=True)
         train_chunk(chunk, watching, extra)
         for lesson in chunk:
             rows[lesson.label] = json.loads(lesson.file.read_text())
-
-
-def device():
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def chunks(lessons):
@@ -94,11 +90,10 @@ def chunks(lessons):
 
 
 def train_chunk(chunk, watching, extra):
-    """Train lessons of one class, and write a file for each."""
+    """Train lessons of one kind, and write a file for each."""
     one = chunk[0]
     options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
                f"--optimizer {one.optimizer} {extra}")
-    machine = torch.cuda.get_device_name() if device() == "cuda" else "CPU"
     trials = [lesson.trial for lesson in chunk]
     fleet = Fleet(train.parse(options.split()), trials, one.replicas, [one.seed], device())
     watch = watching(fleet) if watching and one.closely else None
@@ -108,6 +103,6 @@ def train_chunk(chunk, watching, extra):
     seen = watch.rows() if watch else [{}] * len(rows)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for lesson, row, more in zip(chunk, rows, seen):
-        row |= more | dict(steps=one.steps, digest=fleet.digest, machine=machine,
+        row |= more | dict(steps=one.steps, digest=fleet.digest, machine=machine(),
                            torch=torch.__version__, seconds=round(seconds / len(chunk)))
         replace(lesson.file, json.dumps(row))

@@ -18,18 +18,18 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from experiments import apart
-from experiments.comparing import Comparison, Table
+from experiments import apart, replicas
+from experiments.comparing import Table
 from experiments.fleet import Trial
 from experiments.fleets import Lesson, train_lessons
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, label_ends
 from experiments.replicas import (DDP, LENGTH, SEQUENCES, bytes_of_ddp, in_percent, mean_loss,
                                   merged_loss)
-from experiments.results import kept_result, over
+from experiments.results import kept_result
+from plumbing.drawing import NAMES
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
-NAMES = {"noloco": "NoLoCo", "diloco": "DiLoCo", "ddp": "DDP"}
 WHOLE, PARTS_OF_10 = Trial("noloco", 10), Trial("noloco", 10, fragments=10)
 PRIMARY = (     # each over the other
     (PARTS_OF_10, WHOLE),
@@ -205,16 +205,17 @@ class Rows:
     """The rows of a part that have the rate of their trial. rate: (trial, optimizer) -> float."""
 
     def __init__(self, found, rate):
-        self.rows = {}
+        self.rows = {}              # {setting: {trial: {seed: row}}}
         for row in found["rows"].values():
             trial, optimizer = Trial(**row["trial"]), row["optimizer"]
             if row["lr"] == rate(trial, optimizer):
                 setting = optimizer, row["replicas"], row["tokens"]
-                self.rows.setdefault((setting, trial), {})[row["seed"]] = row
+                trials = self.rows.setdefault(setting, {})
+                trials.setdefault(trial, {})[row["seed"]] = row
 
     def of(self, trial, setting=PLAIN):
         """{seed: row}, perhaps of no seed."""
-        return self.rows.get((setting, trial), {})
+        return self.rows.get(setting, {}).get(trial, {})
 
     def losses(self, trial, loss=merged_loss, setting=PLAIN):
         return [loss(row) for row in self.of(trial, setting).values()]
@@ -225,25 +226,12 @@ class Rows:
         return f"{statistics.mean(losses):.3f}" if losses else None
 
     def nats_over(self, trial, base, loss=merged_loss, setting=PLAIN):
-        """Seed by seed; None where no seed has both."""
-        pairs = self.pairs(trial, base, loss, setting)
-        return Comparison([a - b for a, b in pairs]) if pairs else None
+        """As in replicas.py, of one setting."""
+        return replicas.nats_over(self.rows.get(setting, {}), trial, base, loss)
 
-    def gap(self, trial, setting=PLAIN, loss=merged_loss):
-        """Perplexity over DDP's, seed by seed; None where no seed has both."""
-        pairs = self.pairs(trial, DDP, loss, setting)
-        if not pairs:
-            return None
-        losses, others = zip(*pairs)
-        return Comparison(over(losses, others), "+.1%")
-
-    def pairs(self, trial, base, loss, setting):
-        others = self.of(base, setting)
-        pairs = []
-        for seed, row in self.of(trial, setting).items():
-            if seed in others:
-                pairs.append((loss(row), loss(others[seed])))
-        return pairs
+    def gap(self, trial, setting=PLAIN):
+        """As in replicas.py, of one setting."""
+        return replicas.gap(self.rows.get(setting, {}), trial)
 
 
 def rows_of_fragments(found):
@@ -356,14 +344,24 @@ def draw_fragments(plt, found):
     axis.set(xlim=(60, 0.7), xticks=ticks, xticklabels=[f"{tick}%" for tick in ticks],
              xlabel="bytes that a rank sends to synchronise, of DDP's (fewer to the right; fp32, "
              "8 replicas, Adam)", ylabel="perplexity over DDP's, %\n(bars: range of the seeds)",
-             title=title_of(found, FINDING, "Whole messages and fragments"))
+             title=title_of(found, finding(rows), "Whole messages and fragments"))
     axis.minorticks_off()
     label_ends(axis)
     return figure
 
 
+def finding(rows):
+    """What the picture shows; none while a seed is alone."""
+    first = rows.nats_over(*PRIMARY[0])
+    return FINDINGS.get(first.verdict if first else None, "")
+
+
 KINDS = {"whole messages": "--", "in fragments": "-"}
-FINDING = "In fragments the gap to DDP is narrower for the same bytes"
+FINDINGS = {        # by the verdict of the first primary comparison
+    "better": "In fragments the gap to DDP is narrower for the same bytes",
+    "worse": "In fragments the gap to DDP is wider for the same bytes",
+    "cannot tell": "We cannot tell the gap to DDP in fragments from that of whole messages",
+}
 
 
 # ---------------------------------------------------------------- what replicas differ in
@@ -379,8 +377,9 @@ def show_why(found):
         spread = [statistics.mean(row["spreads"][-100:]) for row in rows.of(trial).values()]
         distance = [later_mean(row["distance_by_age"]) for row in rows.of(trial).values()]
         if spread:
-            table.add(name, rows.mean(trial), base != trial and rows.nats_over(trial, base) or None,
-                      f"{statistics.mean(spread):.2e}", f"{statistics.mean(distance):.4f}")
+            over_whole = rows.nats_over(trial, base) if trial != base else None
+            table.add(name, rows.mean(trial), over_whole, f"{statistics.mean(spread):.2e}",
+                      f"{statistics.mean(distance):.4f}")
     table.end()
     table = Table("replicas' mean less merged", "all ages", "just after an outer step",
                   "just before the next", "middle of a line between two, less its ends")

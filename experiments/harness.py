@@ -201,15 +201,20 @@ def torchrun(processes, *words, hosts=(), **kwargs):
     if hosts:
         line = [sys.executable, "-m", "tools.hosts", str(processes), *hosts, "--"]
         line += ["sh", "-c", ALONE, "sh", sys.executable]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
-    with subprocess.Popen([*line, *words], env=env, text=True, **kwargs) as process:
+    with subprocess.Popen([*line, *words], env=environment(OMP_NUM_THREADS="1"), text=True,
+                          **kwargs) as process:
         try:
             process.wait()
         finally:
             process.terminate()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, line)
+
+
+def environment(**more):
+    """That of this process, with which Python finds this repository from any folder."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return dict(os.environ, PYTHONPATH=path, **more)
 
 
 def train_once(setting, name, seed):

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 -m experiments.held [--params 57e6] [--inner-seconds 0.5]
 
 Between outer steps a rank sleeps for --inner-seconds, as if a GPU were training, so that its
-processor is free for messages. The four settings take turns. The first column is the time in which
-`outer.step()` held a rank in m = 10 inner steps, so in one outer step of each weight: of the
-slowest rank, median over the rounds. OUT/results/held_PROCESSES_PARAMS.json keeps all rounds.
+processor is free for messages. The four settings take turns. "Seconds in 10 steps" is the time for
+which `outer.step()` held the slowest rank in m = 10 inner steps, so in one outer step of each
+weight: the median over the rounds. OUT/results/held_PROCESSES_PARAMS_METHOD_WIRE.json keeps all.
 """
 import os
 import statistics
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from experiments.comparing import Table
 from experiments.results import save_result
 from gossip import outer_optimizer
 from noloco import flatten
@@ -34,7 +35,6 @@ def parse(argv, world):
     p.add_argument("--method", choices=("noloco", "diloco"), default="noloco")
     p.add_argument("--wire", default="fp32", help="fp32 or int8")
     p.add_argument("--out", default="runs", help="folder of results/ (default: runs)")
-
     if world < 2:
         raise BadInput("one process has no partner: torchrun --nproc-per-node 2 -m "
                        "experiments.held")
@@ -84,8 +84,7 @@ def show(found):
     print(f"{found['method']}, {found['wire']}, {found['params'] / 1e6:g}M weights, "
           f"{found['replicas']} processes on {found['cores']} cores (load before: "
           f"{found['load_before']:.1f}), inner steps of {found['inner_seconds']:g} s")
-    print("| setting | seconds in 10 steps | of K 1, D 0's | longest step | share held |")
-    print("|---|---|---|---|---|")
+    table = Table("setting", "seconds in 10 steps", "of K 1, D 0's", "longest step", "share held")
     base = found["held"]["K 1, D 0"]
     for name, rounds in found["held"].items():
         sums = [sum(seconds) for seconds in rounds]
@@ -93,8 +92,9 @@ def show(found):
         longest = statistics.median(max(seconds) for seconds in rounds)
         middle = statistics.median(sums)
         share = middle / (middle + M * found["inner_seconds"])
-        print(f"| {name} | {middle:.3f} | {statistics.median(ratios):.2f} | {longest:.3f} s | "
-              f"{share:.1%} |")
+        table.add(name, f"{middle:.3f}", f"{statistics.median(ratios):.2f}", f"{longest:.3f} s",
+                  f"{share:.1%}")
+    table.end()
 
 
 def main(argv):

@@ -1,12 +1,11 @@
 """Measurements in pieces of a few minutes: each run is kept once it is done, and not run again."""
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from experiments.results import ROOT
+from experiments.harness import environment
 from plumbing.files import replace
 from plumbing.report import say_time
 
@@ -52,15 +51,14 @@ class Kept:
         replace(self.file, json.dumps(self.rows))
 
 
-def run_within(seconds, words, log, **environment):
+def run_within(seconds, words, log, **more):
     """Run python with these words, all it prints in the file log. Returns its exit status.
 
     After so many seconds it gets SIGTERM, by which train.py writes a checkpoint, and None is
     returned.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = dict(os.environ, PYTHONPATH=path, PYTHONUNBUFFERED="1", **environment)
+    env = environment(PYTHONUNBUFFERED="1", **more)
     with open(log, "w") as file:
         process = subprocess.Popen([sys.executable, *words], env=env, stdout=file, stderr=file)
         try:

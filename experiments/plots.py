@@ -15,7 +15,6 @@ or a number is outside. Finished runs of train.py are kept in runs/headline-* an
 copies of the experiments behind docs/results.md; experiments/claims.py has what is expected.
 """
 import argparse
-import os
 import signal
 import sys
 import time
@@ -24,6 +23,7 @@ from importlib.util import find_spec
 from typing import Callable
 
 from experiments import claims, plotted
+from experiments.harness import cpu_seconds
 from experiments.pictures import picture
 from experiments.results import kept_result, save_result
 from plumbing.options import Parser
@@ -70,20 +70,15 @@ def make_plot(name, o):
     """Measure a part, draw it from the numbers that were saved, and return its claims."""
     plot = PLOTS[name]
     if not o.plot:
-        began, spent = time.perf_counter(), processor_seconds()
+        began, spent = time.perf_counter(), cpu_seconds()
         found = plot.measure(o.quick)
         save_result(o.out, name, found)
         print(f"{name} took {(time.perf_counter() - began) / 60:.1f} minutes, "
-              f"{processor_seconds() - spent:.0f} processor seconds")
+              f"{cpu_seconds() - spent:.0f} processor seconds")
     found = kept_result(o.out, name)
     for drawn, draw in plot.pictures.items():
         picture(o.out, drawn, draw, found)
     return plot.claims(found)
-
-
-def processor_seconds():
-    """The seconds that this process and those that it has waited for have computed."""
-    return sum(os.times()[:4])
 
 
 def make_plots(o):

@@ -20,7 +20,7 @@ import torch
 
 import train
 from experiments.comparing import Comparison, Table
-from experiments.fleet import Fleet, Trial
+from experiments.fleet import Fleet, Trial, device, machine
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, counted, label_ends
 from experiments.results import kept_result, over, save_result, spread_of
@@ -117,12 +117,10 @@ def train_all(name, part, o):
 
 def train_fleet(found, key, options, trials, replicas, seeds):
     """Add the fleet's rows to found, and the machine that trained it."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    fleet = Fleet(train.parse(options.split()), trials, replicas, seeds, device)
+    fleet = Fleet(train.parse(options.split()), trials, replicas, seeds, device())
     start = time.perf_counter()
     found["fleets"][key] = fleet.train()
-    found["machines"][key] = [machine, torch.__version__, round(time.perf_counter() - start)]
+    found["machines"][key] = [machine(), torch.__version__, round(time.perf_counter() - start)]
     found["digest"] = fleet.digest
 
 

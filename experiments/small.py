@@ -12,9 +12,8 @@ import re
 import shutil
 from pathlib import Path
 
-import torch
-
 from experiments.comparing import Table
+from experiments.fleet import machine
 from experiments.pictures import COLOURS, WIDTH, label_ends
 from experiments.pieces import Kept, OutOfTime, run_within, tail
 from plumbing.processes import BadInput
@@ -89,8 +88,7 @@ def train_one(name, setting, text, folder, clock):
         raise BadInput(f"train.py {words} failed (see {log}): {tail(log)}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = LINE.search(log.read_text(errors="replace"))
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    row = dict(command=f"train.py {words}", processes=processes, machine=machine,
+    row = dict(command=f"train.py {words}", processes=processes, machine=machine(),
                millions=found and float(found[1]), curve=[])
     for line in lines:
         if "heldout_loss" in line:

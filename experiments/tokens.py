@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from experiments.comparing import Comparison, Table
-from experiments.fleet import Trial
-from experiments.fleets import FOLDER, MODELS, Lesson, device, train_lessons
+from experiments.fleet import Trial, device, machine
+from experiments.fleets import FOLDER, MODELS, Lesson, train_lessons
 from experiments.pictures import COLOURS, WIDTH, counted, label_ends
 from experiments.replicas import DDP, LENGTH
 from experiments.results import over
+from plumbing.drawing import NAMES
 from plumbing.files import replace
 
-NAMES = {"ddp": "DDP", "noloco": "NoLoCo", "diloco": "DiLoCo"}
 # The NoLoCo paper's small model after 25 000 steps: tokens a replica and step (half a million in
 # all), then FSDP's, DiLoCo's (every 100 steps) and NoLoCo's (every 50) perplexity per token.
 PAPER = {
@@ -131,11 +131,11 @@ def fitting(clock, lesson):
 def measured_rate(lesson):
     """Tokens a second of a lesson with as many tokens a step, or nearly, on this machine; None
     before the first."""
-    machine = torch.cuda.get_device_name() if device() == "cuda" else "CPU"
+    here = machine()
     rates = []
     for file in FOLDER.glob("*.json"):
         row = json.loads(file.read_text())
-        if row.get("machine") == machine and row["replicas"] == lesson.replicas:
+        if row.get("machine") == here and row["replicas"] == lesson.replicas:
             trained = row["replicas"] * row["tokens"] * row["steps"]
             away = abs(row["tokens"] - lesson.sequences * LENGTH)
             rates.append((away, trained / max(1, row["seconds"])))

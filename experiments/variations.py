@@ -19,6 +19,7 @@ from experiments.skip import missing_over, missing_stages, network_of
 from experiments.together import MICROBATCHES, keep_links
 from plumbing.data import load_corpus
 from plumbing.processes import BadInput
+from tools.installed import write_bpe
 
 TOKENIZER, VOCAB = Path("runs/tokenizer.json"), 4096
 BYTES_A_TOKEN = 3.525           # of the held-out text with that tokenizer
@@ -54,19 +55,14 @@ def tokens_settings(steps):
 def train_tokenizer():
     """A byte-level BPE of VOCAB tokens from the training files. Raises BadInput without
     tokenizers."""
-    try:
-        from tokenizers import ByteLevelBPETokenizer
-    except ImportError:
-        raise BadInput("the part tokens needs the tokenizers package: pip install '.[hf]'")
     corpus = load_corpus(train.parse([]))
     lines = []
     for part in corpus.train:
         lines += bytes(part.tolist()).decode(errors="replace").splitlines()
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(lines, vocab_size=VOCAB, special_tokens=["<|endoftext|>"],
-                                  show_progress=False)
-    TOKENIZER.parent.mkdir(exist_ok=True)
-    tokenizer.save(str(TOKENIZER))
+    try:
+        write_bpe(lines, VOCAB, TOKENIZER)
+    except ImportError:
+        raise BadInput("the part tokens needs the tokenizers package: pip install '.[hf]'")
 
 
 def per_byte(comparison):

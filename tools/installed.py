@@ -121,8 +121,6 @@ def train_tokenizer(files, vocab, file):
 
     Fewer tokens than asked for, from little text, are well: train.py's --vocab may be larger.
     """
-    from tokenizers import ByteLevelBPETokenizer
-
     def texts():
         size = 0
         for held, text in documents(files):
@@ -130,8 +128,15 @@ def train_tokenizer(files, vocab, file):
                 size += len(text)
                 yield text.decode(errors="replace")
 
+    write_bpe(texts(), vocab, file)
+
+
+def write_bpe(texts, vocab, file):
+    """Train a byte-level BPE of so many tokens at most on these texts. Raises ImportError without
+    tokenizers."""
+    from tokenizers import ByteLevelBPETokenizer
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts(), vocab_size=vocab, special_tokens=[END],
+    tokenizer.train_from_iterator(texts, vocab_size=vocab, special_tokens=[END],
                                   show_progress=False)
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(file))

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
-from plumbing.drawing import COLOURS, WIDTH, pyplot
+from plumbing.drawing import COLOURS, NAMES, WIDTH, pyplot
 from plumbing.options import Parser, flag
 from plumbing.processes import BadInput, Job, forbid
 from tools.runs import read_run, seeds_together, write_csv
@@ -42,7 +42,6 @@ PANELS = [*LOSSES.values(),
           Panel("step", "weight_spread", "inner steps", "weight spread (0: not drawn)"),
           Panel("step", "held", "inner steps", "time held by synchronisation")]
 
-NAMES = {"ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo", "local": "local"}
 # Lines of one method, which has one colour.
 DASHES = ["-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1))]
 POINTS = [".", "s", "v"]            # once the dashes are used up
