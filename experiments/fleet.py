@@ -6,8 +6,13 @@ one byte a weight. Groups, Adam, the data's order and the learning rate are thos
 trial's loss is that of `torchrun ... train.py` with the same options, up to rounding
 (tests/test_experiments.py compares them). Nothing is sent.
 """
+import os
+import shutil
+import sys
+import sysconfig
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.func import functional_call, grad, vmap
@@ -23,8 +28,11 @@ from plumbing.inner import Inner, adam, dtype_for, orthogonal
 from gossip.onebyte import MARGIN
 
 # Tokens whose gradients are computed in one call. On a CPU more would not stay in its caches:
-# 1 << 15 take 1.7 times as long a token as 1 << 13.
-AT_ONCE = {"cuda": 1 << 17, "cpu": 1 << 13}
+# 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11.
+AT_ONCE = {"cuda": 1 << 17, "cpu": 1 << 11}
+# Steps from which on compiling the gradient pays. It takes 10 seconds of a core, and then a step on
+# a CPU takes 0.75 times as long.
+LONG = {"cuda": 1, "cpu": 300}
 
 
 def device():
@@ -218,7 +226,11 @@ class Fleet:
         first = first.to(self.device)[None, :, None]
         self.theta = first.repeat(len(self.trials), 1, self.N, 1)
         self.theta.grad = self.grad = torch.zeros_like(self.theta)
-        self.loss, self.gradient = loss_and_gradient(self.model, self.device)
+        self.loss, self.gradient = loss_and_gradient(self.model)
+        if self.device == "cuda":
+            torch.set_float32_matmul_precision("high")              # TF32
+        if self.o.steps >= LONG[self.device] and finds_compiler(self.device):
+            self.gradient = torch.compile(self.gradient, dynamic=False)
 
     def make_optimizers(self):
         self.adam = Inner(adam([self.theta], self.o.beta2))
@@ -263,13 +275,22 @@ class Fleet:
         tokens = tokens.to(self.device)
         tokens = tokens.expand(len(self.trials), *tokens.shape).flatten(0, 1)   # (models, B, T + 1)
         weights, grads = self.named(self.theta), self.named(self.grad)
-        room = min(len(tokens), max(1, AT_ONCE[self.device] // tokens[0].numel()))
-        last = len(tokens) - room
-        for start in [*range(0, last, room), last]:     # the last overlaps: all have one shape
+        length = tokens.shape[2] - 1
+        sequences = largest_divisor(tokens.shape[1], AT_ONCE[self.device] // length)
+        pieces = tokens.split(sequences, 1)
+        self.grad.zero_()
+        for piece in pieces:
+            self.add_gradients(grads, weights, piece, 1 / len(pieces))
+
+    def add_gradients(self, grads, weights, tokens, share):
+        """Add `share` of the mean loss's gradient for tokens (models, B, T + 1)."""
+        models, sequences, length = tokens.shape
+        room = largest_divisor(models, AT_ONCE[self.device] // (sequences * (length - 1)))
+        for start in range(0, models, room):
             some = slice(start, start + room)
             own = {name: w[some] for name, w in weights.items()}
             for name, gradient in self.gradient(own, tokens[some]).items():
-                grads[name][some] = gradient
+                grads[name][some].add_(gradient, alpha=share)
 
     @torch.no_grad()
     def evaluate(self, vectors, sequences=None):
@@ -327,7 +348,7 @@ class Whole(torch.nn.Module):
         return self.model.loss(x, tokens[:, 1:]) / tokens[:, 1:].numel()
 
 
-def loss_and_gradient(model, device):
+def loss_and_gradient(model):
     """Functions of many models' weights {name: (models, ...)}: the mean loss, and its gradient for
     tokens (models, B, T + 1)."""
     whole = Whole(model)
@@ -336,8 +357,18 @@ def loss_and_gradient(model, device):
         named = {f"model.{name}": w for name, w in weights.items()}
         return functional_call(whole, named, (tokens,))
 
-    gradient = vmap(grad(loss))
+    return loss, vmap(grad(loss))
+
+
+def finds_compiler(device):
+    """Whether torch.compile finds what it needs: on a CPU a C++ compiler and Python's headers."""
     if device == "cuda":
-        torch.set_float32_matmul_precision("high")              # TF32
-        gradient = torch.compile(gradient, dynamic=False)
-    return loss, gradient
+        return True
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return shutil.which(os.environ.get("CXX", usual)) is not None and headers.exists()
+
+
+def largest_divisor(number, most):
+    """The largest divisor of number that is at most `most`; 1 where there is none."""
+    return next((n for n in range(most, 1, -1) if number % n == 0), 1)

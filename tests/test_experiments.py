@@ -1,5 +1,6 @@
 """What the experiments count with: the stability recursion, their clocks, their tables."""
 
+import copy
 import functools
 import itertools
 import json
@@ -459,11 +460,30 @@ def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
         assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
 
 
+@pytest.mark.parametrize("most, long", [(1 << 20, 99), (48, 99), (48, 1)])
+def test_a_fleet_has_the_gradients_of_plain_autograd_however_it_cuts_them(most, long, corpus, monkeypatch):
+    """All models and sequences in one call, or few, and compiled."""
+    monkeypatch.setitem(fleet.AT_ONCE, "cpu", most)
+    monkeypatch.setitem(fleet.LONG, "cpu", long)
+    if long == 1 and not fleet.finds_compiler("cpu"):
+        pytest.skip("no C++ compiler or no headers of Python")
+    found = small_fleet(corpus, [fleet.Trial("noloco", 4), fleet.Trial("ddp")], 3, layers=1)
+    found.theta += 0.02 * torch.randn_like(found.theta)
+    batches = [reader.next(found.o.batch) for reader in copy.deepcopy(found.readers)]
+    found.fill_gradients()
+    for weights, gradient in zip(found.theta, found.grad):
+        for own, g, tokens in zip(weights[0], gradient[0], batches):
+            torch.nn.utils.vector_to_parameters(own, found.model.parameters())
+            loss = fleet.Whole(found.model)(tokens)
+            expected = torch.autograd.grad(loss, list(found.model.parameters()))
+            torch.testing.assert_close(g, torch.cat([e.flatten() for e in expected]), atol=1e-6, rtol=1e-4)
+
+
 # ---------------------------------------------------------------- fragments in one process
 
 
-def small_fleet(corpus, trials, replicas=4, steps=4):
-    small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", steps]
+def small_fleet(corpus, trials, replicas=4, steps=4, layers=4):
+    small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", steps, "--layers", layers]
     return fleet.Fleet(options(*small), trials, replicas, [0], "cpu")
 
 
