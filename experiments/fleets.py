@@ -13,6 +13,7 @@ import torch
 import train
 from experiments.fleet import Fleet, Trial, device, machine
 from experiments.replicas import LEARN, SEQUENCES
+from experiments.results import kept_result
 from plumbing.files import replace
 
 FOLDER = Path("runs", "fleets")
@@ -58,6 +59,13 @@ class Lesson:
     @property
     def file(self):
         return FOLDER / (self.label.replace(", ", "-").replace(" ", "") + ".json")
+
+
+def kept_rows(name, o):
+    """{label: row} that OUT/results has of a part."""
+    if Path(o.out, "results", f"headline_{name}.json").exists():
+        return kept_result(o.out, f"headline_{name}")["rows"]
+    return {}
 
 
 def train_lessons(lessons, rows, watching=None, extra=""):

@@ -16,17 +16,15 @@ import itertools
 import math
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 from experiments import apart, replicas
 from experiments.comparing import Table
 from experiments.fleet import Trial
-from experiments.fleets import Lesson, train_lessons
+from experiments.fleets import Lesson, kept_rows, train_lessons
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, label_ends
 from experiments.replicas import (DDP, LENGTH, SEQUENCES, bytes_of_ddp, in_percent, mean_loss,
                                   merged_loss)
-from experiments.results import kept_result
 from plumbing.drawing import NAMES
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
@@ -189,13 +187,6 @@ def measure_why(name, part, o):
     lessons = [lesson for lesson in why_lessons(o.seeds, o.steps or 600) if o.only in lesson.label]
     train_lessons(lessons, rows, apart.Apart)
     return dict(rows=rows, steps=o.steps)
-
-
-def kept_rows(name, o):
-    """{label: row} that OUT/results has."""
-    if Path(o.out, "results", f"headline_{name}.json").exists():
-        return kept_result(o.out, f"headline_{name}")["rows"]
-    return {}
 
 
 # ---------------------------------------------------------------- what was found
