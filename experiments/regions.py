@@ -123,8 +123,8 @@ def interpolated(losses, steps):
 
 
 def errors_of_lines(losses):
-    """How far each inner length's loss is from the line between its neighbours: {steps: [nats]} over
-    all trials and seeds, the line's less the measured."""
+    """How far each inner length's loss is from the line between its neighbours: {steps: [nats]}
+    over all trials and seeds, the line's less the measured."""
     found = {}
     for by_seed in losses.measured.values():
         for by_steps in by_seed.values():
@@ -316,7 +316,8 @@ def show_losses(losses):
     table.end()
     for length, errors in errors_of_lines(losses).items():
         print(f"a line from the lengths beside {length} misses what was measured there by "
-              f"{statistics.mean(errors):+.4f} nats in the mean, at most {max(errors, key=abs):+.4f}")
+              f"{statistics.mean(errors):+.4f} nats in the mean, at most "
+              f"{max(errors, key=abs):+.4f}")
     print()
 
 
@@ -350,9 +351,9 @@ def legend(found):
     losses = Losses(found["rows"].values())
     budget = budget_of(losses)
     seeds = counted(len(losses.seeds(budget)), "seed")
-    return (f"\n(the time of {budget} steps without messages; full colour: 0.1 nats or more ahead of "
-            f"the next method;\nhatched: {seeds} cannot tell; blank: too few steps were made; losses measured, seconds "
-            "computed)")
+    return (f"\n(the time of {budget} steps without messages; full colour: 0.1 nats or more ahead "
+            f"of the next method;\nhatched: {seeds} cannot tell; blank: too few steps were made; "
+            "losses measured, seconds computed)")
 
 
 def draw_map(axis, losses, marks, replicas, widened=lambda trial, gap: gap):
@@ -375,7 +376,8 @@ def draw_map(axis, losses, marks, replicas, widened=lambda trial, gap: gap):
         unclear.append(hatched)
     axis.pcolormesh(MESSAGES, LATENCIES, pixels, shading="nearest", rasterized=True)
     if any(map(any, unclear)):
-        axis.contourf(MESSAGES, LATENCIES, unclear, levels=[0.5, 1.5], colors="none", hatches=["//"])
+        axis.contourf(MESSAGES, LATENCIES, unclear, levels=[0.5, 1.5], colors="none",
+                      hatches=["//"])
     axis.set(xscale="log", yscale="log", ylabel="latency over a step's seconds",
              xlabel="\n".join(["seconds of a one-byte message over a step's", *listed(marks)]),
              xlim=(MESSAGES[0], MESSAGES[-1]), ylim=(LATENCIES[0], LATENCIES[-1]))
