@@ -483,7 +483,8 @@ def test_a_fleet_has_the_gradients_of_plain_autograd_however_it_cuts_them(most, 
 
 
 def small_fleet(corpus, trials, replicas=4, steps=4, layers=4):
-    small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", steps, "--layers", layers]
+    small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", steps,
+             "--layers", layers]
     return fleet.Fleet(options(*small), trials, replicas, [0], "cpu")
 
 

@@ -1,13 +1,15 @@
-"""The map of networks (experiments/regions.py): losses between lengths, seconds, and who loses least."""
+"""The map of networks: losses between lengths, and seconds (experiments/regions.py, paced.py)."""
 import math
 
 import pytest
 
-from experiments import regions
+from experiments import paced, regions
 from experiments.fleet import Trial
 from experiments.replicas import DDP
 from gossip.sums import BLOCK
+from model import Llama
 from plumbing.drawing import pyplot
+from tests.harness import SMALL, SMALL_CONFIG, metrics, options, run
 
 BEGIN = {"ddp": 4.0, "diloco": 4.02, "noloco": 4.03}
 
@@ -70,7 +72,8 @@ def test_a_slow_replica_is_the_map_with_shorter_messages():
         plain = regions.Situation(params=1, replicas=8, step=1, rate=1 / 0.5, latency=0.2)
         slow = regions.Situation(params=1, replicas=8, step=1, rate=1 / 2.0, latency=0.8, slow=4)
         meetings = regions.meetings_of(trial)
-        assert regions.seconds_a_step(slow, meetings) == pytest.approx(4 * regions.seconds_a_step(plain, meetings))
+        seconds = regions.seconds_a_step(plain, meetings)
+        assert regions.seconds_a_step(slow, meetings) == pytest.approx(4 * seconds)
 
 
 def test_gaps_of_more_replicas_grow_as_the_runs_did():
@@ -78,7 +81,8 @@ def test_gaps_of_more_replicas_grow_as_the_runs_did():
     rows = [dict(trial=vars(DDP), seed=0, replicas=n, optimizer="adam", tokens=1024, losses=[1.5], merged=1.5)
             for n in (8, 16, 32, 64)]
     for n in (8, 16, 32, 64):
-        for trial, gap in ((Trial("noloco", 2), 0.05), (Trial("noloco", 10), 0.1), (Trial("diloco", 4), 0.04)):
+        gaps = {Trial("noloco", 2): 0.05, Trial("noloco", 10): 0.1, Trial("diloco", 4): 0.04}
+        for trial, gap in gaps.items():
             share = 0.2 if trial.every == 10 else 0
             merged = 1.5 + gap * (1 + share * math.log2(n / 8))
             rows.append(dict(rows[0], trial=vars(trial), replicas=n, losses=[merged], merged=merged))
@@ -102,3 +106,47 @@ def test_a_map_of_a_try_states_no_finding(capsys, monkeypatch):
     for draw in (regions.draw_8, regions.draw_many):
         figure = draw(pyplot(), found)
         assert "a try" in figure.get_suptitle()
+
+
+# ---------------------------------------------------------------- seconds between hosts (paced.py)
+
+
+def test_the_settings_that_are_timed_are_the_meetings_that_are_computed():
+    """train.py takes the options, and they say what the Meetings say."""
+    found = list(paced.settings(None))
+    assert len(found) == len(paced.NETWORKS) * (1 + len(paced.WAYS))
+    for setting in found:
+        o = options(*setting.options.split())
+        meetings = paced.WAYS.get(setting.label.split(": ")[1])
+        if meetings is None:
+            assert o.method == "local"
+            continue
+        assert (o.method, o.wire) == (meetings.method, meetings.wire)
+        if o.method != "ddp":
+            assert (o.inner_steps, o.fragments or 1, o.delay or 0) == (meetings.m, meetings.K, meetings.D)
+        assert o.steps % meetings.m == 0 and paced.FIRST % meetings.m == 0      # whole rounds are timed
+
+
+def test_computed_seconds_stand_beside_those_that_were_measured(capsys):
+    """A pair's message of a byte a weight at 100 Mbit/s every 2 steps; a step is that of the run alone."""
+    name = "100 Mbit/s, 10 ms"
+    row = dict(params=1_000_000, ranks=8)
+    runs = {f"{name}: {paced.ALONE}": [dict(row, pace=[0.2, 0.3])],
+            f"{name}: NoLoCo, m 2, one byte": [dict(row, pace=[0.3, 0.4]), dict(row, pace=[0.2, 0.3])]}
+    found = dict(runs=runs, whole=False, steps=8)
+    (pair,) = paced.pairs_of(found)
+    assert pair.measured == pytest.approx([0.35, 0.25])
+    assert pair.computed == pytest.approx(0.25 + (0.08 + 0.01) / 2)
+    paced.show(found)
+    assert "| NoLoCo, m 2, one byte | 0.300 | 0.295 | -2% |" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert "a try" in paced.draw(pyplot(), found).axes[0].get_title(loc="left")
+
+
+def test_a_watch_times_the_steps_after_the_first_on_every_rank(corpus, tmp_path):
+    run(2, *SMALL, "--data", corpus, "--method", "local", "--microbatches", 1, "--steps", 6, "--name", "x",
+        cwd=tmp_path, main=paced.watch)
+    found = paced.watched(tmp_path / "runs/x")
+    (row,) = [row for row in metrics(tmp_path / "runs/x") if row["step"] == 6]
+    assert len(found["pace"]) == 2 and all(0 < 3 * pace < row["seconds"] for pace in found["pace"])
+    assert found["params"] == sum(p.numel() for p in Llama(SMALL_CONFIG).parameters())

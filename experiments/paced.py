@@ -1,0 +1,214 @@
+"""Seconds a step between hosts, measured beside what gossip/pace.py computes.
+
+    python -m experiments.paced [--seeds 0] [--steps N] [--out DIR] [--plot]
+
+pace        eight hosts with a fifth of a processor each, on four networks that nothing was fitted
+            to, ten settings each: 45 minutes of two idle cores
+
+A step's own seconds are those of a run on the same hosts in which nobody sends (--method local).
+All else of the computed seconds comes from the network's rate and latency. The watch runs from step
+FIRST to the last, on every rank; nothing is evaluated meanwhile. A step is one sequence of 128
+tokens of the tiny model, as in experiments/clock.py.
+
+    python -m experiments.paced --watch ...             train.py's options: times the steps
+"""
+import json
+import re
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.clock import COMMON, CPU
+from experiments.comparing import Table
+from experiments.harness import Part, Setting, built, headline, title_of
+from experiments.pictures import COLOURS, WIDTH
+from gossip.pace import Meetings, Situation, seconds_a_step
+from plumbing import report
+from plumbing.drawing import NAMES
+from plumbing.processes import Job
+import train
+
+FIRST, LAST = 20, 80            # steps between which the watch runs
+HOSTS = 8
+FAR = 0.2                       # a difference of computed and measured that the page explains
+# name: (Mbit/s of each host's link, ms one way)
+NETWORKS = {
+    "500 Mbit/s, 2 ms": (500, 2), "100 Mbit/s, 10 ms": (100, 10),
+    "100 Mbit/s, 100 ms": (100, 100), "30 Mbit/s, 50 ms": (30, 50),
+}
+ALONE = "nobody sends"
+# name: how replicas meet
+WAYS = {
+    "DDP, one byte": Meetings("ddp", "int8"),
+    "DiLoCo, m 2, one byte": Meetings("diloco", "int8", 2),
+    "DiLoCo, m 10, fp32": Meetings("diloco", "fp32", 10),
+    "DiLoCo, m 10, D 5, one byte": Meetings("diloco", "int8", 10, D=5),
+    "DiLoCo, m 10, K 10, D 1, one byte": Meetings("diloco", "int8", 10, 10, 1),
+    "NoLoCo, m 2, one byte": Meetings("noloco", "int8", 2),
+    "NoLoCo, m 10, fp32": Meetings("noloco", "fp32", 10),
+    "NoLoCo, m 10, D 5, fp32": Meetings("noloco", "fp32", 10, D=5),
+    "NoLoCo, m 5, K 5, one byte": Meetings("noloco", "int8", 5, 5),
+    "NoLoCo, m 10, K 10, D 1, one byte": Meetings("noloco", "int8", 10, 10, 1),
+}
+
+
+# ---------------------------------------------------------------- the runs
+
+
+def options_of(meetings):
+    """Of train.py."""
+    words = [f"--method {meetings.method} --wire {meetings.wire}"]
+    if meetings.method != "ddp":
+        words.append(f"--inner-steps {meetings.m}")
+    if meetings.K > 1:
+        words.append(f"--fragments {meetings.K}")
+    if meetings.D:
+        words.append(f"--delay {meetings.D}")
+    return " ".join(words)
+
+
+def settings(steps):
+    """steps: of a try, between two hosts, on the first network alone."""
+    last = steps or LAST
+    networks = list(NETWORKS)[:1] if steps else NETWORKS
+    for network in networks:
+        mbit, latency = NETWORKS[network]
+        hosts = f"--mbit {mbit} --latency {latency}"
+        if not steps:
+            hosts += f" --cpu {CPU}"
+        ways = {ALONE: "--method local"}
+        for name, meetings in WAYS.items():
+            ways[name] = options_of(meetings)
+        for name, options in ways.items():
+            more = f"{options} --steps {last} --eval-every {last} --eval-sequences 8"
+            yield Setting(f"{network}: {name}", f"{COMMON} --warmup {FIRST} {more}",
+                          processes=2 if steps else HOSTS, after=watched,
+                          program="-m experiments.paced --watch", hosts=hosts)
+
+
+@dataclass
+class Watch(report.Meter):
+    """Keeps when steps FIRST and the last ended, before what follows them is evaluated."""
+    run: object = None              # a train.Run
+    first: float = 0.0
+
+    def add(self, *numbers):
+        super().add(*numbers)
+        o = self.run.o
+        done = self.run.step + 1
+        if done == min(FIRST, o.steps // 2):
+            self.first = time.perf_counter()
+        if done == o.steps:
+            steps = o.steps - min(FIRST, o.steps // 2)
+            seconds = (time.perf_counter() - self.first) / steps
+            of_ranks = self.run.job.share("watch", seconds)
+            if self.run.job.rank == 0:
+                params = sum(p.numel() for p in self.run.model.parameters())
+                report.replace(self.run.folder / "watch.json",
+                               json.dumps(dict(pace=of_ranks, params=params)))
+
+
+def watch(argv):
+    """train.main with a watch."""
+    job = Job()
+    run = built(job, argv)
+    run.meter = Watch(run=run)
+    train.train(run)
+
+
+def watched(folder):
+    """What the run's row gets: seconds a step of each rank, and the parameters."""
+    return json.loads(Path(folder, "watch.json").read_text())
+
+
+# ---------------------------------------------------------------- what was found
+
+
+@dataclass
+class Pair:
+    """A setting on a network: seconds a step."""
+    network: str
+    way: str
+    measured: list              # of each seed, the mean over ranks
+    computed: float
+
+    @property
+    def error(self):
+        """Computed over measured, less 1."""
+        return self.computed / statistics.mean(self.measured) - 1
+
+
+def pairs_of(found):
+    alone = {}
+    pairs = []
+    for label, rows in found["runs"].items():
+        network, way = re.fullmatch("(.+): (.+)", label).groups()
+        paces = [statistics.mean(row["pace"]) for row in rows]
+        if way == ALONE:
+            alone[network] = statistics.mean(paces)
+            continue
+        mbit, latency = NETWORKS[network]
+        situation = Situation(params=rows[0]["params"], replicas=rows[0]["ranks"],
+                              step=alone[network], rate=mbit * 1e6 / 8, latency=latency / 1000)
+        pairs.append(Pair(network, way, paces, seconds_a_step(situation, WAYS[way])))
+    return pairs
+
+
+def show(found):
+    pairs = pairs_of(found)
+    for network in dict.fromkeys(pair.network for pair in pairs):
+        rows = found["runs"][f"{network}: {ALONE}"]
+        alone = statistics.mean(statistics.mean(row["pace"]) for row in rows)
+        table = Table(f"{network}; a step alone: {alone:.3f} s", "measured, s a step",
+                      "computed", "computed over measured")
+        for pair in pairs:
+            if pair.network == network:
+                table.add(pair.way, f"{statistics.mean(pair.measured):.3f}",
+                          f"{pair.computed:.3f}", f"{pair.error:+.0%}")
+        table.end()
+    far = [pair for pair in pairs if abs(pair.error) > FAR]
+    print(f"{len(far)} of {len(pairs)} are more than {FAR:.0%} off; half of all are within "
+          f"{statistics.median(abs(pair.error) for pair in pairs):.0%}.\n")
+
+
+def draw(plt, found):
+    """Computed against measured seconds a step."""
+    pairs = pairs_of(found)
+    figure, axis = plt.subplots(figsize=(WIDTH, 5))
+    ends = [0.8 * min(pair.computed for pair in pairs), 1.3 * max(pair.computed for pair in pairs)]
+    axis.plot(ends, ends, color="#777777", lw=1)
+    axis.fill_between(ends, [end / (1 + FAR) for end in ends], [end * (1 + FAR) for end in ends],
+                      color="#777777", alpha=0.15, lw=0)
+    for (network, marker) in zip(NETWORKS, "osv^"):
+        for method, name in NAMES.items():
+            some = [pair for pair in pairs if pair.network == network and pair.way.startswith(name)]
+            axis.plot([pair.computed for pair in some],
+                      [statistics.mean(pair.measured) for pair in some], marker,
+                      color=COLOURS[name], ms=6, ls="")
+    handles = []
+    for network, marker in zip(NETWORKS, "osv^"):
+        handles += axis.plot([], [], marker, color="#777777", ls="", label=network)
+    for name in ("DDP", "DiLoCo", "NoLoCo"):
+        handles += axis.plot([], [], "o", color=COLOURS[name], ls="", label=name)
+    axis.legend(handles=handles, frameon=False)
+    axis.set(xscale="log", yscale="log", xlabel="computed seconds a step (gossip/pace.py)",
+             ylabel="measured seconds a step\n(8 hosts of one machine; grey: within 20%)",
+             title=title_of(found, finding(pairs), "Seconds a step, computed and measured"))
+    return figure
+
+
+def finding(pairs):
+    near = [pair for pair in pairs if abs(pair.error) <= FAR]
+    return (f"{len(near)} of {len(pairs)} settings take within {FAR:.0%} of the computed seconds "
+            "a step")
+
+
+PARTS = {"pace": Part(settings, show, None, {"pace": draw}, seeds=(0,))}
+
+if __name__ == "__main__":
+    if "--watch" in sys.argv:
+        watch([word for word in sys.argv[1:] if word != "--watch"])
+    else:
+        headline(__doc__, PARTS)
