@@ -100,6 +100,9 @@ def banner(run):
     training_tokens = sum(map(len, corpus.train))
     yield (f"{training_tokens:,} training tokens, {len(corpus.heldout):,} held-out tokens, corpus "
            f"{corpus.digest}")
+    if o.steps < o.warmup:
+        yield (f"warning: {o.steps} steps end within the warm-up of {o.warmup}: the rate reaches "
+               f"{o.steps / o.warmup:.0%} of its peak (--warmup)")
     yield from outer_warnings(run)
 
 
@@ -319,6 +322,8 @@ class Log:
         seconds = run.meter.seconds
         now = by_column(rows)
         ever = by_column(latest)
+        waited = sum(ever["waited"])
+        syncs = sum(ever["syncs"])
         rate = sum(ever["tokens"]) / seconds
         home = sum(now["home"])
         pipelines = list(chain.from_iterable(now["heldout"]))
@@ -337,7 +342,7 @@ class Log:
             weight_spread=spread, compared=compared,
             gradient_norm=mean([norm for norm in now["norm"] if norm is not None]),
             held=statistics.fmean(ever["waited"]) / seconds, held_max=max(ever["waited"]) / seconds,
-            sync_seconds=sum(ever["waited"]) / max(1, sum(ever["syncs"])),
+            sync_seconds=waited / syncs if syncs else None,
             iteration_seconds=max(now["iteration"]) / run.routes.pace,
             simulated_seconds=now["simulated"][0],
             tokens_per_second=rate, **gpu_columns(run, rate, now["gpu"]),

@@ -115,6 +115,13 @@ def test_an_outer_step_that_is_not_what_was_asked_for_is_a_warning(argv, warning
     assert not list(outer_warnings(SimpleNamespace(o=o, outer=outer, stages=[[0], [1]])))
 
 
+@pytest.mark.parametrize("warmup", [3, 4])
+def test_a_run_that_ends_within_its_warm_up_says_so(warmup, trained):
+    out = trained(1, "--steps", 3, "--warmup", warmup)
+    said = "warning: 3 steps end within the warm-up of 4: the rate reaches 75% of its peak (--warmup)"
+    assert out.count("within the warm-up") == out.count(said) == (warmup == 4)
+
+
 @pytest.mark.parametrize("argv, outer", [("--model small", (50, 0.5, 0.7, 0.7)), ("", (10, 0.0, 1.0, 1.0)),
                                          ("--model small --alpha 0", (50, 0.0, 0.7, 0.7)),
                                          ("--model small --method diloco", (100, 0.3, 0.7, 0.7))])

@@ -149,4 +149,5 @@ def test_a_watch_times_the_steps_after_the_first_on_every_rank(corpus, tmp_path)
     found = paced.watched(tmp_path / "runs/x")
     (row,) = [row for row in metrics(tmp_path / "runs/x") if row["step"] == 6]
     assert len(found["pace"]) == 2 and all(0 < 3 * pace < row["seconds"] for pace in found["pace"])
+    assert row["sync_seconds"] is None              # nobody synchronised
     assert found["params"] == sum(p.numel() for p in Llama(SMALL_CONFIG).parameters())
