@@ -27,7 +27,8 @@ from functools import partial
 
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import Lesson, kept_rows, train_lessons
+from experiments.fleets import kept_rows, train_lessons
+from experiments.fragments import lesson_of
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, counted
 from experiments.replicas import DDP, by_trial, merged_loss, nats_over
@@ -39,9 +40,6 @@ from plumbing.drawing import NAMES
 EVERY = 1, 2, 5, 10, 20, 50
 LENGTHS = 150, 300, 600, 1200, 2400         # steps
 FIRST_LENGTHS = 150, 300, 600               # of all seeds; the longer ones of the first
-# Each method's best of three on seed 0 (results/headline_fragments.json); the first is of NoLoCo in
-# fragments.
-PARTS_RATE, RATE = 3e-3, 6e-3
 METHODS = "ddp", "diloco", "noloco"
 # The map's points: seconds of a one-byte message over those of a step, and the latency over a step.
 MESSAGES = [0.03 * 10 ** (i / 10) for i in range(31)]
@@ -62,18 +60,14 @@ def trials():
                 yield Trial(method, m, delay, fragments=m)
 
 
-def rate_of(trial):
-    if trial.method == "noloco" and trial.fragments > 1:
-        return PARTS_RATE
-    return RATE
-
-
 def lessons_of(seeds, lengths):
-    """In the order of their weight: seed by seed, the longer lengths last."""
+    """In the order of their weight: seed by seed, the longer lengths last. Rates are the best of
+    three of the nearest trial after 600 steps, as results/headline_fragments.json has them."""
+    best = kept_result(ROOT, "headline_fragments")["best"]
     for wanted, some in ((FIRST_LENGTHS, seeds), (LENGTHS, seeds[:1])):
         for seed, steps in itertools.product(some, lengths or wanted):
             for trial in trials():
-                yield Lesson(trial, seed, rate_of(trial), steps=steps)
+                yield lesson_of(trial, seed, best, steps)
 
 
 def measure(name, part, o):

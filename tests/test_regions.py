@@ -3,9 +3,10 @@ import math
 
 import pytest
 
-from experiments import paced, regions
+from experiments import fragments, paced, regions
 from experiments.fleet import Trial
 from experiments.replicas import DDP
+from experiments.results import kept_result
 from gossip.sums import BLOCK
 from model import Llama
 from plumbing.drawing import pyplot
@@ -24,6 +25,16 @@ def rows_of(seeds=(0, 1, 2), lengths=regions.FIRST_LENGTHS):
     """Rows as a fleet leaves them."""
     return [dict(trial=vars(trial), seed=seed, steps=steps, merged=loss_after(trial, seed, steps))
             for trial in regions.trials() for seed in seeds for steps in lengths]
+
+
+def test_lessons_are_those_of_fragments_where_both_have_them():
+    """Nothing is trained twice: after 600 steps the labels are the same."""
+    lessons = list(dict.fromkeys(regions.lessons_of([0, 1], None)))
+    count = len(list(regions.trials()))
+    assert count == 53 and len(lessons) == count * (2 * 3 + 2)
+    best = kept_result(regions.ROOT, "headline_fragments")["best"]
+    grid = {lesson.label for lesson in fragments.lessons_of(best, [0], 600)}
+    assert sum(lesson.label in grid for lesson in lessons) == 1 + 2 * (4 + 3 * 5)      # m = 2, 10, 20, 50
 
 
 def test_losses_between_lengths_are_on_lines_over_the_logarithm():
