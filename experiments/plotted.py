@@ -44,7 +44,9 @@ def run_settings(name, settings, seeds, scale, quick):
 
 # ---------------------------------------------------------------- loss
 
-STEPS, REPLICAS, SEEDS = 200, 8, (0, 1, 2)
+STEPS = 200
+REPLICAS = 8
+SEEDS = 0, 1, 2
 LEARN = "--layers 2 --warmup 20 --lr 6e-3 --batch 4 --microbatches 1 --eval-sequences 64"
 METHODS = {
     DDP: "--method ddp",
@@ -63,14 +65,17 @@ LINES = {       # from above: (its name in the picture, colour, dashes)
 def measure_loss(quick):
     """Evaluations come right after an outer step, of DiLoCo as of NoLoCo, but for DiLoCo's first in
     a try."""
-    steps, replicas, seeds, every = STEPS, REPLICAS, SEEDS, 20
+    scale = dict(steps=STEPS, replicas=REPLICAS, seeds=SEEDS, every=20)
     if quick:
-        steps, replicas, seeds, every = 20, 2, (0,), 10
+        scale = dict(steps=20, replicas=2, seeds=(0,), every=10)
+    steps = scale["steps"]
+    replicas = scale["replicas"]
     settings = []
     for label, method in METHODS.items():
-        options = f"{LEARN} {method} --steps {steps} --eval-every {every}"
+        options = f"{LEARN} {method} --steps {steps} --eval-every {scale['every']}"
         settings.append(Setting(label, options, replicas, read_merged))
-    return run_settings("loss", settings, seeds, f"{steps} steps, {replicas} replicas", quick)
+    size = f"{steps} steps, {replicas} replicas"
+    return run_settings("loss", settings, scale["seeds"], size, quick)
 
 
 def read_merged(folder):
