@@ -22,6 +22,7 @@ do not contend.
 import itertools
 import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -268,8 +269,7 @@ def whole(found, part):
 
 
 def budget_of(losses):
-    """The longest length of which every setting has as many seeds as of any; None: no setting of a
-    method is left out of a seed."""
+    """The longest length that every setting was trained for with as many seeds as the others."""
     most = max(len(losses.seeds(length)) for length in LENGTHS)
     return max(length for length in LENGTHS if len(losses.seeds(length)) == most)
 
@@ -318,31 +318,60 @@ def show_losses(losses):
 # ---------------------------------------------------------------- the picture
 
 
+def chart_of(losses, replicas=8, widened=lambda trial, gap: gap):
+    """The Place of every point: a list for each latency, in the order of LATENCIES."""
+    budget = budget_of(losses)
+    rows = []
+    for latency in LATENCIES:
+        rows.append([place_at(losses, budget, message, latency, replicas, widened)
+                     for message in MESSAGES])
+    return rows
+
+
 def draw_8(plt, found):
     """The map of 8 replicas, with the marks."""
+    losses = Losses(found["rows"].values())
+    chart = chart_of(losses)
     figure, axis = plt.subplots(figsize=(WIDTH, 6))
-    draw_map(axis, Losses(found["rows"].values()), MARKS, 8)
-    figure.suptitle(title_of(found, "", "Which method loses least in equal time") + legend(found),
-                    x=0.01, ha="left")
+    draw_map(axis, chart, MARKS)
+    figure.suptitle(title_of(found, finding(chart), SUBJECT) + legend(losses), x=0.01, ha="left")
     return figure
 
 
 def draw_many(plt, found):
     """The maps of 64 and of 1024 replicas."""
+    losses = Losses(found["rows"].values())
     growth = growths(kept_result(ROOT, "headline_many"))
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), sharey=True)
+    findings = []
     for axis, replicas in zip(axes, (64, 1024)):
-        draw_map(axis, Losses(found["rows"].values()), (), replicas,
-                 partial(widened_by, growth, replicas))
+        chart = chart_of(losses, replicas, partial(widened_by, growth, replicas))
+        draw_map(axis, chart, ())
         beyond = ", beyond what was measured" if replicas > 64 else ""
         axis.set_title(f"{replicas} replicas{beyond}")
-    figure.suptitle(title_of(found, "", "Which method loses least in equal time") + legend(found),
-                    x=0.01, ha="left")
+        findings.append(f"{replicas} replicas: {finding(chart)}")
+    figure.suptitle(title_of(found, "\n".join(findings), SUBJECT) + legend(losses), x=0.01,
+                    ha="left")
     return figure
 
 
-def legend(found):
-    losses = Losses(found["rows"].values())
+SUBJECT = "Which method loses least in equal time"
+
+
+def finding(chart):
+    """On which share of the map each method leads with an interval that leaves out zero."""
+    places = [place for row in chart for place in row]
+    leads = Counter(place.order[0] for place in places if leads_clearly(place))
+    shares = [f"{NAMES[method]} on {count / len(places):.0%}" for method, count in
+              leads.most_common()]
+    return f"{SUBJECT}: {', '.join(shares) or 'none'} of the map; else we cannot tell"
+
+
+def leads_clearly(place):
+    return place.is_known and place.lead.verdict == "better"
+
+
+def legend(losses):
     budget = budget_of(losses)
     seeds = counted(len(losses.seeds(budget)), "seed")
     return (f"\n(the time of {budget} steps without messages; full colour: 0.1 nats or more ahead "
@@ -350,24 +379,17 @@ def legend(found):
             "losses measured, seconds computed)")
 
 
-def draw_map(axis, losses, marks, replicas, widened=lambda trial, gap: gap):
+def draw_map(axis, chart, marks):
     """Each point in the colour of the method that loses least, fainter the less it leads."""
-    budget = budget_of(losses)
     pixels = []
     unclear = []
     spots = {}                      # {method: [(x, y) of its points]}
-    for latency in LATENCIES:
-        row = []
-        hatched = []
-        for message in MESSAGES:
-            place = place_at(losses, budget, message, latency, replicas, widened)
-            first = place.order[0]
-            row.append((*rgb(SHADES[first]), strength(place)))
-            hatched.append(place.is_known and place.lead.verdict != "better")
+    for latency, places in zip(LATENCIES, chart):
+        pixels.append([(*rgb(SHADES[place.order[0]]), strength(place)) for place in places])
+        unclear.append([place.is_known and not leads_clearly(place) for place in places])
+        for message, place in zip(MESSAGES, places):
             if place.is_known:
-                spots.setdefault(first, []).append((message, latency))
-        pixels.append(row)
-        unclear.append(hatched)
+                spots.setdefault(place.order[0], []).append((message, latency))
     axis.pcolormesh(MESSAGES, LATENCIES, pixels, shading="nearest", rasterized=True)
     if any(map(any, unclear)):
         axis.contourf(MESSAGES, LATENCIES, unclear, levels=[0.5, 1.5], colors="none",

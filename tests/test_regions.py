@@ -119,6 +119,16 @@ def test_a_map_of_a_try_states_no_finding(capsys, monkeypatch):
         assert "a try" in figure.get_suptitle()
 
 
+def test_the_maps_title_counts_the_points_where_a_method_leads_clearly():
+    def place(first, second, is_known=True):
+        return regions.Place({"ddp": (DDP, first), "noloco": (Trial("noloco", 2), second)}, is_known)
+
+    clear, unclear = ([1.0, 1.1, 1.2], [1.5, 1.6, 1.71]), ([1.0, 1.1, 1.2], [1.5, 1.05, 1.3])
+    chart = [[place(*clear), place(*reversed(clear))], [place(*clear), place(*clear, is_known=False)],
+             [place(*unclear), place(*unclear)], [place(*clear), place(*unclear)]]
+    assert "DDP on 38%, NoLoCo on 12% of the map" in regions.finding(chart)
+
+
 # ---------------------------------------------------------------- seconds between hosts (paced.py)
 
 
