@@ -340,7 +340,7 @@ def quadratic_run(replicas, dims, m, omega, alpha, beta, gamma, steps, n=2, nois
     def draw():
         return torch.randn(replicas, dims, generator=generator, dtype=torch.float64)
 
-    phi = torch.full_like(draw(), start)
+    phi = torch.full((replicas, dims), start, dtype=torch.float64)
     if not noise:                   # something that can shrink or grow
         phi += draw()
     delta = torch.zeros_like(phi)

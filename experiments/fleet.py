@@ -275,8 +275,7 @@ class Fleet:
         tokens = tokens.to(self.device)
         tokens = tokens.expand(len(self.trials), *tokens.shape).flatten(0, 1)   # (models, B, T + 1)
         weights, grads = self.named(self.theta), self.named(self.grad)
-        length = tokens.shape[2] - 1
-        sequences = largest_divisor(tokens.shape[1], AT_ONCE[self.device] // length)
+        sequences = largest_divisor(self.o.batch, AT_ONCE[self.device] // self.o.seq_len)
         pieces = tokens.split(sequences, 1)
         self.grad.zero_()
         for piece in pieces:
@@ -284,8 +283,8 @@ class Fleet:
 
     def add_gradients(self, grads, weights, tokens, share):
         """Add `share` of the mean loss's gradient for tokens (models, B, T + 1)."""
-        models, sequences, length = tokens.shape
-        room = largest_divisor(models, AT_ONCE[self.device] // (sequences * (length - 1)))
+        models, sequences, _ = tokens.shape
+        room = largest_divisor(models, AT_ONCE[self.device] // (sequences * self.o.seq_len))
         for start in range(0, models, room):
             some = slice(start, start + room)
             own = {name: w[some] for name, w in weights.items()}
@@ -361,7 +360,8 @@ def loss_and_gradient(model):
 
 
 def finds_compiler(device):
-    """Whether torch.compile finds what it needs: on a CPU a C++ compiler and Python's headers."""
+    """Whether torch.compile finds what it needs on a CPU: a C++ compiler and Python's headers. A
+    GPU's is taken for granted."""
     if device == "cuda":
         return True
     usual = "clang++" if sys.platform == "darwin" else "g++"

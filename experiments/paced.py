@@ -27,6 +27,7 @@ from experiments.pictures import COLOURS, WIDTH
 from gossip.pace import Meetings, Situation, seconds_a_step
 from plumbing import report
 from plumbing.drawing import NAMES
+from plumbing.files import replace
 from plumbing.processes import Job
 import train
 
@@ -90,7 +91,8 @@ def settings(steps):
 
 @dataclass
 class Watch(report.Meter):
-    """Keeps when steps FIRST and the last ended, before what follows them is evaluated."""
+    """Keeps the seconds from step FIRST to the last, each taken before the step's own outer step,
+    so that whole rounds of messages lie between them."""
     run: object = None              # a train.Run
     first: float = 0.0
 
@@ -106,7 +108,7 @@ class Watch(report.Meter):
             of_ranks = self.run.job.share("watch", seconds)
             if self.run.job.rank == 0:
                 params = sum(p.numel() for p in self.run.model.parameters())
-                report.replace(self.run.folder / "watch.json",
+                replace(self.run.folder / "watch.json",
                                json.dumps(dict(pace=of_ranks, params=params)))
 
 
@@ -179,8 +181,9 @@ def draw(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 5))
     ends = [0.8 * min(pair.computed for pair in pairs), 1.3 * max(pair.computed for pair in pairs)]
     axis.plot(ends, ends, color="#777777", lw=1)
-    axis.fill_between(ends, [end / (1 + FAR) for end in ends], [end * (1 + FAR) for end in ends],
-                      color="#777777", alpha=0.15, lw=0)
+    lowest = [end / (1 + FAR) for end in ends]          # that is computed over measured, less 1
+    highest = [end / (1 - FAR) for end in ends]
+    axis.fill_between(ends, lowest, highest, color="#777777", alpha=0.15, lw=0)
     for (network, marker) in zip(NETWORKS, "osv^"):
         for method, name in NAMES.items():
             some = [pair for pair in pairs if pair.network == network and pair.way.startswith(name)]

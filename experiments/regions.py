@@ -2,52 +2,58 @@
 
     python -m experiments.regions [lengths] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
 
-lengths     of DDP, DiLoCo and NoLoCo (pairs), every 1 to 50 steps, whole and in fragments, at once
-            and delayed, after 150 to 2400 steps, each with a schedule planned for just so many:
-            8 replicas in one process (experiments/fleet.py), 1024 tokens a replica and step, Adam,
-            plain averages
+lengths     losses of DDP, DiLoCo and NoLoCo (pairs), every 1 to 50 steps, whole and in fragments,
+            at once and delayed, after 150, 300 and 600 steps, and with the first seed after 1200
+            and 2400; each run has a schedule planned for just so many steps. 8 replicas in one
+            process (experiments/fleet.py), 1024 tokens a replica and step, Adam, plain averages
 
 The map. On a network a setting's step takes s times as long as one without messages
 (gossip/pace.py, all in one byte a weight). In the time of T steps without messages it makes
 n = T / s steps, and loses what it lost after n steps: between measured lengths a straight line over
 log n; after fewer than the shortest, that one's loss, which favours it: where such a setting loses
-least, the map is blank. Of each method the setting with the lowest mean counts; DDP's average
-overlaps with the backward pass. Where steps
-of all replicas take f times as long, or one's do, for which all others wait, the point is the one
-with messages of 1 / f and a latency of 1 / f.
+least, the map is blank. Of each method the best of its settings counts. For each seed it is chosen
+by the other seeds, so that the interval of the methods' differences owes nothing to the choice. T
+is 600, of which there are several seeds; the tables have 2400, too, with one.
 
-What it takes for granted: losses are those in fp32. Writing, coding and summing take no time. Links
-do not contend.
+Where all replicas' steps take f times as long, or one's do, for which all others wait, the point is
+the one with a message of 1 / f and a latency of 1 / f.
+
+What the map takes for granted: losses are those in fp32. DDP's average overlaps with the backward
+pass, as in no run here. Writing, coding and summing take no time. Links do not contend. The lines
+between lengths are exact; the tables say how far they are off.
+
+With N replicas instead of 8, DDP is taken to lose after as many steps what it loses with 8 (with 64
+it loses 0.1 nats less, as all do), and a setting's gap to it grows by as many nats with each
+doubling of N as those of results/headline_many.json from 8 to 64: whole messages at once, 600
+steps; between their m on a straight line over log m. The growth's own error is left out.
 """
 import itertools
 import math
 import statistics
-from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 
+from experiments import apart, fragments
+from experiments.charts import draw_chart, lead_in_words
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
 from experiments.fleets import kept_rows, train_lessons
-from experiments.fragments import lesson_of
 from experiments.harness import Part, headline, title_of
-from experiments.pictures import COLOURS, WIDTH, counted
-from experiments.replicas import DDP, by_trial, merged_loss, nats_over
+from experiments.pictures import WIDTH, counted
+from experiments.replicas import DDP, by_trial, merged_loss
 from experiments.results import ROOT, kept_result
 from gossip.advice import BACKWARD
 from gossip.pace import Meetings, Situation, seconds_a_step
-from plumbing.drawing import NAMES
+from plumbing.processes import BadInput
 
 EVERY = 1, 2, 5, 10, 20, 50
-LENGTHS = 150, 300, 600, 1200, 2400         # steps
-FIRST_LENGTHS = 150, 300, 600               # of all seeds; the longer ones of the first
-METHODS = "ddp", "diloco", "noloco"
+FIRST_LENGTHS = 150, 300, 600               # steps, with all seeds
+LENGTHS = *FIRST_LENGTHS, 1200, 2400        # with the first
 # The map's points: seconds of a one-byte message over those of a step, and the latency over a step.
 MESSAGES = [0.03 * 10 ** (i / 10) for i in range(31)]
 LATENCIES = [0.001 * 10 ** (i / 10) for i in range(31)]
 
 
-# ---------------------------------------------------------------- the losses
+# ---------------------------------------------------------------- the runs
 
 
 def trials():
@@ -61,43 +67,71 @@ def trials():
                 yield Trial(method, m, delay, fragments=m)
 
 
+def best_rates():
+    """As results/headline_fragments.json has them: after 600 steps, on seed 0."""
+    return kept_result(ROOT, "headline_fragments")["best"]
+
+
 def lessons_of(seeds, lengths):
-    """In the order of their weight: seed by seed, the longer lengths last. Rates are the best of
-    three of the nearest trial after 600 steps, as results/headline_fragments.json has them."""
-    best = kept_result(ROOT, "headline_fragments")["best"]
+    """In the order of their weight: seed by seed, the longer lengths last."""
+    best = best_rates()
     for wanted, some in ((FIRST_LENGTHS, seeds), (LENGTHS, seeds[:1])):
         for seed, steps in itertools.product(some, lengths or wanted):
             for trial in trials():
-                yield lesson_of(trial, seed, best, steps)
+                yield fragments.lesson_of(trial, seed, best, steps)
 
 
 def measure(name, part, o):
+    """Train what OUT/results and runs/fleets do not have; all rows, {label: row}."""
     rows = kept_rows(name, o)
     lengths = [o.steps] if o.steps else None
     lessons = dict.fromkeys(lessons_of(o.seeds or list(part.seeds), lengths))
-    train_lessons([lesson for lesson in lessons if o.only in lesson.label], rows)
+    wanted = [lesson for lesson in lessons if o.only in lesson.label]
+    train_lessons(wanted, rows, apart.Apart)
     return dict(rows=rows, steps=o.steps)
+
+
+# ---------------------------------------------------------------- the losses
 
 
 class Losses:
     """Merged held-out losses of settings after any number of steps.
 
-    rows: as experiments/fleets.py keeps them.
+    measured: {trial: {seed: {steps: nats per byte}}}; lengths: all steps that are there.
     """
 
-    def __init__(self, rows):
-        self.measured = {}          # {trial: {seed: {steps: loss}}}
-        for row in rows:
-            seeds = self.measured.setdefault(Trial(**row["trial"]), {})
-            seeds.setdefault(row["seed"], {})[row["steps"]] = row["merged"]
+    def __init__(self, measured):
+        self.measured = measured
+        self.lengths = set()
+        for by_seed in measured.values():
+            for by_steps in by_seed.values():
+                self.lengths |= set(by_steps)
 
     def seeds(self, longest):
-        """The seeds with which every setting was trained for so many steps."""
-        found = None
+        """The seeds with which every setting was trained for this length and all shorter ones."""
+        wanted = {length for length in self.lengths if length <= longest}
+        found = []
         for by_seed in self.measured.values():
-            there = {seed for seed, losses in by_seed.items() if longest in losses}
-            found = there if found is None else found & there
-        return sorted(found)
+            found.append({seed for seed, losses in by_seed.items() if wanted <= set(losses)})
+        return sorted(set.intersection(*found))
+
+    def budgets(self):
+        """{steps: seeds}: the longest length with these seeds. Raises BadInput where there is
+        none."""
+        found = {}
+        for length in sorted(self.lengths, reverse=True):
+            seeds = self.seeds(length)
+            if seeds and seeds not in found.values():
+                found[length] = seeds
+        if not found:
+            raise BadInput("no length has every setting with one seed: run the command on, "
+                           "without --plot")
+        return found
+
+    def budget(self):
+        """T of the map: 600, else the longest of `budgets`."""
+        found = self.budgets()
+        return max(FIRST_LENGTHS) if max(FIRST_LENGTHS) in found else max(found)
 
     def of(self, trial, seed, steps):
         """Nats per byte: a straight line over the logarithm of the steps between measured lengths,
@@ -105,12 +139,24 @@ class Losses:
         return interpolated(self.measured[trial][seed], steps)
 
 
+def losses_of(found):
+    """The Losses of the rows that have their trial's rate."""
+    best = best_rates()
+    measured = {}
+    for row in found["rows"].values():
+        trial = Trial(**row["trial"])
+        if row["lr"] == fragments.rate_of(trial, best):
+            by_seed = measured.setdefault(trial, {})
+            by_seed.setdefault(row["seed"], {})[row["steps"]] = row["merged"]
+    return Losses(measured)
+
+
 def interpolated(losses, steps):
     """losses: {steps: loss}."""
     lengths = sorted(losses)
     if steps <= lengths[0]:
         return losses[lengths[0]]
-    for below, above in zip(lengths, lengths[1:]):
+    for below, above in itertools.pairwise(lengths):
         if steps <= above:
             share = math.log(steps / below) / math.log(above / below)
             return (1 - share) * losses[below] + share * losses[above]
@@ -118,7 +164,7 @@ def interpolated(losses, steps):
 
 
 def errors_of_lines(losses):
-    """How far each inner length's loss is from the line between its neighbours: {steps: [nats]}
+    """How far the line between its neighbours is from each inner length's loss: {steps: [nats]}
     over all trials and seeds, the line's less the measured."""
     found = {}
     for by_seed in losses.measured.values():
@@ -147,83 +193,120 @@ def steps_in(budget, trial, message, latency, replicas):
     return budget / seconds_a_step(situation, meetings_of(trial))
 
 
+# ---------------------------------------------------------------- more replicas
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How gaps to DDP grow from 8 replicas on. nats: {method: {m: with each doubling}}."""
+    replicas: int
+    nats: dict
+
+    def of(self, trial):
+        """What the trial's gap gains, in nats per byte."""
+        if trial.method == "ddp":
+            return 0
+        return interpolated(self.nats[trial.method], trial.every) * math.log2(self.replicas / 8)
+
+
+def growth_of(found, replicas):
+    """The Growth that results/headline_many.json shows with Adam and pairs: for each setting least
+    squares over 16 to 64 replicas of its gap less that with 8 replicas and the same seed."""
+    runs = by_trial(found)
+    nats = {}
+    for trial in runs["adam", 8]:
+        if trial.method == "ddp" or trial.group > 2:
+            continue
+        products = squares = 0
+        for (optimizer, count), by_seed in runs.items():
+            if optimizer == "adam" and count > 8:
+                doublings = math.log2(count / 8)
+                for seed in by_seed.get(trial, {}):
+                    more = gap(runs, count, trial, seed) - gap(runs, 8, trial, seed)
+                    products += doublings * more
+                    squares += doublings**2
+        nats.setdefault(trial.method, {})[trial.every] = products / squares
+    return Growth(replicas, nats)
+
+
+def gap(runs, replicas, trial, seed):
+    """Nats over DDP's, merged."""
+    rows = runs["adam", replicas]
+    return merged_loss(rows[trial][seed]) - merged_loss(rows[DDP][seed])
+
+
 # ---------------------------------------------------------------- the map
 
 
-@dataclass
+@dataclass(frozen=True)
 class Place:
-    """A point of the map. best: {method: (its trial, [the loss of each seed])}."""
-    best: dict
-    is_known: bool = True       # whether the first one made as many steps as the shortest length
+    """A point of the map. settings: {method: its best one by all seeds}; losses: {method: [with
+    each seed, of the setting that is best by the others]}; is_known: whether the first setting made
+    as many steps as the shortest length."""
+    settings: dict
+    losses: dict
+    is_known: bool = True
 
     @property
     def order(self):
         """The methods, the one with the lowest mean first."""
-        return sorted(self.best, key=lambda method: statistics.mean(self.best[method][1]))
+        return sorted(self.losses, key=lambda method: statistics.mean(self.losses[method]))
 
     @property
     def lead(self):
         """The first method's losses less the second's, seed by seed."""
         first, second = self.order[:2]
-        pairs = zip(self.best[first][1], self.best[second][1])
+        pairs = zip(self.losses[first], self.losses[second])
         return Comparison([a - b for a, b in pairs])
 
+    @property
+    def leads_clearly(self):
+        return self.is_known and self.lead.verdict == "better"
 
-def place_at(losses, budget, message, latency, replicas=8, widened=lambda trial, gap: gap):
-    """The Place of a network.
+    @property
+    def is_unclear(self):
+        return self.is_known and self.lead.verdict != "better"
 
-    widened(trial, nats over DDP after as many steps) -> the same with other numbers of replicas.
-    """
-    best = {}
-    made = {}
+
+def place_at(losses, budget, message, latency, growth=None):
+    """The Place of a network. growth: a Growth, with more replicas than 8."""
+    replicas = growth.replicas if growth else 8
     seeds = losses.seeds(budget)
+    made = {}                       # {trial: its steps}
+    by_method = {}                  # {method: {trial: [its loss with each seed]}}
     for trial in losses.measured:
-        steps = steps_in(budget, trial, message, latency, replicas)
-        made[trial] = steps
-        found = []
-        for seed in seeds:
-            base = losses.of(DDP, seed, steps)
-            found.append(base + widened(trial, losses.of(trial, seed, steps) - base))
-        kept = best.get(trial.method)
-        if kept is None or statistics.mean(found) < statistics.mean(kept[1]):
-            best[trial.method] = trial, found
-    place = Place(best)
-    first, _ = best[place.order[0]]
-    place.is_known = made[first] >= min(LENGTHS)
-    return place
+        made[trial] = steps_in(budget, trial, message, latency, replicas)
+        more = growth.of(trial) if growth else 0
+        found = [losses.of(trial, seed, made[trial]) + more for seed in seeds]
+        by_method.setdefault(trial.method, {})[trial] = found
+    settings = {}
+    chosen = {}
+    for method, losses_by_trial in by_method.items():
+        settings[method] = min(losses_by_trial, key=lambda t: sum(losses_by_trial[t]))
+        chosen[method] = [loss_by_others(losses_by_trial, i) for i in range(len(seeds))]
+    place = Place(settings, chosen)
+    first = settings[place.order[0]]
+    return Place(settings, chosen, is_known=made[first] >= min(losses.lengths))
 
 
-# ---------------------------------------------------------------- more replicas
+def loss_by_others(losses_by_trial, i):
+    """The i-th seed's loss of the setting that is best by the other seeds; with one seed by
+    itself."""
+
+    def total(trial):
+        losses = losses_by_trial[trial]
+        return sum(losses) - losses[i] if len(losses) > 1 else losses[i]
+
+    return losses_by_trial[min(losses_by_trial, key=total)][i]
 
 
-def growths(found):
-    """{(method, m): how much of its gap to DDP with 8 replicas a setting gains with each doubling
-    of the replicas}: least squares over 8 to 64, of results/headline_many.json."""
-    gaps = {}
-    runs = by_trial(found)
-    for (optimizer, replicas), by_seed in runs.items():
-        if optimizer != "adam" or replicas < 8:
-            continue
-        for trial in by_seed:
-            if trial.method != "ddp" and trial.group == 2:
-                more = nats_over(by_seed, trial, DDP, merged_loss).mean
-                gaps.setdefault((trial.method, trial.every), {})[replicas] = more
-    found_growths = {}
-    for setting, at in gaps.items():
-        doublings = [math.log2(replicas / 8) for replicas in at]
-        relative = [gap / at[8] - 1 for gap in at.values()]
-        squares = sum(d * d for d in doublings)
-        found_growths[setting] = sum(d * r for d, r in zip(doublings, relative)) / squares
-    return found_growths
-
-
-def widened_by(growth, replicas, trial, gap):
-    """A setting's gap with so many replicas, by the growth of the nearest m of its method."""
-    if trial.method == "ddp":
-        return gap
-    measured = [m for method, m in growth if method == trial.method]
-    nearest = min(measured, key=lambda m: abs(math.log(m / trial.every)))
-    return gap * (1 + growth[trial.method, nearest] * math.log2(replicas / 8))
+def chart_of(losses, growth=None):
+    """The Place of every point: a list for each latency, in the order of LATENCIES."""
+    budget = losses.budget()
+    rows = []
+    for latency in LATENCIES:
+        rows.append([place_at(losses, budget, message, latency, growth) for message in MESSAGES])
+    return rows
 
 
 # ---------------------------------------------------------------- what was found
@@ -263,179 +346,82 @@ MARKS = (
 
 def whole(found, part):
     """Whether every setting has three seeds of the first lengths."""
-    losses = Losses(found["rows"].values())
-    known = set(losses.measured) == set(trials())
-    return known and all(len(losses.seeds(length)) >= 3 for length in FIRST_LENGTHS)
-
-
-def budget_of(losses):
-    """The longest length that every setting was trained for with as many seeds as the others."""
-    most = max(len(losses.seeds(length)) for length in LENGTHS)
-    return max(length for length in LENGTHS if len(losses.seeds(length)) == most)
-
-
-def name_of(trial):
-    """As the tables have it: m, K and D."""
-    words = [NAMES[trial.method]]
-    if trial.method != "ddp":
-        words.append(f"m {trial.every}")
-    if trial.fragments > 1:
-        words.append(f"K {trial.fragments}")
-    if trial.delay:
-        words.append(f"D {trial.delay}")
-    return ", ".join(words)
+    losses = losses_of(found)
+    has_all = set(losses.measured) == set(trials()) and losses.lengths >= set(FIRST_LENGTHS)
+    return has_all and len(losses.seeds(max(FIRST_LENGTHS))) >= 3
 
 
 def show(found):
-    losses = Losses(found["rows"].values())
-    budget = budget_of(losses)
-    show_losses(losses)
-    table = Table(f"in the time of {budget} steps", "first", "second", "nats, first less second")
-    for mark in MARKS:
-        place = place_at(losses, budget, mark.message, mark.late)
-        names = [name_of(place.best[method][0]) for method in place.order[:2]]
-        table.add(mark.text, *names, place.lead)
-    table.end()
-
-
-def show_losses(losses):
-    lengths = [length for length in LENGTHS if losses.seeds(length)]
-    table = Table("merged, nats per byte", *(f"{length} steps" for length in lengths))
-    for trial in losses.measured:
-        cells = []
-        for length in lengths:
-            some = [losses.of(trial, seed, length) for seed in losses.seeds(length)]
-            cells.append(f"{statistics.mean(some):.3f}")
-        table.add(name_of(trial), *cells)
-    table.end()
+    losses = losses_of(found)
+    for budget, seeds in losses.budgets().items():
+        show_losses(losses, budget, seeds)
+        table = Table(f"in the time of {budget} steps, {counted(len(seeds), 'seed')}", "first",
+                      "second", "nats, first less second")
+        for mark in MARKS:
+            place = place_at(losses, budget, mark.message, mark.late)
+            names = [fragments.name_of(place.settings[method]) for method in place.order[:2]]
+            table.add(mark.text, *names, place.lead if place.is_known else "too few steps")
+        table.end()
     for length, errors in errors_of_lines(losses).items():
         print(f"a line from the lengths beside {length} misses what was measured there by "
               f"{statistics.mean(errors):+.4f} nats in the mean, at most "
               f"{max(errors, key=abs):+.4f}")
-    print()
+    corpora = {row["digest"] for row in found["rows"].values()}
+    if len(corpora) > 1:
+        print(f"warning: these are of {len(corpora)} texts, and do not compare")
 
 
-# ---------------------------------------------------------------- the picture
-
-
-def chart_of(losses, replicas=8, widened=lambda trial, gap: gap):
-    """The Place of every point: a list for each latency, in the order of LATENCIES."""
-    budget = budget_of(losses)
-    rows = []
-    for latency in LATENCIES:
-        rows.append([place_at(losses, budget, message, latency, replicas, widened)
-                     for message in MESSAGES])
-    return rows
-
-
-def draw_8(plt, found):
-    """The map of 8 replicas, with the marks."""
-    losses = Losses(found["rows"].values())
-    chart = chart_of(losses)
-    figure, axis = plt.subplots(figsize=(WIDTH, 6))
-    draw_map(axis, chart, MARKS)
-    figure.suptitle(title_of(found, finding(chart), SUBJECT) + legend(losses), x=0.01, ha="left")
-    return figure
-
-
-def draw_many(plt, found):
-    """The maps of 64 and of 1024 replicas."""
-    losses = Losses(found["rows"].values())
-    growth = growths(kept_result(ROOT, "headline_many"))
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), sharey=True)
-    findings = []
-    for axis, replicas in zip(axes, (64, 1024)):
-        chart = chart_of(losses, replicas, partial(widened_by, growth, replicas))
-        draw_map(axis, chart, ())
-        beyond = ", beyond what was measured" if replicas > 64 else ""
-        axis.set_title(f"{replicas} replicas{beyond}")
-        findings.append(f"{replicas} replicas: {finding(chart)}")
-    figure.suptitle(title_of(found, "\n".join(findings), SUBJECT) + legend(losses), x=0.01,
-                    ha="left")
-    return figure
+def show_losses(losses, budget, seeds):
+    """The three longest lengths up to the budget."""
+    lengths = sorted(length for length in losses.lengths if length <= budget)[-3:]
+    table = Table(f"merged, nats per byte, {counted(len(seeds), 'seed')}",
+                  *(f"{length} steps" for length in lengths))
+    for trial in losses.measured:
+        cells = []
+        for length in lengths:
+            mean = statistics.mean(losses.of(trial, seed, length) for seed in seeds)
+            cells.append(f"{mean:.3f}")
+        table.add(fragments.name_of(trial), *cells)
+    table.end()
 
 
 SUBJECT = "Which method loses least in equal time"
 
 
-def finding(chart):
-    """On which share of the map each method leads with an interval that leaves out zero."""
-    places = [place for row in chart for place in row]
-    leads = Counter(place.order[0] for place in places if leads_clearly(place))
-    shares = [f"{NAMES[method]} on {count / len(places):.0%}" for method, count in
-              leads.most_common()]
-    return f"{SUBJECT}: {', '.join(shares) or 'none'} of the map; else we cannot tell"
+def draw_8(plt, found):
+    """The map of 8 replicas, with the marks."""
+    losses = losses_of(found)
+    chart = chart_of(losses)
+    figure, axis = plt.subplots(figsize=(WIDTH, 6))
+    draw_chart(axis, MESSAGES, LATENCIES, chart, MARKS)
+    title = title_of(found, lead_in_words(MESSAGES, chart), SUBJECT)
+    figure.suptitle(title + legend(losses), x=0.01, ha="left")
+    return figure
 
 
-def leads_clearly(place):
-    return place.is_known and place.lead.verdict == "better"
+def draw_many(plt, found):
+    """The maps of 64 and of 1024 replicas."""
+    losses = losses_of(found)
+    many = kept_result(ROOT, "headline_many")
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.8), sharey=True)
+    findings = []
+    for axis, replicas in zip(axes, (64, 1024)):
+        chart = chart_of(losses, growth_of(many, replicas))
+        draw_chart(axis, MESSAGES, LATENCIES, chart, ())
+        beyond = ", beyond what was measured" if replicas > 64 else ""
+        axis.set_title(f"{replicas} replicas{beyond}")
+        findings.append(f"{replicas} replicas: {lead_in_words(MESSAGES, chart)}")
+    title = title_of(found, "\n".join(findings), SUBJECT)
+    figure.suptitle(title + legend(losses), x=0.01, ha="left")
+    return figure
 
 
 def legend(losses):
-    budget = budget_of(losses)
-    seeds = counted(len(losses.seeds(budget)), "seed")
+    budget = losses.budget()
+    seeds = losses.seeds(budget)
     return (f"\n(the time of {budget} steps without messages; full colour: 0.1 nats or more ahead "
-            f"of the next method;\nhatched: {seeds} cannot tell; blank: too few steps were made; "
-            "losses measured, seconds computed)")
-
-
-def draw_map(axis, chart, marks):
-    """Each point in the colour of the method that loses least, fainter the less it leads."""
-    pixels = []
-    unclear = []
-    spots = {}                      # {method: [(x, y) of its points]}
-    for latency, places in zip(LATENCIES, chart):
-        pixels.append([(*rgb(SHADES[place.order[0]]), strength(place)) for place in places])
-        unclear.append([place.is_known and not leads_clearly(place) for place in places])
-        for message, place in zip(MESSAGES, places):
-            if place.is_known:
-                spots.setdefault(place.order[0], []).append((message, latency))
-    axis.pcolormesh(MESSAGES, LATENCIES, pixels, shading="nearest", rasterized=True)
-    if any(map(any, unclear)):
-        axis.contourf(MESSAGES, LATENCIES, unclear, levels=[0.5, 1.5], colors="none",
-                      hatches=["//"])
-    axis.set(xscale="log", yscale="log", ylabel="latency over a step's seconds",
-             xlabel="\n".join(["seconds of a one-byte message over a step's", *listed(marks)]),
-             xlim=(MESSAGES[0], MESSAGES[-1]), ylim=(LATENCIES[0], LATENCIES[-1]))
-    axis.grid(visible=False)
-    for method, points in spots.items():
-        name_region(axis, NAMES[method], points)
-    for number, mark in enumerate(marks, 1):
-        axis.plot(mark.message, mark.late, "o", color="white", mec="black", ms=13)
-        axis.annotate(str(number), (mark.message, mark.late), ha="center", va="center_baseline")
-
-
-SHADES = {"ddp": "#777777", "diloco": COLOURS["DiLoCo"], "noloco": COLOURS["NoLoCo"]}
-
-
-def listed(marks):
-    """The lines that say what the numbers on the map are."""
-    return [f"{number}: {mark.text}" for number, mark in enumerate(marks, 1)]
-
-
-def rgb(colour):
-    """"#rrggbb" -> three numbers from 0 to 1."""
-    return [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
-
-
-def strength(place):
-    """Of the colour: 0 where the map is blank, else from 0.15 to 0.85 by the lead in nats."""
-    if not place.is_known:
-        return 0
-    return 0.15 + 0.7 * min(1, -place.lead.mean / 0.1)
-
-
-def name_region(axis, name, points):
-    """Write the method's name at one of its points, the nearest to their middle."""
-    x = statistics.mean(math.log(message) for message, _ in points)
-    y = statistics.mean(math.log(latency) for _, latency in points)
-
-    def away(point):
-        return (math.log(point[0]) - x) ** 2 + (math.log(point[1]) - y) ** 2
-
-    place = min(points, key=away)
-    axis.text(*place, name, ha="center", va="center", weight="bold", fontsize=12,
-              bbox=dict(color="white", alpha=0.7, pad=1.5))
+            f"of the next method;\nhatched: {counted(len(seeds), 'seed')} cannot tell; blank: too "
+            "few steps were made; losses measured, seconds computed)")
 
 
 PARTS = {"lengths": Part(lessons_of, show, None, {"map": draw_8, "map_many": draw_many},

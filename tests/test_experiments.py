@@ -460,7 +460,7 @@ def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
         assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
 
 
-@pytest.mark.parametrize("most, long", [(1 << 20, 99), (48, 99), (48, 1)])
+@pytest.mark.parametrize("most, long", [(1 << 20, 99), (128, 99), (48, 99), (48, 1)])
 def test_a_fleet_has_the_gradients_of_plain_autograd_however_it_cuts_them(most, long, corpus, monkeypatch):
     """All models and sequences in one call, or few, and compiled."""
     monkeypatch.setitem(fleet.AT_ONCE, "cpu", most)

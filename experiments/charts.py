@@ -1,0 +1,100 @@
+"""How the map of experiments/regions.py is drawn."""
+import math
+import statistics
+
+from experiments.pictures import COLOURS
+from plumbing.drawing import NAMES
+
+SHADES = {"ddp": "#777777", "diloco": COLOURS["DiLoCo"], "noloco": COLOURS["NoLoCo"]}
+
+
+def draw_chart(axis, messages, latencies, chart, marks):
+    """Each point in the colour of the method that loses least, fainter the less it leads.
+
+    chart: a list of regions.Places for each latency, one for each message.
+    """
+    axis.pcolormesh(messages, latencies, colours_of(chart), shading="nearest", rasterized=True)
+    unclear = hatched(chart)
+    if any(map(any, unclear)):
+        axis.contourf(messages, latencies, unclear, levels=[0.5, 1.5], colors="none",
+                      hatches=["//"])
+    axis.set(xscale="log", yscale="log", ylabel="latency over a step's seconds",
+             xlabel="\n".join(["seconds of a one-byte message over a step's", *listed(marks)]),
+             xlim=(messages[0], messages[-1]), ylim=(latencies[0], latencies[-1]))
+    axis.grid(visible=False)
+    for method, points in points_of(messages, latencies, chart).items():
+        name_region(axis, NAMES[method], points)
+    for number, mark in enumerate(marks, 1):
+        axis.plot(mark.message, mark.late, "o", color="white", mec="black", ms=13)
+        axis.annotate(str(number), (mark.message, mark.late), ha="center", va="center_baseline")
+
+
+def colours_of(chart):
+    """Red, green, blue and strength of each point, from 0 to 1."""
+    rows = []
+    for places in chart:
+        rows.append([(*rgb(SHADES[place.order[0]]), strength(place)) for place in places])
+    return rows
+
+
+def hatched(chart):
+    """Whether each point is hatched."""
+    rows = []
+    for places in chart:
+        rows.append([place.is_unclear for place in places])
+    return rows
+
+
+def rgb(colour):
+    """"#rrggbb" -> three numbers from 0 to 1."""
+    return [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+
+
+def strength(place):
+    """0 where the map is blank, else from 0.15 to 0.85 by the lead in nats."""
+    if not place.is_known:
+        return 0
+    return 0.15 + 0.7 * min(1, -place.lead.mean / 0.1)
+
+
+def points_of(messages, latencies, chart):
+    """{method: [(message, latency)]} of the points where it loses least."""
+    found = {}
+    for latency, places in zip(latencies, chart):
+        for message, place in zip(messages, places):
+            if place.is_known:
+                found.setdefault(place.order[0], []).append((message, latency))
+    return found
+
+
+def listed(marks):
+    """The lines that say what the numbers on the map are."""
+    return [f"{number}: {mark.text}" for number, mark in enumerate(marks, 1)]
+
+
+def name_region(axis, name, points):
+    """Write the method's name at one of its points, the nearest to their middle."""
+    x = statistics.mean(math.log(message) for message, _ in points)
+    y = statistics.mean(math.log(latency) for _, latency in points)
+
+    def away(point):
+        message, latency = point
+        return (math.log(message) - x) ** 2 + (math.log(latency) - y) ** 2
+
+    axis.text(*min(points, key=away), name, ha="center", va="center", weight="bold", fontsize=12,
+              bbox=dict(color="white", alpha=0.7, pad=1.5))
+
+
+def lead_in_words(messages, chart):
+    """Where which method leads clearly: from which message to which, over all latencies."""
+    ranges = {}
+    for places in chart:
+        for message, place in zip(messages, places):
+            if place.leads_clearly:
+                ranges.setdefault(place.order[0], []).append(message)
+    if not ranges:
+        return "On no network can we tell which method loses least in equal time"
+    words = []
+    for method, led in ranges.items():
+        words.append(f"{NAMES[method]} with messages of {min(led):.2g} to {max(led):.2g} steps")
+    return f"In equal time we can tell who leads only in part: {', '.join(words)}"
