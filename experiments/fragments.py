@@ -18,7 +18,7 @@ import statistics
 from dataclasses import replace
 
 from experiments import apart, replicas
-from experiments.comparing import Table
+from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
 from experiments.fleets import Lesson, kept_rows, train_lessons
 from experiments.harness import Part, headline, title_of
@@ -361,16 +361,25 @@ FINDINGS = {        # by the verdict of the first primary comparison
 def show_why(found):
     """Of the kinds of fragments, at all ages of a message: the last PERIOD steps."""
     rows = rows_of_why(found)
-    table = Table("m = 10, D = 0", "merged, nats per byte", "over whole messages",
-                  "spread, last 100 steps", "KL of merged from replicas")
+    table = Table("m = 10, D = 0", "merged, nats per byte", "over whole messages")
     for name, trial in WHY.items():
-        base = Trial(trial.method, 10)
-        spread = [statistics.mean(row["spreads"][-100:]) for row in rows.of(trial).values()]
-        distance = [later_mean(row["distance_by_age"]) for row in rows.of(trial).values()]
-        if spread:
-            over_whole = rows.nats_over(trial, base) if trial != base else None
-            table.add(name, rows.mean(trial), over_whole, f"{statistics.mean(spread):.2e}",
-                      f"{statistics.mean(distance):.4f}")
+        if rows.of(trial):
+            over_whole = rows.nats_over(trial, whole_of(trial)) if trial.fragments > 1 else None
+            table.add(name, rows.mean(trial), over_whole)
+    table.end()
+    table = Table("the last 100 steps", "spread", "over whole messages'",
+                  "KL of merged from replicas", "over whole messages' KL")
+    for name, trial in WHY.items():
+        if rows.of(trial):
+            cells = []
+            for form, measure in ((".2e", spread_of_row), (".4f", distance_of_row)):
+                values = [measure(row) for row in rows.of(trial).values()]
+                cells.append(f"{statistics.mean(values):{form}}")
+                over_whole = None
+                if trial.fragments > 1:
+                    over_whole = relative(rows, trial, whole_of(trial), measure)
+                cells.append(over_whole)
+            table.add(name, *cells)
     table.end()
     table = Table("replicas' mean less merged", "all ages", "just after an outer step",
                   "just before the next", "middle of a line between two, less its ends")
@@ -382,6 +391,27 @@ def show_why(found):
                 [later_mean(cost) for cost in costs], [cost[-1] for cost in costs],
                 [cost[-2] for cost in costs], bumps)))
     table.end()
+
+
+def whole_of(trial):
+    """The same method's whole messages."""
+    return Trial(trial.method, trial.every)
+
+
+def spread_of_row(row):
+    """Of the replicas' weights, the mean over the last 100 steps."""
+    return statistics.mean(row["spreads"][-100:])
+
+
+def distance_of_row(row):
+    """The mean KL divergence of the merged model from the replicas, at all ages of a message."""
+    return later_mean(row["distance_by_age"])
+
+
+def relative(rows, trial, base, measure):
+    """measure(row) over that of the base with the same seed, less 1."""
+    values, others = replicas.pairs(rows.rows[PLAIN], trial, base, measure)
+    return Comparison([value / other - 1 for value, other in zip(values, others)], "+.1%")
 
 
 def later_mean(by_age):
