@@ -4,6 +4,7 @@ Several processes may train parts of one experiment at the same time, with --onl
 row is a file in runs/fleets/ and is written once, so nothing that was trained is lost.
 """
 import json
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 
 import train
 from experiments.fleet import Fleet, Trial, device, machine
-from experiments.replicas import LEARN, SEQUENCES
+from experiments import replicas
+from experiments.replicas import LEARN, LENGTH, SEQUENCES, merged_loss
 from experiments.results import kept_result
 from plumbing.files import replace
 
@@ -114,3 +116,47 @@ def train_chunk(chunk, watching, extra):
         row |= more | dict(steps=one.steps, digest=fleet.digest, machine=machine(),
                            torch=torch.__version__, seconds=round(seconds / len(chunk)))
         replace(lesson.file, json.dumps(row))
+
+
+# ---------------------------------------------------------------- what was found
+
+PLAIN = "adam", 8, SEQUENCES * LENGTH       # optimizer, replicas, tokens of a replica's step
+
+
+def setting_of(optimizer="adam", replicas=8, sequences=SEQUENCES):
+    """As PLAIN. sequences: of a replica's step."""
+    return optimizer, replicas, sequences * LENGTH
+
+
+class Rows:
+    """The rows of a part that have the rate of their trial. rate: (trial, optimizer) -> float."""
+
+    def __init__(self, found, rate):
+        self.rows = {}              # {setting: {trial: {seed: row}}}
+        for row in sorted(found["rows"].values(), key=lambda row: row["seed"]):
+            trial = Trial(**row["trial"])
+            optimizer = row["optimizer"]
+            if row["lr"] == rate(trial, optimizer):
+                setting = optimizer, row["replicas"], row["tokens"]
+                trials = self.rows.setdefault(setting, {})
+                trials.setdefault(trial, {})[row["seed"]] = row
+
+    def of(self, trial, setting=PLAIN):
+        """{seed: row}, perhaps of no seed."""
+        return self.rows.get(setting, {}).get(trial, {})
+
+    def losses(self, trial, loss=merged_loss, setting=PLAIN):
+        return [loss(row) for row in self.of(trial, setting).values()]
+
+    def mean(self, trial, loss=merged_loss):
+        """Of all seeds, as a cell; None without any."""
+        losses = self.losses(trial, loss)
+        return f"{statistics.mean(losses):.3f}" if losses else None
+
+    def nats_over(self, trial, base, loss=merged_loss, setting=PLAIN):
+        """As in replicas.py, of one setting."""
+        return replicas.nats_over(self.rows.get(setting, {}), trial, base, loss)
+
+    def gap(self, trial, setting=PLAIN):
+        """As in replicas.py, of one setting."""
+        return replicas.gap(self.rows.get(setting, {}), trial)

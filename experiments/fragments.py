@@ -3,8 +3,7 @@
     python -m experiments.fragments [PART ...] [--seeds 0] [--steps N] [--out DIR] [--plot]
 
 fragments   the loss of NoLoCo and DiLoCo, whole (K = 1) and in fragments, at once and delayed
-why         what the replicas differ in (experiments/apart.py), and two kinds of fragments that are
-            nobody's: with the same partners for all of a round, and all due at the same step
+why         what the replicas differ in (experiments/why.py)
 
 Adam, fp32, 1024 tokens a replica and step, 600 steps and 8 replicas, where nothing else is said;
 plain averages. m: steps between an outer step and the next of the same weights; K: fragments; D:
@@ -17,14 +16,14 @@ import math
 import statistics
 from dataclasses import replace
 
-from experiments import apart, replicas
+from experiments import apart
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import Lesson, kept_rows, train_lessons
+from experiments.fleets import Lesson, Rows, kept_rows, setting_of, train_lessons
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, label_ends
-from experiments.replicas import (DDP, LENGTH, SEQUENCES, bytes_of_ddp, in_percent, mean_loss,
-                                  merged_loss)
+from experiments.replicas import DDP, bytes_of_ddp, in_percent, mean_loss
+from experiments.why import PART as WHY_PART, WHY, WHY_RATE
 from plumbing.drawing import NAMES
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
@@ -35,26 +34,17 @@ PRIMARY = (     # each over the other
     (PARTS_OF_10, Trial("diloco", 20, fragments=20)),
     (Trial("noloco", 2, fragments=2), Trial("diloco", 4, fragments=4)),
 )
+ALSO = (        # what the delays of the second one cost, and what is left of it
+    (Trial("noloco", 10, 5), WHOLE),
+    (Trial("noloco", 10, 1, fragments=10), WHOLE),
+    (Trial("noloco", 10, 1, fragments=10), PARTS_OF_10),
+)
 IN_PRIMARY = tuple(dict.fromkeys([DDP, *itertools.chain(*PRIMARY)]))
 RATED = {"adam": (*IN_PRIMARY, Trial("diloco", 20)), "muon": (DDP, WHOLE, PARTS_OF_10)}
 # The embedding, the last norm and the head are a fifth of the weights: the bytes of m = 10.
 TWO_PACES = Trial("noloco", 16, ends=4)
 EVERY = 2, 4, 10, 20, 50
 FIVE = 0, 1, 2, 3, 4
-WHY_RATE = 3e-3         # of all of WHY: what replicas differ in depends on the rate
-WHY = {
-    "whole messages": WHOLE,
-    "fragments: own partners, in turn": PARTS_OF_10,
-    "fragments: the same partners, in turn": Trial("noloco", 10, fragments=10, partners="same"),
-    "fragments: own partners, at one step": Trial("noloco", 10, fragments=10, phase="together"),
-    "DiLoCo, whole": Trial("diloco", 10),
-    "DiLoCo, fragments": Trial("diloco", 10, fragments=10),
-}
-PLAIN = "adam", 8, SEQUENCES * LENGTH       # optimizer, replicas, tokens of a replica's step
-
-
-def setting_of(optimizer="adam", replicas=8, sequences=SEQUENCES):
-    return optimizer, replicas, sequences * LENGTH
 
 
 # ---------------------------------------------------------------- what is trained
@@ -162,11 +152,6 @@ def lesson_of(trial, seed, best, steps):
     return Lesson(trial, seed, rate, steps=steps, closely=closely)
 
 
-def why_lessons(seeds, steps):
-    for seed, trial in itertools.product(seeds or FIVE[:3], WHY.values()):
-        yield Lesson(trial, seed, WHY_RATE, steps=steps, closely=True)
-
-
 def measure_fragments(name, part, o):
     """Train what OUT/results and runs/fleets do not have; all rows of the part, {label: row}."""
     steps = o.steps or 600
@@ -181,48 +166,7 @@ def measure_fragments(name, part, o):
     return dict(best=best, rows=rows, steps=o.steps)
 
 
-def measure_why(name, part, o):
-    """As above. All have one rate."""
-    rows = kept_rows(name, o)
-    lessons = [lesson for lesson in why_lessons(o.seeds, o.steps or 600) if o.only in lesson.label]
-    train_lessons(lessons, rows, apart.Apart)
-    return dict(rows=rows, steps=o.steps)
-
-
 # ---------------------------------------------------------------- what was found
-
-
-class Rows:
-    """The rows of a part that have the rate of their trial. rate: (trial, optimizer) -> float."""
-
-    def __init__(self, found, rate):
-        self.rows = {}              # {setting: {trial: {seed: row}}}
-        for row in found["rows"].values():
-            trial, optimizer = Trial(**row["trial"]), row["optimizer"]
-            if row["lr"] == rate(trial, optimizer):
-                setting = optimizer, row["replicas"], row["tokens"]
-                trials = self.rows.setdefault(setting, {})
-                trials.setdefault(trial, {})[row["seed"]] = row
-
-    def of(self, trial, setting=PLAIN):
-        """{seed: row}, perhaps of no seed."""
-        return self.rows.get(setting, {}).get(trial, {})
-
-    def losses(self, trial, loss=merged_loss, setting=PLAIN):
-        return [loss(row) for row in self.of(trial, setting).values()]
-
-    def mean(self, trial, loss=merged_loss):
-        """Of all seeds, as a cell; None without any."""
-        losses = self.losses(trial, loss)
-        return f"{statistics.mean(losses):.3f}" if losses else None
-
-    def nats_over(self, trial, base, loss=merged_loss, setting=PLAIN):
-        """As in replicas.py, of one setting."""
-        return replicas.nats_over(self.rows.get(setting, {}), trial, base, loss)
-
-    def gap(self, trial, setting=PLAIN):
-        """As in replicas.py, of one setting."""
-        return replicas.gap(self.rows.get(setting, {}), trial)
 
 
 def rows_of_fragments(found):
@@ -232,21 +176,30 @@ def rows_of_fragments(found):
     return Rows(found, rate)
 
 
-def rows_of_why(found):
-    return Rows(found, lambda trial, optimizer: WHY_RATE)
-
-
 def show_fragments(found):
     rows = rows_of_fragments(found)
     show_rates(found)
-    table = Table("primary comparison, nats per byte", "merged", "replicas' mean")
+    table = Table("primary comparison, nats per byte", "merged", "replicas' mean",
+                  "merged, without seed 0, which chose the rates")
     for trial, base in PRIMARY:
-        table.add(f"{name_of(trial)} over {name_of(base)}", rows.nats_over(trial, base),
-                  rows.nats_over(trial, base, mean_loss))
+        merged = rows.nats_over(trial, base)
+        table.add(f"{name_of(trial)} over {name_of(base)}", merged,
+                  rows.nats_over(trial, base, mean_loss), without_first(merged))
+    table.end()
+    table = Table("not named before the runs, nats per byte", "merged")
+    for trial, base in ALSO:
+        table.add(f"{name_of(trial)} over {name_of(base)}", rows.nats_over(trial, base))
     table.end()
     show_grid(rows)
     show_delays(rows)
     show_at_10(rows)
+
+
+def without_first(comparison):
+    """Without the first seed; None with one or none."""
+    if comparison is None or len(comparison.differences) == 1:
+        return None
+    return Comparison(comparison.differences[1:], comparison.form)
 
 
 def show_rates(found):
@@ -355,94 +308,15 @@ FINDINGS = {        # by the verdict of the first primary comparison
 }
 
 
-# ---------------------------------------------------------------- what replicas differ in
-
-
-def show_why(found):
-    """Of the kinds of fragments, at all ages of a message: the last PERIOD steps."""
-    rows = rows_of_why(found)
-    table = Table("m = 10, D = 0", "merged, nats per byte", "over whole messages")
-    for name, trial in WHY.items():
-        if rows.of(trial):
-            over_whole = rows.nats_over(trial, whole_of(trial)) if trial.fragments > 1 else None
-            table.add(name, rows.mean(trial), over_whole)
-    table.end()
-    table = Table("the last 100 steps", "spread", "over whole messages'",
-                  "KL of merged from replicas", "over whole messages' KL")
-    for name, trial in WHY.items():
-        if rows.of(trial):
-            cells = []
-            for form, measure in ((".2e", spread_of_row), (".4f", distance_of_row)):
-                values = [measure(row) for row in rows.of(trial).values()]
-                cells.append(f"{statistics.mean(values):{form}}")
-                over_whole = None
-                if trial.fragments > 1:
-                    over_whole = relative(rows, trial, whole_of(trial), measure)
-                cells.append(over_whole)
-            table.add(name, *cells)
-    table.end()
-    table = Table("replicas' mean less merged", "all ages", "just after an outer step",
-                  "just before the next", "middle of a line between two, less its ends")
-    for name, trial in WHY.items():
-        if rows.of(trial):
-            costs = [cost_by_age(row) for row in rows.of(trial).values()]
-            bumps = [bump(row) for row in rows.of(trial).values()]
-            table.add(name, *(f"{statistics.mean(values):.4f}" for values in (
-                [later_mean(cost) for cost in costs], [cost[-1] for cost in costs],
-                [cost[-2] for cost in costs], bumps)))
-    table.end()
-
-
-def whole_of(trial):
-    """The same method's whole messages."""
-    return Trial(trial.method, trial.every)
-
-
-def spread_of_row(row):
-    """Of the replicas' weights, the mean over the last 100 steps."""
-    return statistics.mean(row["spreads"][-100:])
-
-
-def distance_of_row(row):
-    """The mean KL divergence of the merged model from the replicas, at all ages of a message."""
-    return later_mean(row["distance_by_age"])
-
-
-def relative(rows, trial, base, measure):
-    """measure(row) over that of the base with the same seed, less 1."""
-    values, others = replicas.pairs(rows.rows[PLAIN], trial, base, measure)
-    return Comparison([value / other - 1 for value, other in zip(values, others)], "+.1%")
-
-
-def later_mean(by_age):
-    """Over one whole period: the first of the PERIOD + 1 steps is left out."""
-    return statistics.mean(by_age[1:])
-
-
-def cost_by_age(row):
-    """Nats per byte at the last steps."""
-    return [mean - merged for mean, merged in zip(row["mean_by_age"], row["merged_by_age"])]
-
-
-def bump(row):
-    ends = (row["line"][0] + row["line"][-1]) / 2
-    return row["line"][len(row["line"]) // 2] - ends
-
-
 def has_all_primary(found, part):
     rows = rows_of_fragments(found)
     return not found["steps"] and all(len(rows.of(trial)) == len(FIVE) for trial in IN_PRIMARY)
 
 
-def has_all_why(found, part):
-    rows = rows_of_why(found)
-    return not found["steps"] and all(len(rows.of(trial)) == 3 for trial in WHY.values())
-
-
 PARTS = {
     "fragments": Part(None, show_fragments, None, {"fragments": draw_fragments},
                       measure=measure_fragments, is_whole=has_all_primary),
-    "why": Part(None, show_why, None, {}, measure=measure_why, is_whole=has_all_why),
+    "why": WHY_PART,
 }
 
 if __name__ == "__main__":
