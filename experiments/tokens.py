@@ -178,11 +178,12 @@ def restore(found):
 
 
 def whole_of(found):
-    """Whether everything of the full Plan on a GPU is there."""
+    """Whether everything of the plan is there, with as many steps and tokens as on a CPU or
+    more."""
     plan = Plan(**{name: tuplified(value) for name, value in found["plan"].items()})
     trials = 1 + len(list(plan.trials(True))) + len(list(plan.trials(False)))
     every = len(found["rows"]) == trials * len(plan.tokens) * len(plan.seeds)
-    return every and len(plan.seeds) >= 3 and plan.steps >= 600 and max(plan.tokens) >= 32768
+    return every and plan.steps >= ON_CPU.steps and max(plan.tokens) >= max(ON_CPU.tokens)
 
 
 def tuplified(value):
@@ -303,5 +304,6 @@ def title(found, by_trial):
         return (f"The gap to DDP against tokens (a try: {found['plan']['steps']} steps, {seeds}: "
                 "no finding)")
     few, many = min(at), max(at)
-    return (f"NoLoCo's gap to DDP, every {longest} steps: {at[few].mean:+.1%} with {few} tokens a "
+    alone = "One seed: " if len(found["plan"]["seeds"]) == 1 else ""
+    return (f"{alone}NoLoCo's gap to DDP, every {longest} steps: {at[few].mean:+.1%} with {few} tokens a "
             f"replica and step, {at[many].mean:+.1%} with {many}")

@@ -162,9 +162,23 @@ def test_the_tokens_picture_and_table_of_a_try_state_no_finding(pretended_fleets
     tokens.show(found)
     assert "| NoLoCo, every 50 in 50 |" in capsys.readouterr().out
     figure = tokens.draw(plt, found)
-    assert "no finding" in figure._suptitle.get_text()
+    assert "no finding" in figure.get_suptitle()
     assert all(len(axis.get_legend_handles_labels()[1]) <= 5 for axis in figure.axes)
     plt.close(figure)
+
+
+def test_the_tokens_picture_of_the_cpus_plan_says_that_it_is_of_one_seed(pretended_fleets, monkeypatch):
+    monkeypatch.setattr(tokens, "plan_of", lambda o: tokens.ON_CPU)
+    o = SimpleNamespace(tiny=False)
+    tokens.measure(o, pieces.Clock(1e6))
+    found = tokens.collect(o)
+    assert tokens.whole_of(found) and len(found["rows"]) == 9 * 3
+    few, many = math.exp(0.01 * 50 / 4) - 1, math.exp(0.01 * 50 / 64) - 1
+    assert tokens.title(found, tokens.gaps(found)[0]) == (
+        f"One seed: NoLoCo's gap to DDP, every 50 steps: {few:+.1%} with 512 tokens a replica and step, "
+        f"{many:+.1%} with 8192")
+    del found["rows"][0]
+    assert "no finding" in tokens.title(found, tokens.gaps(found)[0])
 
 
 def test_outer_times_by_hand():
