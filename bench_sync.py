@@ -122,18 +122,18 @@ def pair_closed_form(spread):
 def tree_all_reduce(up, down):
     """(B2) for any n: up[j] and down[j] (trials) are times between node j of a heap and its parent,
     node j // 2. The replicas are nodes n ... 2n-1."""
-    last = len(up)                                  # 2n
+    end = len(up)                                   # 2n, after the last node
     ready = torch.zeros_like(up)
     levels = []                                     # (first node, node after the last) of each
     start = 2
-    while start < last:
-        levels.append((start, min(2 * start, last)))
+    while start < end:
+        levels.append((start, min(2 * start, end)))
         start *= 2
     for a, b in reversed(levels):               # a parent waits for the later of its two children
         ready[a // 2:b // 2] = (ready[a:b] + up[a:b]).unflatten(0, (-1, 2)).amax(1)
     for a, b in levels:
         ready[a:b] = ready[a // 2:b // 2].repeat_interleave(2, 0) + down[a:b]
-    return ready[last // 2:].amax(0)                # (trials)
+    return ready[end // 2:].amax(0)                # (trials)
 
 
 def pair_average(t):
@@ -205,7 +205,7 @@ def training(n, inner_steps, outer_steps, trials, generator):
     clock = torch.zeros(len(inner_steps), n, trials)
     added = torch.empty_like(clock)
     totals = {"DiLoCo": [], "NoLoCo": [], "alone": []}
-    # The first of many inner steps are the few: what each number of steps adds to the one before.
+    # A longer m begins with the steps of a shorter one: each gap is what it adds to the one before.
     gaps = [b - a for a, b in zip((0,) + inner_steps, inner_steps)]
     for k in range(1, max(outer_steps) + 1):
         for i, gap in enumerate(gaps):
@@ -257,7 +257,7 @@ def simulate(o):
 
 
 def tree_over_pair(n, pairs, relative, generator):
-    """(ratio, error) for each spread."""
+    """The tree's time over the pair's: (ratio, standard error) for each of SPREADS."""
     rows = []
     for spread, (pair, pair_error, _) in zip(SPREADS, pairs):
         tree, error = estimate(reductions(n, spread, 1.0, 0.0, generator)["tree"], relative)
@@ -270,7 +270,7 @@ def training_ratios(n, draws, generator):
     (ratio, standard error) for each of INNER_STEPS.
     """
     found = {"NoLoCo": [[] for _ in OUTER_STEPS], "alone": [[] for _ in OUTER_STEPS]}
-    many, few = max(40, 4096 // n), max(4, 1024 // n)           # few inner steps vary most
+    many, few = max(40, 4096 // n), max(4, 1024 // n)       # trials: few inner steps vary most
     for steps, trials in ((INNER_STEPS[:3], many), (INNER_STEPS[3:], few)):
         trials = max(2, round(trials * draws))
         total = training(n, steps, OUTER_STEPS, trials, generator)

@@ -63,8 +63,9 @@ class Config:
 def rotary(positions, dim, theta, device):
     """cos and sin of the angles t theta^(-2i/D) by which position t turns dimensions i and i + D/2.
 
-    Each is (T, D), once for either dimension of a pair; sin is negative for the first. They are
-    computed anew in each forward pass, which is at most 2% of its time. A cache would break
+    positions: T. dim: D. Each is (T, D): dimensions i and i + D/2 have the same cos, and sin with
+    the sign that `rotate` needs, minus for i. They are computed anew in each forward pass, which is
+    at most 2% of its time. A cache would break
     training: it would keep tensors of a first call under torch.inference_mode(), which take no part
     in a backward pass.
     """
@@ -189,7 +190,7 @@ def initial_weight(name, shape, seed):
     if len(shape) == 1:                     # a gain
         return torch.ones(shape)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))     # 56 bits
     return torch.empty(shape).normal_(0, 0.02, generator=generator)
 
 

@@ -90,7 +90,7 @@ class Fp32:
 
 class Arrived(NamedTuple):
     """What the group of an outer step sent each other."""
-    thetas: list    # messages by rank, with this replica's own vector; DiLoCo: one vector, the sum
+    thetas: list    # messages by rank, of this replica its vector itself; DiLoCo: the sum alone
     phis: list      # likewise; empty where gamma = beta
     n: int          # how many replicas the thetas add up to
 
@@ -108,7 +108,7 @@ class NoLoCo:
         warns where a parameter does not move.
     ranks: the global ranks of this model's replicas (of this stage, of this shard); None: all.
     inner_steps: m. group_size: n. gamma: None means beta. docs/trainers.md has all ranges.
-    offset: outer steps come so many inner steps later, with groups of their own (for fragments).
+    offset: above 0, outer steps come after offset, offset + m, ... inner steps (for fragments).
     codec: how vectors are written as messages (None: in fp32).
 
     Memory beside the model: phi, delta and a receive buffer per partner, as large as theta each
@@ -153,8 +153,8 @@ class NoLoCo:
         self.steps = 0
         self.bytes_sent = 0
         self.alike = 0              # outer steps in a row in which partners brought equal weights
-        # The tensors in theta that `step` warns of if they do not move, {index: the parameter's
-        # number}; none once it has warned.
+        # The tensors in theta that `step` warns of if they do not move: {index in theta: number
+        # among the trainable parameters}. gossip/fragments.py has others. Empty after a warning.
         self.watched = {index: index for index in range(len(self.lengths()))}
         self.stuck = set()          # numbers of the parameters that did not move
         self.buffers = {}
@@ -196,7 +196,7 @@ class NoLoCo:
 
     @property
     def current(self):
-        """The number of the next outer step; the first is 0 (with an offset -1)."""
+        """The number of the next outer step. The first is 0; where there is an offset it is -1."""
         return (self.steps - self.offset) // self.inner_steps
 
     def meet(self):
@@ -206,7 +206,7 @@ class NoLoCo:
         self.outer_step(self.theta, self.exchange(self.theta, group))
 
     def outer_step(self, theta, arrived):
-        """N1 to N3, with what the group of `theta` sent. theta becomes the new phi."""
+        """N1 to N3. arrived: what the group sent, of this replica theta, which becomes phi."""
         self.before_merge(arrived)
         for number, piece in enumerate(self.pieces):
             self.update(number, theta, arrived)
@@ -247,9 +247,9 @@ class NoLoCo:
         return vectors * (len(group) - 1) * self.codec.bytes(len(self.theta))
 
     def exchange(self, theta, group, lane=None):
-        """Swap theta and, where gamma is not beta, phi with the group. Returns what Arrived.
+        """Swap theta and, where gamma is not beta, phi with the group. Returns an `Arrived`.
 
-        lane: the process group (None: the default one). The next exchange overwrites what Arrived.
+        lane: the process group (None: the default one). The next exchange overwrites the messages.
         """
         vectors = {"theta": theta}
         if self.gamma != self.beta:
@@ -293,7 +293,7 @@ class NoLoCo:
     # ---- what goes wrong in other people's trainers
 
     def check(self):
-        """Compare initial weights, once; before an outer step see that theta has the weights."""
+        """Compare initial weights, once. Before an outer step: RuntimeError if theta lost them."""
         if self.steps == 0 and len(self.ranks) > 1:
             self.compare()
         if self.due():
@@ -325,8 +325,8 @@ class NoLoCo:
                 self.stuck.add(number)
         twice = last_time & self.stuck
         if twice:
-            warnings.warn(f"{len(twice)} of {len(self.watched)} parameters do not move, first "
-                          f"number {min(twice)}: does the model still use them? (Not after "
+            warnings.warn(f"{len(twice)} of {len(self.watched)} trainable parameters do not move, "
+                          f"first number {min(twice)}: does the model still use them? (Not after "
                           "load_state_dict(assign=True), a replaced layer or a deepcopy.)")
             self.watched = {}
 
@@ -425,10 +425,10 @@ def moved(a, b):
 def flatten(params):
     """Make parameters and gradients views of two fp32 vectors: one message, one Adam, one norm.
 
-    Returns (theta, grad), in which zeros fill the gaps between tensors. Repeated calls return the
-    same two vectors; neighbours among the parameters give a view of them. Frozen parameters stay
-    out. Move the model first. grad follows the gradients only while they are zeroed in place.
-    Raises ValueError for parameters that are sharded, not fp32, not on one device, or share memory.
+    Returns (theta, grad), in which zeros fill the gaps between tensors. A later call returns the
+    same memory, for neighbours among the parameters a view of it; of grad only while gradients are
+    zeroed in place, not set to None. Frozen parameters stay out. Move the model first. Raises
+    ValueError if none is trainable, or they are sharded, not fp32, on two devices, or share memory.
     """
     params = [p for p in dict.fromkeys(params) if p.requires_grad]      # a tied weight counts once
     if any(hasattr(p, "placements") or hasattr(p, "_fsdp_flattened") for p in params):
@@ -493,7 +493,7 @@ def lie_so(tensors, starts):
         return False
     flat = first.as_strided((starts[-1],), (1,))
     for tensor, (start, after) in zip(tensors, pairwise(starts)):
-        there = tensor.data_ptr() == first.data_ptr() + 4 * start
+        there = tensor.numel() == 0 or tensor.data_ptr() == flat.data_ptr() + 4 * start
         gap = flat[start + tensor.numel():after]
         if not (there and tensor.is_contiguous()) or gap.any():
             return False

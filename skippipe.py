@@ -16,7 +16,7 @@ the chain is due on node j:
     arrival = end + delay[i][j]            links do not contend, sending occupies no node     (S4)
     usable  = end + overhead               when node i may begin its next task                (S5)
 
-(S5 has `origin_overhead` after an origin's first forward of a microbatch.) A node runs one task at
+(After hop 0 it is `origin_overhead`.) A node runs one task at
 a time and holds at most `memory` microbatches: a forward takes a slot, the same microbatch's
 backward frees it.
 
@@ -187,8 +187,8 @@ def simulate(network, paths, rounds=1, order=None):
             idle[node] = True
         else:
             what = kind(paths[u % count], hop)
-            # Without an order, injections have place True, which comes last.
-            place = places[node].get((u, hop), math.inf) if order else hop == 0
+            # Without an order hop 0, a new microbatch, has place 1 and all else 0: it comes last.
+            place = places[node].get((u, hop), math.inf) if order else int(hop == 0)
             waiting = forwards[node] if what == FORWARD else others[node]
             heapq.heappush(waiting, (place, now, u, hop, what))
         if not idle[node]:
@@ -242,7 +242,7 @@ def cc1(network, paths):
 
 def cc2(network, paths, swaps=2):
     """CC2: at most two consecutive stages are swapped: stage s+1 may come right before stage s, at
-    most `swaps` times in a path, and each stage takes part in one swap. The rest is in order and no
+    most `swaps` times in a path, and each stage in at most one swap. The rest is in order and no
     stage comes twice."""
     for u, path in enumerate(paths):
         stages = [network.stage_of[r] for r in path]
@@ -251,8 +251,8 @@ def cc2(network, paths, swaps=2):
             a, b = stages[i - 1], stages[i]
             if b == a - 1:
                 swapped += 1
-            back = b < a - 1 or b < a and swapped > swaps
-            if back or b in stages[:i] or b < max(stages[:i - 1], default=b):
+            back = b < a - 1 or (b < a and swapped > swaps)
+            if back or b in stages[:i] or b < max(stages[:i - 1], default=b):   # a in two swaps
                 yield Violation(
                     f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to stage {b} "
                     f"(node {path[i]}): not in order, even with {swaps} swaps of neighbours")
@@ -272,8 +272,8 @@ def cc3(network, paths, dead=()):
     differ by at most one. Stages without a living node do not count."""
     living = [s for s, nodes in enumerate(network.stages) if s and not set(nodes) <= set(dead)]
     visitors = {s: [] for s in living} | visitors_of(paths, network.stage_of.get)
-    visits, stages = sum(map(len, visitors.values())), max(1, len(visitors))
-    low, high = visits // stages, -(-visits // stages)
+    visits, count = sum(map(len, visitors.values())), max(1, len(visitors))
+    low, high = visits // count, -(-visits // count)
     # An under-full stage gains only where a microbatch leaves a fuller one.
     crowded = {s: users for s, users in visitors.items() if len(users) > low}
     leavers = [(u, network.stages[s]) for s, users in crowded.items() for u in users]
@@ -303,22 +303,22 @@ def tc2(network, paths, result):
     A Violation at an origin has no bans, since no microbatch can leave its origin out."""
     before, found = {}, []      # before: the microbatch that each node ran last
     for task in result.timeline:
-        early = task.arrived - task.start       # the wait in seconds, less than 0
-        if early < -1e-9 and task.rank in before:
-            found.append((early, task.rank, task.microbatch, before[task.rank]))
+        wait = task.start - task.arrived        # seconds
+        if wait > 1e-9 and task.rank in before:
+            found.append((wait, task.rank, task.microbatch, before[task.rank]))
         before[task.rank] = task.microbatch
-    for early, rank, u, v in sorted(found):
+    for wait, rank, u, v in sorted(found, key=lambda waited: (-waited[0], waited[1:])):
         users = sorted({u % len(paths), v % len(paths)}) if network.stage_of.get(rank) else []
-        text = f"TC2: microbatch {u} waits {-early:.2f} s at node {rank} for {v}"
-        yield Violation(text, [(user, [rank]) for user in users], -early)
+        text = f"TC2: microbatch {u} waits {wait:.2f} s at node {rank} for {v}"
+        yield Violation(text, [(user, [rank]) for user in users], wait)
 
 
 def node_caps(network, share, dead=()):
-    """For each node the most paths that may run through it, when each stage has `share` visits. A
-    path has one microbatch under way at a time, so a node with at most `memory` paths never waits
-    for memory: that is the published search's rule. A cap is larger where the node's part of the
-    stage's memory x speed is: so a plan exists, and slow nodes get fewer paths. The simulator then
-    sees to what is held at once."""
+    """For each node the most paths that may run through it, when each stage has `share` visits: its
+    `memory`, or its part of the visits where that is more. A path has one microbatch under way at a
+    time, so with at most `memory` paths a node never waits for memory: the published search's rule.
+    The parts, by memory / compute, see that a plan exists, with fewer paths for slow nodes.
+    `simulate` then sees to what is held at once."""
     caps = [0] * len(network.compute)
     for stage in network.stages[1:]:
         power = {r: network.memory[r] / max(network.compute[r], 1e-9)
@@ -473,8 +473,8 @@ class Problem:
         return hop_costs(self.network)
 
     def share_out_visits(self):
-        """Set visits, spare and caps. A valid plan exists exactly if the visits fit the nodes: deal
-        the stages out in turn and let every path visit its own in ascending order."""
+        """Set visits, spare, caps, or raise Infeasible. A valid plan exists exactly if the visits
+        fit the nodes: then deal the stages out in turn, each path visiting its own in order."""
         living = [s for s in range(1, len(self.stages)) if self.stages[s]]
         if not self.stages[0]:
             raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
@@ -598,8 +598,8 @@ class Search:
         # Of equal excess the deepest branch comes first (ours; the paper's order is best first): a
         # full network shifts its last conflict about, and breadth would try all permutations. Then
         # the shortest iteration, for which the longest trip stands while paths are not valid.
-        rank = excess, -sum(map(len, bans)), seconds, sum([trip for trip, _ in trips])
-        heapq.heappush(tree, (rank, len(seen), bans, children))
+        key = excess, -sum(map(len, bans)), seconds, sum([trip for trip, _ in trips])
+        heapq.heappush(tree, (key, len(seen), bans, children))
 
     def best_trip(self, origin, banned=frozenset()):
         """(seconds, path) of the origin's shortest path off the banned nodes, or None."""
@@ -653,7 +653,7 @@ class Search:
 def one_machine(tasks, chains):
     """A lower bound of the seconds that one machine needs for `chains` equal chains of tasks: the
     machine works all the time, or a chain runs on undisturbed. tasks: (seconds busy, seconds from a
-    task's start until its chain's next task may start; for the last task: until the end)."""
+    task's start until its chain's next task may start; the last's: until the machine is usable)."""
     return max(chains * sum(busy for busy, _ in tasks), sum(wait for _, wait in tasks))
 
 
@@ -688,7 +688,7 @@ def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps
         bound = machine(tasks * q, total - lanes * (q - 1))
         if lanes < microbatches_per_origin:
             bound = min(bound, (q + 1) * sum(wait for _, wait in tasks))
-        best = max(best, bound - pause)
+        best = max(best, bound - pause)         # the iteration ends before the last task's pause
     return best
 
 

@@ -146,9 +146,10 @@ def _noloco(rank, world, kind, kwargs, steps, still=()):
     model, xs, ys = small_model(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = kind(model.parameters(), **kwargs)
-    barrier = dist.barrier
-    inmost = getattr(outer, "outers", [outer])[0]               # of fragments, of a delay
-    if not isinstance(getattr(inmost, "outer", inmost), DiLoCo):
+    barrier = dist.barrier                              # the harness's own, put back below
+    outers = getattr(outer, "outers", [outer])          # Fragments has several
+    inmost = getattr(outers[0], "outer", outers[0])     # Delayed and PhiAhead are around one
+    if not isinstance(inmost, DiLoCo):
         no_collectives()
     for step in range(steps):
         if step not in still:
@@ -317,6 +318,8 @@ def test_flatten_keeps_values_pads_and_refuses():
     assert again[0].data_ptr() == theta.data_ptr() and again[1].data_ptr() == grad.data_ptr()
     theta.zero_()
     assert not any(p.any() for p in model.parameters())
+    empty = torch.nn.ParameterList([torch.ones(0), torch.ones(3), torch.ones(0)])
+    assert flatten(empty)[0].data_ptr() == flatten(empty)[0].data_ptr() == empty[1].data_ptr()
     tied = torch.nn.Linear(4, 4)
     assert flatten([tied.weight, tied.weight])[0].numel() == 16
     half = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]

@@ -166,12 +166,12 @@ def tasks(chains, rank):
 def incoming(chains, rank, mine, order=None):
     """(source, microbatch, hop) of this rank's messages, in the order in which it posts receives.
 
-    That is the order of its own tasks; but from any one rank it is the order in which that rank
-    sends, since NCCL matches so. (Under a planned order the two can differ.)
+    The sources come in the order of its own tasks. Messages of one source come in the order in
+    which it sends them, since NCCL matches so; under a planned order these two can differ.
     """
     receives = []
     for u, hop in mine:
-        source = chains[u][hop - 1]
+        source = chains[u][hop - 1]                 # at hop 0 without meaning
         if hop and source != rank:
             receives.append((source, u, hop))
     if not order:
@@ -194,8 +194,8 @@ def tag(u, hop):
 class Pipeline:
     """Runs paths: forward along them, loss at home, backward the same way back.
 
-    Gradients are summed into the parameters. message_shape: (B, T, C). bytes_sent: so far.
-    Subclasses may override take, task, give, send, receive, wait and run.
+    Gradients are summed into the parameters. message_shape: (B, T, C). bytes_sent: evaluations too.
+    Subclasses may override connect, take, task, give, send, receive, wait and run.
     """
 
     def __init__(self, model, job, stages, message_shape, dtype=torch.float32):
@@ -245,9 +245,9 @@ class Pipeline:
 
     def take(self, u, hop):
         """What the hop before made. None at hop 0; in survive/ also for a lost message."""
-        source = self.chains[u][hop - 1] if hop else self.rank
-        if source == self.rank:
-            return self.inbox.pop((u, hop), None)
+        source = self.chains[u][hop - 1]
+        if hop == 0 or source == self.rank:
+            return self.inbox.pop((u, hop), None)           # at hop 0 there is nothing
         while self.coming and (len(self.posted) < AHEAD or (u, hop) not in self.posted):
             peer, *place = self.coming.popleft()
             self.posted[tuple(place)] = self.receive(peer, *place)
@@ -271,14 +271,13 @@ class Pipeline:
                 self.wait(work, peer)
             return inputs.grad if forward else None
         with torch.set_grad_enabled(self.train), self.cast:
-            if what == LOSS:
+            if hop == 0:
+                x = self.model.embed(self.batches[u][:, :-1])
+            else:
                 x.requires_grad_(self.train)
+            if what == LOSS:
                 loss = self.model.loss(x.float(), self.batches[u][:, 1:])
             else:
-                if hop == 0:
-                    x = self.model.embed(self.batches[u][:, :-1])
-                else:
-                    x.requires_grad_(self.train)
                 y = self.model.blocks(x.float()).to(self.dtype)     # inside, the residuals are fp32
         if what == FORWARD:
             if self.train:
@@ -352,7 +351,7 @@ class Routes:
         self.network = job.together(self.links)
         seconds = time.perf_counter() - start
         job.say([f"links known after {seconds:.1f} s, planning {o.routing} paths"])
-        self.plan = job.agree_on("plan", lambda: self.new_plan())
+        self.plan = job.agree_on("plan", self.new_plan)
         job.say(idle(self.plan, job.world))
 
     def links(self):
@@ -424,7 +423,7 @@ def inner_step(run, batches, paths, order):
 
 
 def make_outer(job, o, params, replicas, inner):
-    """The outer optimizer of this rank's stage. None for ddp and local."""
+    """The outer optimizer of this rank's stage (None: ddp, local). survive/'s needs job, inner."""
     if o.method in ("ddp", "local"):
         return None
     settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
@@ -544,9 +543,10 @@ def train(run):
 
 
 def between_steps(run, before, save):
-    """Evaluate, plan anew, save and report, as far as due since step `before`. The clock stands.
+    """Evaluate, plan anew, save and report, as far as due since step `before`.
 
-    This rank's checkpoint is written before it waits for any other rank.
+    None of this counts towards `seconds`. The checkpoint is written before ranks wait to compare
+    weights and report; the evaluation's pipelines, and --replan, have waited before it.
     """
     o = run.o
     ends = run.step == o.steps
@@ -591,8 +591,8 @@ def main(argv=None):
         from survive import parts
         return parts.run(job, o, argv)
     job.connect(o)
-    parts = (TimedPipeline, ReplanningRoutes) if o.replan else ()
-    train(build(job, o, *parts))
+    classes = (TimedPipeline, ReplanningRoutes) if o.replan else ()
+    train(build(job, o, *classes))
 
 
 if __name__ == "__main__":

@@ -305,5 +305,5 @@ def title(found, by_trial):
                 "no finding)")
     few, many = min(at), max(at)
     alone = "One seed: " if len(found["plan"]["seeds"]) == 1 else ""
-    return (f"{alone}NoLoCo's gap to DDP, every {longest} steps: {at[few].mean:+.1%} with {few} tokens a "
-            f"replica and step, {at[many].mean:+.1%} with {many}")
+    return (f"{alone}NoLoCo's gap to DDP, every {longest} steps: {at[few].mean:+.1%} with {few} "
+            f"tokens a replica and step, {at[many].mean:+.1%} with {many}")
