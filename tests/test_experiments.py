@@ -16,7 +16,8 @@ import torch
 
 import train
 from experiments import (apart, clock, comparing, failure, fleet, fleets, fragments, harness, losses, network,
-                         noise, pictures, replicas, results, skip, stability, sync, together, variations)
+                         noise, pictures, replicas, results, skip, stability, sync, together, tokens,
+                         variations)
 from noloco import outer_update
 from plumbing.options import layout
 from gossip.window import gamma_bound
@@ -233,6 +234,7 @@ def printed_tables(capsys):
     """What all programs print from results/ for readers, line by line."""
     for name, part in (PARTS | WITHOUT_RUNS | UNDER_WAY).items():
         part.show(harness.load_part(part, name, HERE))
+    tokens.show(results.kept_result(HERE, "gpu_tokens"))
     return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
@@ -472,9 +474,9 @@ def test_a_fleet_has_the_gradients_of_plain_autograd_however_it_cuts_them(most, 
     batches = [reader.next(found.o.batch) for reader in copy.deepcopy(found.readers)]
     found.fill_gradients()
     for weights, gradient in zip(found.theta, found.grad):
-        for own, g, tokens in zip(weights[0], gradient[0], batches):
+        for own, g, batch in zip(weights[0], gradient[0], batches):
             torch.nn.utils.vector_to_parameters(own, found.model.parameters())
-            loss = fleet.Whole(found.model)(tokens)
+            loss = fleet.Whole(found.model)(batch)
             expected = torch.autograd.grad(loss, list(found.model.parameters()))
             torch.testing.assert_close(g, torch.cat([e.flatten() for e in expected]), atol=1e-6, rtol=1e-4)
 
@@ -535,12 +537,12 @@ def test_what_replicas_differ_in_has_its_oracles(corpus, monkeypatch):
     theta = found.theta[0, 0]
     spread = (theta - theta.mean(0)).square().mean().sqrt()
     assert row["spreads"][1] == pytest.approx(float(spread), rel=1e-3)
-    tokens = found.heldout[:apart.SEQUENCES, :-1]
+    inputs = found.heldout[:apart.SEQUENCES, :-1]
     logs = []
     for weights in (theta.mean(0), *theta):
         torch.nn.utils.vector_to_parameters(weights, found.model.parameters())
         with torch.no_grad():
-            logs.append(found.model(tokens).log_softmax(-1))
+            logs.append(found.model(inputs).log_softmax(-1))
     kl = [(logs[0].exp() * (logs[0] - own)).sum(-1).mean() for own in logs[1:]]
     assert row["distance_by_age"][1] == pytest.approx(float(sum(kl) / 2), rel=1e-3)
 
