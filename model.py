@@ -65,9 +65,8 @@ def rotary(positions, dim, theta, device):
 
     positions: T. dim: D. Each is (T, D): dimensions i and i + D/2 have the same cos, and sin with
     the sign that `rotate` needs, minus for i. They are computed anew in each forward pass, which is
-    at most 2% of its time. A cache would break
-    training: it would keep tensors of a first call under torch.inference_mode(), which take no part
-    in a backward pass.
+    at most 2% of its time. A cache would break training: it would keep tensors of a first call
+    under torch.inference_mode(), which take no part in a backward pass.
     """
     real = torch.float64
     if device.type == "mps":                # Apple's GPUs have no float64

@@ -14,6 +14,7 @@ import torch
 import train
 from experiments.fleet import Fleet, Trial, device, machine
 from experiments import replicas
+from experiments.apart import Apart
 from experiments.replicas import LEARN, LENGTH, SEQUENCES, merged_loss
 from experiments.results import kept_result
 from plumbing.files import replace
@@ -70,12 +71,23 @@ def kept_rows(name, o):
     return {}
 
 
-def train_lessons(lessons, rows, watching=None, extra=""):
+def measure_lessons(name, o, lessons):
+    """What a part's `measure` finds: all rows of the part, {label: row}. Trains those of the
+    lessons that --only names, unless OUT/results or runs/fleets has them."""
+    rows = kept_rows(name, o)
+    train_lessons(named(lessons, o), rows)
+    return dict(rows=rows, steps=o.steps)
+
+
+def named(lessons, o):
+    """Those that --only names."""
+    return [lesson for lesson in lessons if o.only in lesson.label]
+
+
+def train_lessons(lessons, rows, extra=""):
     """Add to rows, {label: row}, those that are missing: from their files, else by training them.
 
-    watching(fleet) -> an object that is called after each step, whose `rows()` adds to the rows;
-    for lessons that are watched closely. extra: options of train.py that no finding has, such as
-    fewer held-out sequences for a try.
+    extra: options of train.py that no finding has, such as fewer held-out sequences for a try.
     """
     for lesson in lessons:
         if lesson.label not in rows and lesson.file.exists():
@@ -83,7 +95,7 @@ def train_lessons(lessons, rows, watching=None, extra=""):
     missing = [lesson for lesson in lessons if lesson.label not in rows]
     for chunk in chunks(missing):
         print(f"{len(chunk)} of {len(missing)} lessons: {chunk[0].kind}", flush=True)
-        train_chunk(chunk, watching, extra)
+        train_chunk(chunk, extra)
         for lesson in chunk:
             rows[lesson.label] = json.loads(lesson.file.read_text())
 
@@ -99,14 +111,14 @@ def chunks(lessons):
             yield same[start:start + most]
 
 
-def train_chunk(chunk, watching, extra):
+def train_chunk(chunk, extra):
     """Train lessons of one kind, and write a file for each."""
     one = chunk[0]
     options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
                f"--optimizer {one.optimizer} {extra}")
     trials = [lesson.trial for lesson in chunk]
     fleet = Fleet(train.parse(options.split()), trials, one.replicas, [one.seed], device())
-    watch = watching(fleet) if watching and one.closely else None
+    watch = Apart(fleet) if one.closely else None
     start = time.perf_counter()
     rows = fleet.train(watch)
     seconds = time.perf_counter() - start

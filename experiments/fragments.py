@@ -16,10 +16,9 @@ import math
 import statistics
 from dataclasses import replace
 
-from experiments import apart
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import Lesson, Rows, kept_rows, setting_of, train_lessons
+from experiments.fleets import Lesson, Rows, kept_rows, named, setting_of, train_lessons
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, label_ends
 from experiments.replicas import DDP, bytes_of_ddp, in_percent, mean_loss
@@ -158,11 +157,10 @@ def measure_fragments(name, part, o):
     rows = kept_rows(name, o)
     for optimizer in RATES:
         for lessons in rate_lessons(optimizer, steps).values():
-            train_lessons([lesson for lesson in lessons if o.only in lesson.label], rows)
+            train_lessons(named(lessons, o), rows)
     best = {optimizer: best_rates(rows, optimizer, steps) for optimizer in RATES}
     if best["adam"]:
-        lessons = lessons_of(best, o.seeds, steps)
-        train_lessons([lesson for lesson in lessons if o.only in lesson.label], rows, apart.Apart)
+        train_lessons(named(lessons_of(best, o.seeds, steps), o), rows)
     return dict(best=best, rows=rows, steps=o.steps)
 
 

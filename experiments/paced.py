@@ -94,17 +94,17 @@ class Watch(report.Meter):
     """Keeps the seconds from step FIRST to the last, each taken before the step's own outer step,
     so that whole rounds of messages lie between them."""
     run: object = None              # a train.Run
-    first: float = 0.0
+    begun: float = 0.0
 
     def add(self, *numbers):
         super().add(*numbers)
-        o = self.run.o
+        last = self.run.o.steps
+        first = min(FIRST, last // 2)
         done = self.run.step + 1
-        if done == min(FIRST, o.steps // 2):
-            self.first = time.perf_counter()
-        if done == o.steps:
-            steps = o.steps - min(FIRST, o.steps // 2)
-            seconds = (time.perf_counter() - self.first) / steps
+        if done == first:
+            self.begun = time.perf_counter()
+        if done == last:
+            seconds = (time.perf_counter() - self.begun) / (last - first)
             of_ranks = self.run.job.share("watch", seconds)
             if self.run.job.rank == 0:
                 params = sum(p.numel() for p in self.run.model.parameters())
@@ -137,37 +137,49 @@ class Pair:
     computed: float
 
     @property
+    def mean(self):
+        """Of the measured."""
+        return statistics.mean(self.measured)
+
+    @property
     def error(self):
         """Computed over measured, less 1."""
-        return self.computed / statistics.mean(self.measured) - 1
+        return self.computed / self.mean - 1
 
 
 def pairs_of(found):
-    alone = {}
     pairs = []
     for label, rows in found["runs"].items():
         network, way = re.fullmatch("(.+): (.+)", label).groups()
-        paces = [statistics.mean(row["pace"]) for row in rows]
         if way == ALONE:
-            alone[network] = statistics.mean(paces)
             continue
         mbit, latency = NETWORKS[network]
         situation = Situation(params=rows[0]["params"], replicas=rows[0]["ranks"],
-                              step=alone[network], rate=mbit * 1e6 / 8, latency=latency / 1000)
-        pairs.append(Pair(network, way, paces, seconds_a_step(situation, WAYS[way])))
+                              step=alone_on(network, found), rate=mbit * 1e6 / 8,
+                              latency=latency / 1000)
+        pairs.append(Pair(network, way, paces(rows), seconds_a_step(situation, WAYS[way])))
     return pairs
+
+
+def alone_on(network, found):
+    """Seconds of a step on the network's hosts while nobody sends."""
+    return statistics.mean(paces(found["runs"][f"{network}: {ALONE}"]))
+
+
+def paces(rows):
+    """Of each seed, the mean over ranks."""
+    return [statistics.mean(row["pace"]) for row in rows]
 
 
 def show(found):
     pairs = pairs_of(found)
     for network in dict.fromkeys(pair.network for pair in pairs):
-        rows = found["runs"][f"{network}: {ALONE}"]
-        alone = statistics.mean(statistics.mean(row["pace"]) for row in rows)
+        alone = alone_on(network, found)
         table = Table(f"{network}; a step alone: {alone:.3f} s", "measured, s a step",
                       "computed", "computed over measured")
         for pair in pairs:
             if pair.network == network:
-                table.add(pair.way, f"{statistics.mean(pair.measured):.3f}",
+                table.add(pair.way, f"{pair.mean:.3f}",
                           f"{pair.computed:.3f}", f"{pair.error:+.0%}")
         table.end()
     far = [pair for pair in pairs if abs(pair.error) > FAR]
@@ -184,14 +196,12 @@ def draw(plt, found):
     lowest = [end / (1 + FAR) for end in ends]          # that is computed over measured, less 1
     highest = [end / (1 - FAR) for end in ends]
     axis.fill_between(ends, lowest, highest, color="#777777", alpha=0.15, lw=0)
-    for (network, marker) in zip(NETWORKS, "osv^"):
-        for method, name in NAMES.items():
-            some = [pair for pair in pairs if pair.network == network and pair.way.startswith(name)]
-            axis.plot([pair.computed for pair in some],
-                      [statistics.mean(pair.measured) for pair in some], marker,
-                      color=COLOURS[name], ms=6, ls="")
+    markers = dict(zip(NETWORKS, "osv^"))
+    for pair in pairs:
+        colour = COLOURS[NAMES[WAYS[pair.way].method]]
+        axis.plot(pair.computed, pair.mean, markers[pair.network], color=colour, ms=6)
     handles = []
-    for network, marker in zip(NETWORKS, "osv^"):
+    for network, marker in markers.items():
         handles += axis.plot([], [], marker, color="#777777", ls="", label=network)
     for name in ("DDP", "DiLoCo", "NoLoCo"):
         handles += axis.plot([], [], "o", color=COLOURS[name], ls="", label=name)

@@ -30,13 +30,14 @@ steps; between their m on a straight line over log m. The growth's own error is 
 import itertools
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from experiments import apart, fragments
+from experiments import fragments
 from experiments.charts import draw_chart, lead_in_words
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import kept_rows, train_lessons
+from experiments.fleets import measure_lessons
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import WIDTH, counted
 from experiments.replicas import DDP, by_trial, merged_loss
@@ -82,13 +83,9 @@ def lessons_of(seeds, lengths):
 
 
 def measure(name, part, o):
-    """Train what OUT/results and runs/fleets do not have; all rows, {label: row}."""
-    rows = kept_rows(name, o)
     lengths = [o.steps] if o.steps else None
     lessons = dict.fromkeys(lessons_of(o.seeds or list(part.seeds), lengths))
-    wanted = [lesson for lesson in lessons if o.only in lesson.label]
-    train_lessons(wanted, rows, apart.Apart)
-    return dict(rows=rows, steps=o.steps)
+    return measure_lessons(name, o, lessons)
 
 
 # ---------------------------------------------------------------- the losses
@@ -247,12 +244,12 @@ class Place:
     losses: dict
     is_known: bool = True
 
-    @property
+    @cached_property
     def order(self):
         """The methods, the one with the lowest mean first."""
         return sorted(self.losses, key=lambda method: statistics.mean(self.losses[method]))
 
-    @property
+    @cached_property
     def lead(self):
         """The first method's losses less the second's, seed by seed."""
         first, second = self.order[:2]
@@ -286,7 +283,7 @@ def place_at(losses, budget, message, latency, growth=None):
         chosen[method] = [loss_by_others(losses_by_trial, i) for i in range(len(seeds))]
     place = Place(settings, chosen)
     first = settings[place.order[0]]
-    return Place(settings, chosen, is_known=made[first] >= min(losses.lengths))
+    return replace(place, is_known=made[first] >= min(losses.lengths))
 
 
 def loss_by_others(losses_by_trial, i):

@@ -7,10 +7,10 @@ partners for all of a round, and all due at the same step.
 import itertools
 import statistics
 
-from experiments import apart, replicas
+from experiments import replicas
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import PLAIN, Lesson, Rows, kept_rows, train_lessons
+from experiments.fleets import PLAIN, Lesson, Rows, measure_lessons
 from experiments.harness import Part
 
 WHY_RATE = 3e-3         # of all of WHY: what replicas differ in depends on the rate
@@ -30,11 +30,7 @@ def why_lessons(seeds, steps):
 
 
 def measure_why(name, part, o):
-    """Train what OUT/results and runs/fleets do not have; all rows, {label: row}."""
-    rows = kept_rows(name, o)
-    lessons = [lesson for lesson in why_lessons(o.seeds, o.steps or 600) if o.only in lesson.label]
-    train_lessons(lessons, rows, apart.Apart)
-    return dict(rows=rows, steps=o.steps)
+    return measure_lessons(name, o, why_lessons(o.seeds, o.steps or 600))
 
 
 def rows_of_why(found):
@@ -69,10 +65,12 @@ def show_why(found):
     for name, trial in WHY.items():
         if rows.of(trial):
             costs = [cost_by_age(row) for row in rows.of(trial).values()]
+            always = [later_mean(cost) for cost in costs]
+            after = [cost[-1] for cost in costs]
+            before = [cost[-2] for cost in costs]
             bumps = [bump(row) for row in rows.of(trial).values()]
-            table.add(name, *(f"{statistics.mean(values):.4f}" for values in (
-                [later_mean(cost) for cost in costs], [cost[-1] for cost in costs],
-                [cost[-2] for cost in costs], bumps)))
+            columns = always, after, before, bumps
+            table.add(name, *(f"{statistics.mean(values):.4f}" for values in columns))
     table.end()
 
 
