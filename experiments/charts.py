@@ -1,4 +1,5 @@
 """How the map of experiments/regions.py is drawn."""
+import collections
 import math
 import statistics
 
@@ -85,16 +86,13 @@ def name_region(axis, name, points):
               bbox=dict(color="white", alpha=0.7, pad=1.5))
 
 
-def lead_in_words(messages, chart):
-    """Where which method leads clearly: from which message to which, over all latencies."""
-    ranges = {}
-    for places in chart:
-        for message, place in zip(messages, places):
-            if place.leads_clearly:
-                ranges.setdefault(place.order[0], []).append(message)
-    if not ranges:
-        return "On no network can we tell which method loses least in equal time"
+def lead_in_words(chart):
+    """On what share of the map's points each method leads clearly, and on what share nobody is
+    told."""
+    places = [place for row in chart for place in row]
+    leaders = [place.order[0] for place in places if place.leads_clearly]
     words = []
-    for method, led in ranges.items():
-        words.append(f"{NAMES[method]} with messages of {min(led):.2g} to {max(led):.2g} steps")
-    return f"In equal time we can tell who leads only in part: {', '.join(words)}"
+    for method, count in collections.Counter(leaders).most_common():
+        words.append(f"{NAMES[method]} on {count / len(places):.0%}")
+    untold = sum(place.is_unclear for place in places)
+    return f"{', '.join(words) or 'nobody'}; on {untold / len(places):.0%} we cannot tell"

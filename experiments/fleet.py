@@ -10,8 +10,8 @@ import os
 import shutil
 import sys
 import sysconfig
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, astuple, dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.utils import parameters_to_vector
 from tqdm import tqdm
 
 import train
-from model import Llama
+from model import Config, Llama
 from noloco import random_groups
 from plumbing.data import heldout_sequences, load_corpus, reader_of
 from plumbing.inner import Inner, adam, dtype_for, orthogonal
@@ -29,7 +29,10 @@ from gossip.onebyte import MARGIN
 
 # Tokens whose gradients are computed in one call. On a CPU more would not stay in its caches:
 # 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11.
-AT_ONCE = {"cuda": 1 << 17, "cpu": 1 << 11}
+AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 11}
+# Tokens of one model in such a call. On a GPU fewer, so that replicas with large and with small
+# steps share a shape, and so what was compiled.
+OF_A_MODEL = {"cuda": 1 << 10, "cpu": 1 << 11}
 # Steps from which on compiling the gradient pays. It takes 10 seconds of a core, and then a step on
 # a CPU takes 0.75 times as long.
 LONG = {"cuda": 1, "cpu": 300}
@@ -124,7 +127,8 @@ class ManyOuters:
             groups = random_groups(range(count), self.trial.group, outer, drawn)
             of = {i: group for group in groups for i in group}
             found.append([of[i] for i in range(count)])
-        return torch.tensor(found, device=self.theta.device)
+        # Without waiting for what a GPU is still at.
+        return torch.tensor(found).to(self.theta.device, non_blocking=True)
 
     def encoded(self):
         """M1 and M2 of one byte a weight: each weight's code and scale."""
@@ -218,7 +222,8 @@ class Fleet:
     def make_models(self):
         """theta and its gradient: (trials, seeds, N, P). The first weights depend on the seed
         alone."""
-        models = [Llama(train.whole_config(self.o), seed=seed) for seed in self.seeds]
+        config = train.whole_config(self.o)
+        models = [Llama(config, seed=seed) for seed in self.seeds]
         first = torch.stack([parameters_to_vector(model.parameters()).detach() for model in models])
         self.model = models[0].to(self.device)
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
@@ -226,11 +231,12 @@ class Fleet:
         first = first.to(self.device)[None, :, None]
         self.theta = first.repeat(len(self.trials), 1, self.N, 1)
         self.theta.grad = self.grad = torch.zeros_like(self.theta)
-        self.loss, self.gradient = loss_and_gradient(self.model)
         if self.device == "cuda":
             torch.set_float32_matmul_precision("high")              # TF32
-        if self.o.steps >= LONG[self.device] and finds_compiler(self.device):
-            self.gradient = torch.compile(self.gradient, dynamic=False)
+        is_long = self.o.steps >= LONG[self.device]
+        self.is_compiled = is_long and finds_compiler(self.device)
+        self.loss, self.gradient = loss_and_gradient(astuple(config), self.device,
+                                                     self.is_compiled)
 
     def make_optimizers(self):
         self.adam = Inner(adam([self.theta], self.o.beta2))
@@ -272,24 +278,28 @@ class Fleet:
     def fill_gradients(self):
         """Each replica's batch is the same in all trials."""
         tokens = torch.stack([reader.next(self.o.batch) for reader in self.readers])
-        tokens = tokens.to(self.device)
+        tokens = tokens.to(self.device, non_blocking=True)
         tokens = tokens.expand(len(self.trials), *tokens.shape).flatten(0, 1)   # (models, B, T + 1)
-        weights, grads = self.named(self.theta), self.named(self.grad)
-        sequences = largest_divisor(self.o.batch, AT_ONCE[self.device] // self.o.seq_len)
+        sequences = largest_divisor(self.o.batch, OF_A_MODEL[self.device] // self.o.seq_len)
         pieces = tokens.split(sequences, 1)
         self.grad.zero_()
         for piece in pieces:
-            self.add_gradients(grads, weights, piece, 1 / len(pieces))
+            self.add_gradients(piece, 1 / len(pieces))
 
-    def add_gradients(self, grads, weights, tokens, share):
+    def add_gradients(self, tokens, share):
         """Add `share` of the mean loss's gradient for tokens (models, B, T + 1)."""
         models, sequences, _ = tokens.shape
-        room = largest_divisor(models, AT_ONCE[self.device] // (sequences * self.o.seq_len))
+        room = max(1, AT_ONCE[self.device] // (sequences * self.o.seq_len))     # models of a call
+        theta = self.theta.view(models, -1)
+        grads = self.named(self.grad)
         for start in range(0, models, room):
             some = slice(start, start + room)
-            own = {name: w[some] for name, w in weights.items()}
-            for name, gradient in self.gradient(own, tokens[some]).items():
-                grads[name][some].add_(gradient, alpha=share)
+            own, batch = theta[some], tokens[some].contiguous()
+            if self.is_compiled:
+                own, batch = filled(own, room), filled(batch, room)
+            for name, gradient in self.gradient(self.named(own), batch).items():
+                g = grads[name][some]
+                g.add_(gradient[:len(g)], alpha=share)
 
     @torch.no_grad()
     def evaluate(self, vectors, sequences=None):
@@ -347,16 +357,21 @@ class Whole(torch.nn.Module):
         return self.model.loss(x, tokens[:, 1:]) / tokens[:, 1:].numel()
 
 
-def loss_and_gradient(model):
+@cache
+def loss_and_gradient(config, device, compiled):
     """Functions of many models' weights {name: (models, ...)}: the mean loss, and its gradient for
-    tokens (models, B, T + 1)."""
-    whole = Whole(model)
+    tokens (models, B, T + 1). config: a Config's values. One pair for all fleets alike, so that
+    the gradient is compiled once."""
+    whole = Whole(Llama(Config(*config)).to(device))
 
     def loss(weights, tokens):
         named = {f"model.{name}": w for name, w in weights.items()}
         return functional_call(whole, named, (tokens,))
 
-    return loss, vmap(grad(loss))
+    gradient = vmap(grad(loss))
+    if compiled:
+        gradient = torch.compile(gradient, dynamic=False)
+    return loss, gradient
 
 
 def finds_compiler(device):
@@ -367,6 +382,13 @@ def finds_compiler(device):
     usual = "clang++" if sys.platform == "darwin" else "g++"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     return shutil.which(os.environ.get("CXX", usual)) is not None and headers.exists()
+
+
+def filled(values, count):
+    """`count` values, perhaps the first ones again: calls of one shape are compiled once."""
+    if len(values) == count:
+        return values
+    return values[torch.arange(count, device=values.device) % len(values)]
 
 
 def largest_divisor(number, most):

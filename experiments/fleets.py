@@ -3,6 +3,7 @@
 Several processes may train parts of one experiment at the same time, with --only or --seeds. Each
 row is a file in runs/fleets/ and is written once, so nothing that was trained is lost.
 """
+import itertools
 import json
 import statistics
 import time
@@ -20,16 +21,19 @@ from experiments.results import kept_result
 from plumbing.files import replace
 
 FOLDER = Path("runs", "fleets")
-# Trained in one fleet at most: on a CPU so that a process needs little memory. On a GPU each fleet
-# compiles anew, which takes longer than the training of a few.
-MODELS = {"cuda": 128, "cpu": 32}
+FIVE = 0, 1, 2, 3, 4        # seeds of an experiment
+# Trained in one fleet at most, so that a process needs little memory and what it trained is soon
+# kept.
+MODELS = {"cuda": 512, "cpu": 32}
+# Whether the seeds of a trial train in one fleet, or one after the other.
+SEEDS_TOGETHER = {"cuda": True, "cpu": False}
 
 
 @dataclass(frozen=True)
 class Lesson:
     """What is trained: a trial, and all else that its row depends on.
 
-    Lessons that differ in trial alone may train in one fleet.
+    Lessons that differ in trial and seed alone may train in one fleet.
     """
     trial: Trial
     seed: int
@@ -42,9 +46,9 @@ class Lesson:
 
     @property
     def kind(self):
-        """All but the trial, as text."""
+        """All but the trial and the seed, as text."""
         own = asdict(self)
-        del own["trial"]
+        del own["trial"], own["seed"]
         return ", ".join(f"{name} {value}" for name, value in own.items())
 
     @property
@@ -57,7 +61,7 @@ class Lesson:
             words.append(f"ends {t.ends}")
         if t.partners != "own" or t.phase != "turns":
             words.append(f"{t.partners} partners {t.phase}")
-        return ", ".join([*words, self.kind])
+        return ", ".join([*words, f"seed {self.seed}", self.kind])
 
     @property
     def file(self):
@@ -101,32 +105,41 @@ def train_lessons(lessons, rows, extra=""):
 
 
 def chunks(lessons):
-    """Lists of lessons that may train together, in the order in which they were given."""
-    found = {}
+    """Lists of lessons that may train together, in the order in which they were given: some trials,
+    each with the same seeds."""
+    groups = {}
     for lesson in lessons:
-        found.setdefault(lesson.kind, []).append(lesson)
-    for same in found.values():
-        most = max(1, MODELS[device()] // same[0].replicas)
-        for start in range(0, len(same), most):
-            yield same[start:start + most]
+        alone = None if SEEDS_TOGETHER[device()] else lesson.seed
+        group = groups.setdefault((lesson.kind, alone), {})
+        group.setdefault(lesson.trial, []).append(lesson)
+    for by_trial in groups.values():
+        by_seeds = {}
+        for same in by_trial.values():
+            seeds = tuple(lesson.seed for lesson in same)
+            by_seeds.setdefault(seeds, []).append(same)
+        for seeds, trials in by_seeds.items():
+            most = max(1, MODELS[device()] // (trials[0][0].replicas * len(seeds)))
+            for start in range(0, len(trials), most):
+                yield list(itertools.chain(*trials[start:start + most]))
 
 
 def train_chunk(chunk, extra):
-    """Train lessons of one kind, and write a file for each."""
+    """Train lessons of one kind, trial by trial with the same seeds, and write a file for each."""
     one = chunk[0]
     options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
                f"--optimizer {one.optimizer} {extra}")
-    trials = [lesson.trial for lesson in chunk]
-    fleet = Fleet(train.parse(options.split()), trials, one.replicas, [one.seed], device())
+    trials = list(dict.fromkeys(lesson.trial for lesson in chunk))
+    seeds = list(dict.fromkeys(lesson.seed for lesson in chunk))
+    fleet = Fleet(train.parse(options.split()), trials, one.replicas, seeds, device())
     watch = Apart(fleet) if one.closely else None
     start = time.perf_counter()
     rows = fleet.train(watch)
     seconds = time.perf_counter() - start
     seen = watch.rows() if watch else [{}] * len(rows)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for lesson, row, more in zip(chunk, rows, seen):
+    for lesson, row, more in zip(chunk, rows, seen, strict=True):
         row |= more | dict(steps=one.steps, digest=fleet.digest, machine=machine(),
-                           torch=torch.__version__, seconds=round(seconds / len(chunk)))
+                           torch=torch.__version__, seconds=round(seconds / len(chunk), 2))
         replace(lesson.file, json.dumps(row))
 
 

@@ -2,27 +2,29 @@
 
     python -m experiments.fragments [PART ...] [--seeds 0] [--steps N] [--out DIR] [--plot]
 
-fragments   the loss of NoLoCo and DiLoCo, whole (K = 1) and in fragments, at once and delayed
+fragments   the loss of NoLoCo and DiLoCo, whole (K = 1) and in fragments, at once and delayed: 7
+            minutes of an H100, or 14 hours of two cores
+primary     the comparisons that were named before the runs alone: 2 hours of two cores
 why         what the replicas differ in (experiments/why.py)
 
-Adam, fp32, 1024 tokens a replica and step, 600 steps and 8 replicas, where nothing else is said;
-plain averages. m: steps between an outer step and the next of the same weights; K: fragments; D:
-delay. Each trial of RATED has the best of three learning rates, by the merged loss on seed 0, the
-others the rate of the nearest one. PRIMARY holds the comparisons that were named before the runs.
-They have five seeds, the others three.
+Adam, fp32, 1024 tokens a replica and step, 600 steps, 8 replicas and five seeds, where nothing else
+is said; plain averages. m: steps between an outer step and the next of the same weights; K:
+fragments; D: delay. Each trial of RATED has the best of three learning rates, by the merged loss on
+seed 0, the others the rate of the nearest one. PRIMARY holds the comparisons that were named before
+the runs.
 """
 import itertools
 import math
 import statistics
 from dataclasses import replace
 
-from experiments.comparing import Comparison, Table
+from experiments.comparing import Comparison, Table, holm
 from experiments.fleet import Trial
-from experiments.fleets import Lesson, Rows, kept_rows, named, setting_of, train_lessons
+from experiments.fleets import FIVE, Lesson, Rows, kept_rows, named, setting_of, train_lessons
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, label_ends
 from experiments.replicas import DDP, bytes_of_ddp, in_percent, mean_loss
-from experiments.why import PART as WHY_PART, WHY, WHY_RATE
+from experiments.why import PART as WHY_PART
 from plumbing.drawing import NAMES
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
@@ -43,7 +45,6 @@ RATED = {"adam": (*IN_PRIMARY, Trial("diloco", 20)), "muon": (DDP, WHOLE, PARTS_
 # The embedding, the last norm and the head are a fifth of the weights: the bytes of m = 10.
 TWO_PACES = Trial("noloco", 16, ends=4)
 EVERY = 2, 4, 10, 20, 50
-FIVE = 0, 1, 2, 3, 4
 
 
 # ---------------------------------------------------------------- what is trained
@@ -128,11 +129,16 @@ SETTINGS = {    # of NoLoCo, m = 10, K = 1 and 10, beside DDP: options of Lesson
 }
 
 
-def lessons_of(best, seeds, steps):
-    """The lessons, in the order of their weight. best: {optimizer: best_rates or None}."""
+def primary_lessons(best, seeds, steps):
+    """best: {optimizer: best_rates or None}."""
     for seed, trial in itertools.product(seeds or FIVE, IN_PRIMARY):
         yield lesson_of(trial, seed, best, steps)
-    for seed in seeds or FIVE[:3]:
+
+
+def lessons_of(best, seeds, steps):
+    """The lessons, in the order of their weight. best: as above."""
+    yield from primary_lessons(best, seeds, steps)
+    for seed in seeds or FIVE:
         for trial in itertools.chain(grid(), at_10()):
             if trial not in IN_PRIMARY:
                 yield lesson_of(trial, seed, best, steps)
@@ -145,22 +151,32 @@ def lessons_of(best, seeds, steps):
 
 
 def lesson_of(trial, seed, best, steps):
-    """In the plain setting. What WHY compares is watched closely, in either part."""
-    rate = rate_of(trial, best)
-    closely = trial in WHY.values() and rate == WHY_RATE
-    return Lesson(trial, seed, rate, steps=steps, closely=closely)
+    """In the plain setting."""
+    return Lesson(trial, seed, rate_of(trial, best), steps=steps)
 
 
 def measure_fragments(name, part, o):
     """Train what OUT/results and runs/fleets do not have; all rows of the part, {label: row}."""
+    return measure_with_rates(name, o, RATES, lessons_of)
+
+
+def measure_primary(name, part, o):
+    """The same of the primary comparisons."""
+    return measure_with_rates(name, o, ("adam",), primary_lessons)
+
+
+def measure_with_rates(name, o, optimizers, lessons_with):
+    """Train all rates of RATED, then lessons_with(best rates, seeds, steps)."""
     steps = o.steps or 600
     rows = kept_rows(name, o)
-    for optimizer in RATES:
-        for lessons in rate_lessons(optimizer, steps).values():
-            train_lessons(named(lessons, o), rows)
-    best = {optimizer: best_rates(rows, optimizer, steps) for optimizer in RATES}
+    for optimizer in optimizers:
+        rated = itertools.chain(*rate_lessons(optimizer, steps).values())
+        train_lessons(named(rated, o), rows)
+    best = dict.fromkeys(RATES)
+    for optimizer in optimizers:
+        best[optimizer] = best_rates(rows, optimizer, steps)
     if best["adam"]:
-        train_lessons(named(lessons_of(best, o.seeds, steps), o), rows)
+        train_lessons(named(lessons_with(best, o.seeds, steps), o), rows)
     return dict(best=best, rows=rows, steps=o.steps)
 
 
@@ -177,6 +193,19 @@ def rows_of_fragments(found):
 def show_fragments(found):
     rows = rows_of_fragments(found)
     show_rates(found)
+    show_named(rows)
+    show_grid(rows)
+    show_delays(rows)
+    show_at_10(rows)
+
+
+def show_primary(found):
+    show_rates(found)
+    show_named(rows_of_fragments(found))
+
+
+def show_named(rows):
+    """What was named before the runs, and what explains it."""
     table = Table("primary comparison, nats per byte", "merged", "replicas' mean",
                   "merged, without seed 0, which chose the rates")
     for trial, base in PRIMARY:
@@ -188,9 +217,6 @@ def show_fragments(found):
     for trial, base in ALSO:
         table.add(f"{name_of(trial)} over {name_of(base)}", rows.nats_over(trial, base))
     table.end()
-    show_grid(rows)
-    show_delays(rows)
-    show_at_10(rows)
 
 
 def without_first(comparison):
@@ -293,17 +319,23 @@ def draw_fragments(plt, found):
 
 
 def finding(rows):
-    """What the picture shows; none while a seed is alone."""
-    first = rows.nats_over(*PRIMARY[0])
-    return FINDINGS.get(first.verdict if first else None, "")
+    """What the picture shows: of how many m the mean gap is narrower in fragments, and of how many
+    beyond doubt; none while a seed is alone."""
+    differences = []
+    for method, m in itertools.product(("noloco", "diloco"), EVERY):
+        more = rows.nats_over(Trial(method, m, fragments=m), Trial(method, m))
+        if more and more.p is not None:
+            differences.append(more)
+    if not differences:
+        return ""
+    lower = sum(more.mean < 0 for more in differences)
+    certain = zip(differences, holm([more.p for more in differences]))
+    sure = sum(more.mean < 0 and survives for more, survives in certain)
+    return (f"For the same bytes the mean gap to DDP is narrower in fragments at {lower} of "
+            f"{len(differences)} intervals,\nafter Holm's correction certainly at {sure}")
 
 
 KINDS = {"whole messages": "--", "in fragments": "-"}
-FINDINGS = {        # by the verdict of the first primary comparison
-    "better": "In fragments the gap to DDP is narrower for the same bytes",
-    "worse": "In fragments the gap to DDP is wider for the same bytes",
-    "cannot tell": "We cannot tell the gap to DDP in fragments from that of whole messages",
-}
 
 
 def has_all_primary(found, part):
@@ -314,6 +346,8 @@ def has_all_primary(found, part):
 PARTS = {
     "fragments": Part(None, show_fragments, None, {"fragments": draw_fragments},
                       measure=measure_fragments, is_whole=has_all_primary),
+    "primary": Part(None, show_primary, None, {}, measure=measure_primary,
+                    is_whole=has_all_primary),
     "why": WHY_PART,
 }
 

@@ -85,6 +85,8 @@ def plan_of(o):
     changes = {}
     if o.seeds:
         changes["seeds"] = tuple(o.seeds)
+    if o.tokens:
+        changes["tokens"] = tuple(o.tokens)
     if o.rates:
         changes["rates"] = tuple(o.rates)
     if o.steps:
@@ -261,7 +263,7 @@ def draw(plt, found):
         ticks = [tick for tick in (512, 2048, 8192, 32768, 131072) if tick >= low]
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.set(xlabel="tokens a replica and step (fewer to the right)",
-                 xlim=(180000, 0.8 * low), ylim=(0, None))
+                 xlim=(180000, 0.8 * low))
     axes[0].set(ylabel="perplexity per byte over DDP's, %",
                 title="whole messages (names, steps between outer steps)")
     axes[1].set(title="in fragments, by turns")
@@ -272,6 +274,8 @@ def draw(plt, found):
                     "four bytes a token)", x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)
+    lowest = min(at[count].mean for at in by_trial.values() for count in at)
+    axes[0].set_ylim(min(0, 100 * lowest - 1), None)
     return figure
 
 

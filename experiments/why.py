@@ -10,7 +10,7 @@ import statistics
 from experiments import replicas
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import PLAIN, Lesson, Rows, measure_lessons
+from experiments.fleets import FIVE, PLAIN, Lesson, Rows, measure_lessons
 from experiments.harness import Part
 
 WHY_RATE = 3e-3         # of all of WHY: what replicas differ in depends on the rate
@@ -25,7 +25,7 @@ WHY = {
 
 
 def why_lessons(seeds, steps):
-    for seed, trial in itertools.product(seeds or (0, 1, 2), WHY.values()):
+    for seed, trial in itertools.product(seeds or FIVE, WHY.values()):
         yield Lesson(trial, seed, WHY_RATE, steps=steps, closely=True)
 
 
@@ -112,7 +112,7 @@ def bump(row):
 
 def has_all_why(found, part):
     rows = rows_of_why(found)
-    return not found["steps"] and all(len(rows.of(trial)) == 3 for trial in WHY.values())
+    return not found["steps"] and all(len(rows.of(trial)) == len(FIVE) for trial in WHY.values())
 
 
 PART = Part(None, show_why, None, {}, measure=measure_why, is_whole=has_all_why)

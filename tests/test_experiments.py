@@ -16,7 +16,7 @@ import torch
 
 import train
 from experiments import (apart, clock, comparing, failure, fleet, fleets, fragments, harness, losses, network,
-                         noise, pictures, replicas, results, skip, stability, sync, together, tokens,
+                         noise, pictures, regions, replicas, results, skip, stability, sync, together, tokens,
                          variations)
 from noloco import outer_update
 from plumbing.options import layout
@@ -203,8 +203,8 @@ PARTS = {
     "convergence": losses.PARTS["convergence"], "failure": failure.PARTS["failure"], **network.PARTS,
     **skip.PARTS, **together.PARTS, **variations.PARTS,
 }
-WITHOUT_RUNS = {**replicas.PARTS, **stability.PARTS, **noise.PARTS}     # of train.py
-UNDER_WAY = {"fragments": fragments.PARTS["fragments"]}     # results/ has a part of its runs
+# Without runs of train.py.
+WITHOUT_RUNS = {**replicas.PARTS, **stability.PARTS, **noise.PARTS, **fragments.PARTS, **regions.PARTS}
 
 
 def given(command):
@@ -232,7 +232,7 @@ def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps
 
 def printed_tables(capsys):
     """What all programs print from results/ for readers, line by line."""
-    for name, part in (PARTS | WITHOUT_RUNS | UNDER_WAY).items():
+    for name, part in (PARTS | WITHOUT_RUNS).items():
         part.show(harness.load_part(part, name, HERE))
     tokens.show(results.kept_result(HERE, "gpu_tokens"))
     return [line.strip() for line in capsys.readouterr().out.splitlines()]
@@ -462,10 +462,12 @@ def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
         assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
 
 
-@pytest.mark.parametrize("most, long", [(1 << 20, 99), (128, 99), (48, 99), (48, 1)])
-def test_a_fleet_has_the_gradients_of_plain_autograd_however_it_cuts_them(most, long, corpus, monkeypatch):
-    """All models and sequences in one call, or few, and compiled."""
+@pytest.mark.parametrize("most, own, long", [(1 << 20, 1 << 20, 99), (128, 64, 99), (48, 48, 99), (128, 32, 1)])
+def test_a_fleet_has_the_gradients_of_plain_autograd_however_it_cuts_them(most, own, long, corpus,
+                                                                          monkeypatch):
+    """All models and sequences in one call, or few; compiled, with a last call that is filled up."""
     monkeypatch.setitem(fleet.AT_ONCE, "cpu", most)
+    monkeypatch.setitem(fleet.OF_A_MODEL, "cpu", own)
     monkeypatch.setitem(fleet.LONG, "cpu", long)
     if long == 1 and not fleet.finds_compiler("cpu"):
         pytest.skip("no C++ compiler or no headers of Python")
@@ -564,6 +566,28 @@ def test_lessons_that_have_a_row_are_not_trained_again(corpus, tmp_path, monkeyp
     assert again[lessons[1].label] == rows[lessons[1].label]
     with pytest.raises(pytest.fail.Exception):
         fleets.train_lessons(lessons[2:], again)
+
+
+def test_seeds_that_train_together_lose_what_each_loses_alone(corpus, tmp_path, monkeypatch):
+    """Two trials with two seeds are one fleet, a trial with one of them is another."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fleets, "LEARN", " ".join(map(str, [*SMALL, "--data", corpus, "--warmup", 1,
+                                                            "--microbatches", 1])))
+    lessons = [fleets.Lesson(fleet.Trial("noloco", m), seed, 1e-3, replicas=2, sequences=1, steps=3)
+               for seed in (0, 1) for m in (1, 2, 3) if (seed, m) != (1, 3)]
+    found = []
+    for together, counts in ((True, [4, 1]), (False, [3, 2])):
+        monkeypatch.setitem(fleets.SEEDS_TOGETHER, "cpu", together)
+        monkeypatch.setattr(fleets, "FOLDER", tmp_path / f"{together}")
+        assert [len(chunk) for chunk in fleets.chunks(lessons)] == counts
+        rows = {}
+        fleets.train_lessons(lessons, rows)
+        found.append(rows)
+    for one in lessons:
+        together, alone = (rows[one.label] for rows in found)
+        assert together["trial"] == vars(one.trial) and together["seed"] == one.seed
+        assert together["merged"] == pytest.approx(alone["merged"], abs=1e-5)
+    assert len({row["merged"] for row in found[0].values()}) == len(lessons)
 
 
 def test_a_trial_that_was_not_rated_has_the_rate_of_the_nearest_one():
