@@ -30,11 +30,11 @@ from dataclasses import replace
 from experiments.cities import PIPELINE, share_of
 from experiments.clock import COMMON, CPU, PROGRAM, clocked
 from experiments.comparing import Table
-from experiments.harness import MEANS_ONLY, Part, Setting, headline, title_of
+from experiments.fleets import FIVE
+from experiments.harness import MEANS_ONLY, Part, Setting, headline
 from experiments.latency import LATENCY
-from experiments.pictures import COLOURS, WIDTH, counted
-from experiments.results import (ROOT, finals, kept_result, mean_final, more_at_the_ends, more_than,
-                                 published, results, spread_of)
+from experiments.results import (finals, mean_final, more_at_the_ends, more_than, published,
+                                 results, spread_of)
 from experiments.together import BYTES
 
 SECONDS = 60
@@ -222,66 +222,9 @@ def guess(method, way, name, seeds):
     return " or ".join(f"{seconds:.2f}" for seconds in predicted(method, seeds[0].wire, name))
 
 
-# ---------------------------------------------------------------- the picture
-
-
-def forest_rows(found):
-    """[(text, Comparison)] of NoLoCo's best way over DiLoCo's on each network."""
-    rows, drawn = grid_rows(found), []
-    for name in dict.fromkeys(row[0] for row in rows):
-        if name == CUT:                     # its steps were set before the first cut: no equal time
-            continue
-        ways = [(way, seeds) for network, method, way, seeds in rows
-                if (network, method) == (name, "NoLoCo") and "survive" not in way]
-        if name == BY_TURNS and found["whole"]:
-            ways = [(way, seeds) for way, seeds in ways if way != BESIDE[-1]]
-        _, seeds = ways[-1]
-        drawn.append((name, more_than(seeds, base_of(rows, name, "DiLoCo"))))
-        if name == FAR and found["whole"]:
-            drawn.append(("the same, an earlier run on a busy machine", first_run()))
-    return drawn
-
-
-def first_run():
-    """At 50 Mbit/s, as it was measured first, beside other programs
-    (results/headline_grid_more.json)."""
-    rows = grid_rows(kept_result(ROOT, "headline_grid_more"))
-    return more_than(base_of(rows, FAR, "NoLoCo"), base_of(rows, FAR, "DiLoCo"))
-
-
-TOLD = {"better": "NoLoCo leads", "worse": "NoLoCo trails", "cannot tell": "cannot tell",
-        "one seed": "one seed"}
-TOLD_COLOURS = {"better": COLOURS["NoLoCo"], "worse": COLOURS["DiLoCo"]}
-
-
-def draw_forest(plt, found):
-    """NoLoCo's loss less DiLoCo's in equal time, a row for each network."""
-    rows = forest_rows(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.42 * len(rows)))
-    axis.axvline(0, color="#000000", lw=1)
-    for place, (name, more) in enumerate(rows):
-        colour = TOLD_COLOURS.get(more.verdict, "#777777")
-        low, high = more.interval or (more.mean, more.mean)
-        axis.plot([low, high], [place, place], color=colour, lw=2.5)
-        axis.plot(more.mean, place, "o", color=colour, ms=8)
-        axis.annotate(TOLD[more.verdict], (1.01, place), xycoords=("axes fraction", "data"),
-                      color=colour, va="center", annotation_clip=False)
-    seeds = len(rows[0][1].differences)
-    finding = ("In equal time NoLoCo leads DiLoCo on one network of six and trails on two;\n"
-               "counted among the twelve comparisons made, none of these is certain")
-    axis.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows],
-             ylim=(len(rows) - 0.5, -0.5),
-             xlabel="held-out nats per byte, NoLoCo less DiLoCo: left of zero NoLoCo is better\n"
-             f"(dots: means of {counted(seeds, 'seed')}; lines: 95% intervals)",
-             title=title_of(found, finding, "NoLoCo less DiLoCo in equal time"))
-    axis.grid(axis="y", visible=False)
-    return figure
-
-
 PARTS = {
     "tries": Part(tries_settings, show_tries, seeds=(9,)),
-    "grid": Part(grid_settings, show_grid, record_grid, {"grid": draw_forest},
-                 seeds=(0, 1, 2, 3, 4)),
+    "grid": Part(grid_settings, show_grid, record_grid, seeds=FIVE),
     "latency": LATENCY,
     "pipeline": PIPELINE,
 }

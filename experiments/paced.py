@@ -24,7 +24,7 @@ from experiments.clock import COMMON, CPU
 from experiments.comparing import Table
 from experiments.harness import Part, Setting, built, headline, title_of
 from experiments.pictures import COLOURS, WIDTH
-from gossip.pace import Meetings, Situation, seconds_a_step
+from gossip.pace import GLOO, Meetings, Situation, seconds_a_step
 from plumbing import report
 from plumbing.drawing import NAMES
 from plumbing.files import replace
@@ -156,7 +156,7 @@ def pairs_of(found):
         mbit, latency = NETWORKS[network]
         situation = Situation(params=rows[0]["params"], replicas=rows[0]["ranks"],
                               step=alone_on(network, found), rate=mbit * 1e6 / 8,
-                              latency=latency / 1000)
+                              latency=latency / 1000, trips=GLOO)
         pairs.append(Pair(network, way, paces(rows), seconds_a_step(situation, WAYS[way])))
     return pairs
 

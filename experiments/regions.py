@@ -9,7 +9,7 @@ lengths     losses of DDP, DiLoCo and NoLoCo (pairs), every 1 to 50 steps, whole
             Five seeds: 6 minutes of an H100, or 11 hours of two cores
 
 The map. On a network a setting's step takes s times as long as one without messages
-(gossip/pace.py, all in one byte a weight). In the time of T steps without messages it makes
+(gossip/pace.py, over Gloo, all in one byte a weight). In the time of T steps without messages it makes
 n = T / s steps, and loses what it lost after n steps: between measured lengths a straight line over
 1 / sqrt(n), which measured lengths that were left out lie nearer to than to one over log n; after
 fewer than the shortest, that one's loss, which favours it: where such a setting loses least, the
@@ -45,7 +45,7 @@ from experiments.pictures import WIDTH, counted
 from experiments.replicas import DDP, by_trial, merged_loss
 from experiments.results import ROOT, kept_result
 from gossip.advice import BACKWARD
-from gossip.pace import Meetings, Situation, seconds_a_step
+from gossip.pace import GLOO, Meetings, Situation, seconds_a_step
 from plumbing.processes import BadInput
 
 EVERY = 1, 2, 5, 10, 20, 50
@@ -194,7 +194,8 @@ def meetings_of(trial):
 def steps_in(budget, trial, message, latency, replicas):
     """Steps in the time of `budget` steps without messages. message and latency: seconds over a
     step's."""
-    situation = Situation(params=1, replicas=replicas, step=1, rate=1 / message, latency=latency)
+    situation = Situation(params=1, replicas=replicas, step=1, rate=1 / message, latency=latency,
+                          trips=GLOO)
     return budget / seconds_a_step(situation, meetings_of(trial))
 
 

@@ -12,7 +12,7 @@ advice says nothing of losses.
 import os
 from dataclasses import replace
 
-from gossip.pace import (ALL_REDUCES, Meetings, Situation, bytes_a_step, bytes_of, message_seconds,
+from gossip.pace import (ALL_REDUCES, GLOO, Meetings, Situation, bytes_a_step, bytes_of, message_seconds,
                          seconds_a_step, share_held, vectors)
 
 HELD = 0.05             # of the time, by messages
@@ -30,6 +30,8 @@ OPTIONS = (     # name, type, smallest value, largest value, default (None: must
      "(default: 1)"),
     ("step-std", float, 0, 5, 0.0, "the std of a step's seconds over their mean; the paper's B4 "
      "has 0.81 (default: 0). The settings stay, their seconds are drawn"),
+    ("trips", int, 1, 10, GLOO, "how often a message waits for the latency: over Gloo 2, the "
+     "default; in B5 of bench_sync.py 1"),
 )
 
 
@@ -162,6 +164,9 @@ def legend(situation, all_reduce):
         "MB a step: what a replica sends. Held: of the time, beyond the slowest replica's steps.",
         "GB: weights, gradient, Adam and what the method keeps, without activations.",
         "Encoding and summing take no time here. Of losses this says nothing: docs/results.md."]
+    if situation.trips > 1:
+        lines.append(f"A message waits {situation.trips} times for the latency, as over Gloo; "
+                     "--trips 1: as on paper.")
     if situation.slow > 1:
         lines.append(f"One replica's steps take {situation.slow:g} times as long: all wait for it, "
                      "whatever the method.")
@@ -192,5 +197,5 @@ def main(argv, parser_class):
             parser.error(f"--{name} must be from {least} to {most:g}, got {value:g}")
     situation = Situation(params=o.params, replicas=o.replicas, step=o.step_seconds,
                           rate=o.mbit * 1e6 / 8, latency=o.latency_ms / 1000,
-                          spread=o.step_std, slow=o.slow)
+                          spread=o.step_std, slow=o.slow, trips=o.trips)
     print_advice(situation, o.all_reduce)

@@ -1,8 +1,10 @@
 """The pace of a run, computed: seconds, bytes and memory of a setting on a network.
 
 A link carries `rate` bytes a second each way, messages arrive `latency` later, and links do not
-contend, as in B5 of bench_sync.py. Writing, reading and summing take no time. One message, or one
-sum, of b bytes among n replicas takes
+contend, as in B5 of bench_sync.py. Over Gloo each message waits one latency more, since it leaves
+when the receiver has said that it is ready: the latency counts `trips` = 2 times (measured:
+docs/speed.md). Writing, reading and summing take no time. One message, or one sum, of b bytes among
+n replicas takes
 
     a pair of NoLoCo's          latency + b / rate                       theta alone: gamma = beta
     a ring (Gloo's)             2 (n - 1) (latency + b / (n rate))
@@ -36,13 +38,14 @@ from gossip.sums import BLOCK
 PAIR_BYTES = {"fp32": 4, "int8": 1}
 SUM_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / BLOCK}
 ALL_REDUCES = ("ring", "halving", "tree")
+GLOO = 2                    # trips over Gloo; B5 has 1
 ROUNDS = 100                # of m steps, where steps are drawn; the first quarter is not counted
 
 
 @dataclass(frozen=True)
 class Situation:
     """What a run finds. rate: bytes a second; latency: seconds, one way; step: mean seconds of an
-    inner step; spread: the std of its seconds over their mean (B4 has 0.81); slow: how many times
+    inner step; trips: how often a message waits for the latency; spread: the std of its seconds over their mean (B4 has 0.81); slow: how many times
     as long the slowest replica's steps take."""
     params: float
     replicas: int
@@ -51,6 +54,7 @@ class Situation:
     latency: float
     spread: float = 0
     slow: float = 1
+    trips: int = 1
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ def vectors(meetings, replicas):
 def message_seconds(situation, meetings):
     """Seconds that one message or sum takes, which holds a K-th of the weights: t of the wait."""
     n = situation.replicas
-    latency = situation.latency
+    latency = situation.trips * situation.latency
     size = situation.params * bytes_of(meetings.method)[meetings.wire] / meetings.K
     seconds = size / situation.rate                     # of the whole vector on one link
     levels = math.ceil(math.log2(n))

@@ -269,8 +269,11 @@ def test_advice_is_one_screen():
     lines = text.splitlines()
     assert not code and len(lines) <= 24 and max(map(len, lines)) <= 100, text
     rows = {line[:20].strip(): line[20:].split() for line in lines[4:10]}
-    assert rows["NoLoCo"] == ["10", "10", "1", "int8", "12.5", "1.05", "1.05", "4.8%", "3.75"]
-    assert rows["DDP"][0] == "none:" and "19.9" in rows["DDP"]
+    assert rows["NoLoCo"] == ["10", "5", "2", "int8", "12.5", "2.1", "1.05", "4.8%", "3.75"]
+    assert rows["DDP"][0] == "none:" and "20" in rows["DDP"] and "--trips 1" in text
+    code, text = captured(0, 1, bench_sync.main, [*ASKED, "--trips", "1"])      # as on paper
+    (row,) = [line for line in text.splitlines() if line.startswith("NoLoCo  ")]
+    assert row.split()[1:] == ["10", "10", "1", "int8", "12.5", "1.05", "1.05", "4.8%", "3.75"]
     code, text = captured(0, 1, bench_sync.main, [*ASKED, "--slow", "1.5", "--step-std", "0.3"])
     assert not code and "1.5 times as long" in text and "std 0.3" in text
     code, text = captured(0, 1, bench_sync.main, [*ASKED, "--latency-ms", "1e8"])

@@ -1,15 +1,17 @@
-"""The map of networks: losses between lengths, and seconds (experiments/regions.py, paced.py)."""
+"""The map of networks: losses between lengths, seconds, races at its points (experiments/regions.py, paced.py,
+points.py)."""
 import math
 
 import pytest
 
-from experiments import charts, fragments, paced, regions
+from experiments import charts, fragments, paced, points, regions
 from experiments.fleet import Trial
 from experiments.replicas import DDP
 from gossip.sums import BLOCK
 from model import Llama
 from plumbing.drawing import pyplot
 from plumbing.processes import BadInput
+from tools import hosts as hosts_tool
 from tests.harness import SMALL, SMALL_CONFIG, metrics, options, run
 
 END = {"ddp": 0.9, "diloco": 0.92, "noloco": 0.93}
@@ -84,7 +86,7 @@ def test_a_seed_counts_where_every_setting_has_it_at_every_length():
 
 @pytest.mark.parametrize("message, latency", [(0.03, 0.001), (0.5, 0.1), (3, 0.001), (30, 0.001), (1, 1)])
 def test_a_place_is_the_best_of_settings_that_are_reckoned_by_hand(message, latency):
-    """Whole messages at once: s = 1 + t / m of a pair, and of a sum in one byte (Q2)."""
+    """Whole messages at once: s = 1 + t / m of a pair and of a sum in one byte (Q2), over Gloo."""
     wanted = [trial for trial in regions.trials() if trial.fragments == 1 and trial.delay == 0]
     losses = regions.losses_of(found_of(trials=wanted))
     found = regions.place_at(losses, 600, message, latency)
@@ -93,9 +95,9 @@ def test_a_place_is_the_best_of_settings_that_are_reckoned_by_hand(message, late
         expected = {}
         for trial in wanted:
             if trial.method == method:
-                seconds = latency + message
+                seconds = 2 * latency + message
                 if method != "noloco":
-                    seconds = 2 * (latency + 7 / 8 * message * (1 + 4 / BLOCK))
+                    seconds = 2 * (2 * latency + 7 / 8 * message * (1 + 4 / BLOCK))
                 if method == "ddp":
                     seconds = max(0, seconds - 2 / 3)
                 made[trial] = 600 / (1 + seconds / trial.every)
@@ -213,9 +215,9 @@ def test_computed_seconds_stand_beside_those_that_were_measured(capsys):
     found = dict(runs=runs, whole=False, steps=8)
     (pair,) = paced.pairs_of(found)
     assert pair.measured == pytest.approx([0.35, 0.25])
-    assert pair.computed == pytest.approx(0.25 + (0.08 + 0.01) / 2)
+    assert pair.computed == pytest.approx(0.25 + (0.08 + 2 * 0.01) / 2)
     paced.show(found)
-    assert "| NoLoCo, m 2, one byte | 0.300 | 0.295 | -2% |" in capsys.readouterr().out
+    assert "| NoLoCo, m 2, one byte | 0.300 | 0.300 | +0% |" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
     assert "a try" in paced.draw(pyplot(), found).axes[0].get_title(loc="left")
 
@@ -228,3 +230,44 @@ def test_a_watch_times_the_steps_after_the_first_on_every_rank(corpus, tmp_path)
     assert len(found["pace"]) == 2 and all(0 < 3 * pace < row["seconds"] for pace in found["pace"])
     assert row["sync_seconds"] is None              # nobody synchronised
     assert found["params"] == sum(p.numel() for p in Llama(SMALL_CONFIG).parameters())
+
+
+# ---------------------------------------------------------------- points between hosts (points.py)
+
+
+def test_points_are_raced_at_the_settings_that_the_map_advises(capsys):
+    """train.py and tools/hosts.py take the options; a message is as many steps long as the point says."""
+    found = list(points.settings(None))
+    assert len(found) == 2 * len(points.POINTS) and len({one.label for one in found}) == len(found)
+    for point, (first, second) in zip(points.POINTS, zip(found[::2], found[1::2])):
+        place = point.place()
+        for one, method in zip((first, second), place.order):
+            trial = place.settings[method]
+            o = options(*one.options.split())
+            assert (o.method, o.wire, o.inner_steps) == (method, "int8", trial.every)
+            assert (o.fragments or 1, o.delay or 0) == (trial.fragments, trial.delay)
+            assert o.lr == fragments.rate_of(trial, BEST)
+            assert o.batch * o.seq_len == 1024
+            hosts = hosts_tool.read(["8", *one.hosts.split(), "--", "true"])
+            seconds = 8 * points.PARAMS / (1e6 * hosts.tables["mbit"][()])
+            assert seconds / points.STEP == pytest.approx(point.message, rel=0.01)
+            assert hosts.tables["latency"][()] / 1000 / points.STEP == pytest.approx(point.latency, rel=0.01)
+
+
+def test_a_race_is_told_by_what_was_measured_and_by_the_map(capsys):
+    """Losses 0.1 apart with each seed at the first point, equal on average at the second."""
+    pytest.importorskip("matplotlib")
+    runs = {}
+    for point, more in zip(points.POINTS, ((0.1, 0.1, 0.1), (0.1, -0.1, 0.0))):
+        place = point.place()
+        for method, by in zip(place.order, ((0, 0, 0), more)):
+            label = f"{point.name}: {fragments.name_of(place.settings[method])}"
+            runs[label] = [dict(merged=1.5 + extra, curves=dict(step=[400])) for extra in by]
+    first, second = points.races_of(dict(runs=runs))
+    assert first.measured.differences == pytest.approx([-0.1] * 3)
+    assert second.measured.mean == pytest.approx(0) and second.measured.verdict == "cannot tell"
+    points.show(dict(runs=runs))
+    out = capsys.readouterr().out
+    assert "-0.100 [-0.100, -0.100], better" in out and str(first.place.lead) in out
+    title = points.draw(pyplot(), dict(runs=runs, whole=True)).axes[0].get_title(loc="left")
+    assert "ended lower at 1 of 2 points, at 1 beyond" in title
