@@ -87,12 +87,12 @@ def name_region(axis, name, points):
 
 
 def lead_in_words(chart):
-    """On what share of the map's points each method leads clearly, and on what share nobody is
-    told."""
+    """On what share of the map's points each method leads clearly, and on what share we cannot tell
+    who leads."""
     places = [place for row in chart for place in row]
     leaders = [place.order[0] for place in places if place.leads_clearly]
     words = []
     for method, count in collections.Counter(leaders).most_common():
         words.append(f"{NAMES[method]} on {count / len(places):.0%}")
-    untold = sum(place.is_unclear for place in places)
-    return f"{', '.join(words) or 'nobody'}; on {untold / len(places):.0%} we cannot tell"
+    unclear = [place for place in places if place.is_unclear]
+    return f"{', '.join(words) or 'nobody'}; on {len(unclear) / len(places):.0%} we cannot tell"

@@ -30,8 +30,8 @@ from gossip.onebyte import MARGIN
 # Tokens whose gradients are computed in one call. On a CPU more would not stay in its caches:
 # 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11.
 AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 11}
-# Tokens of one model in such a call. On a GPU fewer, so that replicas with large and with small
-# steps share a shape, and so what was compiled.
+# Tokens of one model in such a call. On a GPU fewer: steps of 1024 tokens and of 32 768 then call
+# the gradient with one shape, and it is compiled once.
 OF_A_MODEL = {"cuda": 1 << 10, "cpu": 1 << 11}
 # Steps from which on compiling the gradient pays. It takes 10 seconds of a core, and then a step on
 # a CPU takes 0.75 times as long.
@@ -127,7 +127,7 @@ class ManyOuters:
             groups = random_groups(range(count), self.trial.group, outer, drawn)
             of = {i: group for group in groups for i in group}
             found.append([of[i] for i in range(count)])
-        # Without waiting for what a GPU is still at.
+        # A blocking copy would wait until a GPU has done all that was asked of it before.
         return torch.tensor(found).to(self.theta.device, non_blocking=True)
 
     def encoded(self):
@@ -385,7 +385,8 @@ def finds_compiler(device):
 
 
 def filled(values, count):
-    """`count` values, perhaps the first ones again: calls of one shape are compiled once."""
+    """The values, and the first ones again until there are `count`: what is compiled has one shape.
+    What is computed for these is thrown away."""
     if len(values) == count:
         return values
     return values[torch.arange(count, device=values.device) % len(values)]

@@ -21,9 +21,8 @@ from experiments.results import kept_result
 from plumbing.files import replace
 
 FOLDER = Path("runs", "fleets")
-FIVE = 0, 1, 2, 3, 4        # seeds of an experiment
-# Trained in one fleet at most, so that a process needs little memory and what it trained is soon
-# kept.
+# Trained in one fleet, if a trial with its seeds has no more, so that a process needs little memory
+# and what it trained is soon kept.
 MODELS = {"cuda": 512, "cpu": 32}
 # Whether the seeds of a trial train in one fleet, or one after the other.
 SEEDS_TOGETHER = {"cuda": True, "cpu": False}
@@ -93,38 +92,53 @@ def train_lessons(lessons, rows, extra=""):
 
     extra: options of train.py that no finding has, such as fewer held-out sequences for a try.
     """
+    lessons = list(dict.fromkeys(lessons))
     for lesson in lessons:
         if lesson.label not in rows and lesson.file.exists():
             rows[lesson.label] = json.loads(lesson.file.read_text())
     missing = [lesson for lesson in lessons if lesson.label not in rows]
     for chunk in chunks(missing):
-        print(f"{len(chunk)} of {len(missing)} lessons: {chunk[0].kind}", flush=True)
+        seeds = sorted({lesson.seed for lesson in chunk})
+        print(f"{len(chunk)} of {len(missing)} lessons: seeds {seeds}, {chunk[0].kind}", flush=True)
         train_chunk(chunk, extra)
         for lesson in chunk:
             rows[lesson.label] = json.loads(lesson.file.read_text())
 
 
 def chunks(lessons):
-    """Lists of lessons that may train together, in the order in which they were given: some trials,
-    each with the same seeds."""
-    groups = {}
-    for lesson in lessons:
-        alone = None if SEEDS_TOGETHER[device()] else lesson.seed
-        group = groups.setdefault((lesson.kind, alone), {})
-        group.setdefault(lesson.trial, []).append(lesson)
-    for by_trial in groups.values():
-        by_seeds = {}
-        for same in by_trial.values():
-            seeds = tuple(lesson.seed for lesson in same)
-            by_seeds.setdefault(seeds, []).append(same)
-        for seeds, trials in by_seeds.items():
-            most = max(1, MODELS[device()] // (trials[0][0].replicas * len(seeds)))
+    """Lists of lessons that may train together: some trials, each with the same seeds. Kind by
+    kind; on a CPU also seed by seed."""
+    for alike in alike_lessons(lessons):
+        for trials in of_equal_seeds(alike):
+            models = trials[0][0].replicas * len(trials[0])
+            most = max(1, MODELS[device()] // models)
             for start in range(0, len(trials), most):
                 yield list(itertools.chain(*trials[start:start + most]))
 
 
+def alike_lessons(lessons):
+    """Lists of lessons of one kind, on a CPU also of one seed."""
+    found = {}
+    for lesson in lessons:
+        alone = None if SEEDS_TOGETHER[device()] else lesson.seed
+        found.setdefault((lesson.kind, alone), []).append(lesson)
+    return found.values()
+
+
+def of_equal_seeds(lessons):
+    """Lists of the trials with equal seeds, each as the list of its lessons, seed by seed."""
+    by_trial = {}
+    for lesson in lessons:
+        by_trial.setdefault(lesson.trial, []).append(lesson)
+    found = {}
+    for same in by_trial.values():
+        seeds = tuple(lesson.seed for lesson in same)
+        found.setdefault(seeds, []).append(same)
+    return found.values()
+
+
 def train_chunk(chunk, extra):
-    """Train lessons of one kind, trial by trial with the same seeds, and write a file for each."""
+    """Train lessons of one kind, some trials with the same seeds, and write a file for each."""
     one = chunk[0]
     options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
                f"--optimizer {one.optimizer} {extra}")
@@ -136,10 +150,14 @@ def train_chunk(chunk, extra):
     rows = fleet.train(watch)
     seconds = time.perf_counter() - start
     seen = watch.rows() if watch else [{}] * len(rows)
+    found = {}
+    for row, more in zip(rows, seen):
+        found[Trial(**row["trial"]), row["seed"]] = row | more
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for lesson, row, more in zip(chunk, rows, seen, strict=True):
-        row |= more | dict(steps=one.steps, digest=fleet.digest, machine=machine(),
-                           torch=torch.__version__, seconds=round(seconds / len(chunk), 2))
+    for lesson in chunk:
+        row = found[lesson.trial, lesson.seed]
+        row |= dict(steps=one.steps, digest=fleet.digest, machine=machine(),
+                    torch=torch.__version__, seconds=round(seconds / len(chunk), 2))
         replace(lesson.file, json.dumps(row))
 
 

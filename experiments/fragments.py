@@ -2,9 +2,9 @@
 
     python -m experiments.fragments [PART ...] [--seeds 0] [--steps N] [--out DIR] [--plot]
 
-fragments   the loss of NoLoCo and DiLoCo, whole (K = 1) and in fragments, at once and delayed: 7
+fragments   the loss of NoLoCo and DiLoCo, whole (K = 1) and in fragments, at once and delayed: 9
             minutes of an H100, or 14 hours of two cores
-primary     the comparisons that were named before the runs alone: 2 hours of two cores
+primary     only the comparisons that were named before the runs, on CPUs: 2 hours of two cores
 why         what the replicas differ in (experiments/why.py)
 
 Adam, fp32, 1024 tokens a replica and step, 600 steps, 8 replicas and five seeds, where nothing else
@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from experiments.comparing import Comparison, Table, holm
 from experiments.fleet import Trial
-from experiments.fleets import FIVE, Lesson, Rows, kept_rows, named, setting_of, train_lessons
-from experiments.harness import Part, headline, title_of
+from experiments.fleets import Lesson, Rows, kept_rows, named, setting_of, train_lessons
+from experiments.harness import FIVE, Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, label_ends
 from experiments.replicas import DDP, bytes_of_ddp, in_percent, mean_loss
 from experiments.why import PART as WHY_PART
@@ -136,7 +136,7 @@ def primary_lessons(best, seeds, steps):
 
 
 def lessons_of(best, seeds, steps):
-    """The lessons, in the order of their weight. best: as above."""
+    """The lessons, in the order of their weight. best: {optimizer: best_rates or None}."""
     yield from primary_lessons(best, seeds, steps)
     for seed in seeds or FIVE:
         for trial in itertools.chain(grid(), at_10()):
@@ -319,8 +319,8 @@ def draw_fragments(plt, found):
 
 
 def finding(rows):
-    """What the picture shows: of how many m the mean gap is narrower in fragments, and of how many
-    beyond doubt; none while a seed is alone."""
+    """What the picture shows: in how many settings (a method and m) the mean gap is narrower in
+    fragments, and in how many beyond doubt; none while a seed is alone."""
     differences = []
     for method, m in itertools.product(("noloco", "diloco"), EVERY):
         more = rows.nats_over(Trial(method, m, fragments=m), Trial(method, m))
@@ -328,24 +328,32 @@ def finding(rows):
             differences.append(more)
     if not differences:
         return ""
-    lower = sum(more.mean < 0 for more in differences)
-    certain = zip(differences, holm([more.p for more in differences]))
-    sure = sum(more.mean < 0 and survives for more, survives in certain)
-    return (f"For the same bytes the mean gap to DDP is narrower in fragments at {lower} of "
-            f"{len(differences)} intervals,\nafter Holm's correction certainly at {sure}")
+    certain = holm([more.p for more in differences])
+    lower = [more for more in differences if more.mean < 0]
+    sure = [more for more, survives in zip(differences, certain) if survives and more.mean < 0]
+    return (f"For the same bytes the mean gap to DDP is narrower in fragments in {len(lower)} of "
+            f"{len(differences)} settings,\nafter Holm's correction certainly in {len(sure)}")
 
 
 KINDS = {"whole messages": "--", "in fragments": "-"}
 
 
 def has_all_primary(found, part):
+    return has_all_seeds(found, IN_PRIMARY)
+
+
+def has_all_grid(found, part):
+    return has_all_seeds(found, [*IN_PRIMARY, *grid()])
+
+
+def has_all_seeds(found, trials):
     rows = rows_of_fragments(found)
-    return not found["steps"] and all(len(rows.of(trial)) == len(FIVE) for trial in IN_PRIMARY)
+    return not found["steps"] and all(len(rows.of(trial)) == len(FIVE) for trial in trials)
 
 
 PARTS = {
     "fragments": Part(None, show_fragments, None, {"fragments": draw_fragments},
-                      measure=measure_fragments, is_whole=has_all_primary),
+                      measure=measure_fragments, is_whole=has_all_grid),
     "primary": Part(None, show_primary, None, {}, measure=measure_primary,
                     is_whole=has_all_primary),
     "why": WHY_PART,

@@ -22,6 +22,7 @@ import torch
 from experiments import outer, small, tokens
 from experiments.pictures import picture
 from experiments.pieces import Clock, Kept, OutOfTime, run_within, tail
+from experiments.replicas import LENGTH
 from experiments.results import kept_result, save_result
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
@@ -130,7 +131,8 @@ def parse(argv):
     p.add_argument("--try", dest="tiny", action="store_true", help="a tiny scale, on CPUs as well")
     p.add_argument("--seeds", nargs="+", type=int, help="tokens: in place of 0 1 2")
     p.add_argument("--tokens", nargs="+", type=int,
-                   help="tokens: of a replica's step, multiples of 128 (default: 512 to 32768)")
+                   help=f"tokens: of a replica's step, multiples of {LENGTH} (default: 512 to "
+                   "32768)")
     p.add_argument("--rates", nargs="+", type=float,
                    help="tokens: learning rates to take the best of, on the first seed "
                    "(default: 6e-3 alone)")
@@ -141,8 +143,8 @@ def parse(argv):
     for name in o.parts:
         if name not in PARTS:
             raise BadInput(f"no part {name}, only {', '.join(PARTS)}")
-    if any(count < 128 or count % 128 for count in o.tokens or ()):
-        raise BadInput("--tokens: sequences have 128, so give multiples of 128")
+    if any(count < LENGTH or count % LENGTH for count in o.tokens or ()):
+        raise BadInput(f"--tokens must be multiples of {LENGTH}, a sequence's tokens")
     if not o.minutes > 0:
         raise BadInput(f"--minutes must be above 0, got {o.minutes:g}")
     needs = [name for name in o.parts or PARTS if name != "tokens"]

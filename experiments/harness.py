@@ -43,6 +43,7 @@ KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "
 # Below tables of runs that were made before train.py measured the merged model.
 MEANS_ONLY = ("NoLoCo's losses are the mean over its replicas: these runs have no loss of the "
               "merged model.\n")
+FIVE = 0, 1, 2, 3, 4        # seeds
 # torchrun would import torch once more on each host, which takes a fifth of a processor 12 seconds.
 ALONE = ("RANK=$PET_NODE_RANK WORLD_SIZE=$PET_NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
          'MASTER_ADDR=$PET_MASTER_ADDR MASTER_PORT=$PET_MASTER_PORT exec "$@"')

@@ -30,8 +30,7 @@ from dataclasses import replace
 from experiments.cities import PIPELINE, share_of
 from experiments.clock import COMMON, CPU, PROGRAM, clocked
 from experiments.comparing import Table
-from experiments.fleets import FIVE
-from experiments.harness import MEANS_ONLY, Part, Setting, headline
+from experiments.harness import FIVE, MEANS_ONLY, Part, Setting, headline
 from experiments.latency import LATENCY
 from experiments.results import (finals, mean_final, more_at_the_ends, more_than, published,
                                  results, spread_of)

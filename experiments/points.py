@@ -16,11 +16,11 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments import fragments, regions
+from experiments import fragments, lengths, regions
 from experiments.clock import CPU, PROGRAM
-from experiments.comparing import Comparison, Table
-from experiments.fleets import FIVE
-from experiments.harness import Part, Setting, headline, title_of
+from experiments.comparing import Comparison, Table, holm
+from experiments.fleet import Trial
+from experiments.harness import FIVE, Part, Setting, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, counted
 from experiments.results import ROOT, kept_result, spread_of
 from plumbing.drawing import NAMES
@@ -35,9 +35,12 @@ ALONE = "nobody sends"
 
 @dataclass(frozen=True)
 class Point:
-    """message and latency: seconds over those of a step; slow: how many times as long one host's
-    steps take."""
+    """first and second: the Trials that the map advised before the runs, the one that loses least
+    first. message and latency: seconds over STEP; slow: how many times as long host 5's steps
+    take."""
     name: str
+    first: Trial
+    second: Trial
     message: float
     latency: float
     slow: float = 1
@@ -47,18 +50,27 @@ class Point:
         """Options of tools/hosts.py."""
         mbit = 8 * PARAMS / (self.message * STEP) / 1e6
         words = f"--cpu {CPU} --mbit {mbit:.3g} --latency {1000 * self.latency * STEP:.3g}"
-        return f"{words} --cpu 5={CPU / self.slow:.3g}" if self.slow > 1 else words
+        if self.slow > 1:
+            words += f" --cpu 5={CPU / self.slow:.3g}"
+        return words
 
-    def place(self):
-        """The map's Place, for as many steps as the slowest host makes alone."""
-        losses = regions.losses_of(kept_result(ROOT, "headline_lengths"))
-        budget = SECONDS / STEP / self.slow
-        return regions.place_at(losses, budget, self.message / self.slow, self.latency / self.slow)
+    @property
+    def on_the_map(self):
+        """The map's budget, message and latency, in steps of the slowest host."""
+        return SECONDS / STEP / self.slow, self.message / self.slow, self.latency / self.slow
+
+    def label(self, trial):
+        return f"{self.name}: {fragments.name_of(trial)}"
 
 
 POINTS = (
-    Point("high latency", 1.5, 0.3), Point("short messages", 0.8, 0.03),
-    Point("long messages", 10, 0.05), Point("one slow host", 2, 0.06, slow=2),
+    Point("high latency", Trial("noloco", 5, 1, fragments=5), Trial("diloco", 10, 5), 1.5, 0.3),
+    Point("short messages", Trial("diloco", 2, 1, fragments=2), Trial("noloco", 2, 1, fragments=2),
+          0.8, 0.03),
+    Point("long messages", Trial("noloco", 10, 1, fragments=10),
+          Trial("diloco", 20, 1, fragments=20), 10, 0.05),
+    Point("one slow host", Trial("diloco", 2, 1, fragments=2), Trial("noloco", 2, 1, fragments=2),
+          2, 0.06, slow=2),
 )
 
 
@@ -72,19 +84,19 @@ def alone_settings(steps):
 
 
 def settings(steps):
-    """steps: of a try, two hosts and one point, so many seconds by the clock."""
-    for point in POINTS[:1] if steps else POINTS:
-        place = point.place()
-        for method in place.order[:2]:
-            trial = place.settings[method]
-            yield Setting(f"{point.name}: {fragments.name_of(trial)}", options_of(trial),
-                          processes=2 if steps else 8, after=merged, hosts=point.hosts,
-                          program=f"{PROGRAM} {steps or SECONDS}")
+    """steps: a try of the first point, between two hosts, for so many seconds."""
+    raced = POINTS
+    if steps:
+        raced = POINTS[:1]
+    for point in raced:
+        for trial in point.first, point.second:
+            yield Setting(point.label(trial), options_of(trial), processes=2 if steps else 8,
+                          after=merged, hosts=point.hosts, program=f"{PROGRAM} {steps or SECONDS}")
 
 
 def options_of(trial):
     """Of train.py."""
-    rate = fragments.rate_of(trial, regions.best_rates())
+    rate = fragments.rate_of(trial, lengths.best_rates())
     words = [LEARN, f"--method {trial.method} --wire int8 --lr {rate}"]
     if trial.method != "ddp":
         words.append(f"--inner-steps {trial.every}")
@@ -97,8 +109,8 @@ def options_of(trial):
 
 def merged(folder):
     """What the run's row gets: the merged model's last loss, nats per byte."""
-    *_, last = Path(folder, "metrics.jsonl").read_text().splitlines()
-    return dict(merged=json.loads(last)["merged_nats_per_byte"])
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    return dict(merged=json.loads(lines[-1])["merged_nats_per_byte"])
 
 
 # ---------------------------------------------------------------- what was found
@@ -106,106 +118,118 @@ def merged(folder):
 
 def show_alone(found):
     for row in found["runs"][ALONE]:
-        curves = row["curves"]
-        print(f"a step alone: {curves['iteration_seconds'][-1]:.3f} s\n")
+        print(f"a step alone: {row['curves']['iteration_seconds'][-1]:.3f} s\n")
 
 
 @dataclass
 class Race:
-    """The two methods at a point. losses: {method: [merged, of each seed]}; steps: {method: mean
-    steps made}, in the map's order."""
+    """A point's runs. first and second: their rows, seed by seed."""
     point: Point
-    place: regions.Place
-    losses: dict
-    steps: dict
+    first: list
+    second: list
 
     @property
     def measured(self):
-        """Nats per byte, the first of the map less its second."""
-        first, second = self.losses.values()
-        return Comparison([a - b for a, b in zip(first, second)])
+        """Nats per byte, the first less the second."""
+        pairs = zip(self.first, self.second)
+        return Comparison([one["merged"] - other["merged"] for one, other in pairs])
 
-    def name(self, method):
-        return fragments.name_of(self.place.settings[method])
+    def computed(self, losses):
+        """The same by the map. losses: a lengths.Losses."""
+        budget, message, latency = self.point.on_the_map
+        differences = []
+        for seed in losses.seeds(budget):
+            pair = []
+            for trial in self.point.first, self.point.second:
+                made = regions.steps_in(budget, trial, message, latency, 8)
+                pair.append(losses.of(trial, seed, made))
+            differences.append(pair[0] - pair[1])
+        return Comparison(differences)
 
 
 def races_of(found):
-    """The Races of all points that have runs of both methods."""
+    """The Races of all points that have runs of both, of the seeds that both have."""
     races = []
     for point in POINTS:
-        place = point.place()
-        losses = {}
-        steps = {}
-        for method in place.order[:2]:
-            label = f"{point.name}: {fragments.name_of(place.settings[method])}"
-            rows = found["runs"].get(label, ())
-            losses[method] = [row["merged"] for row in rows]
-            steps[method] = [row["curves"]["step"][-1] for row in rows]
-        if all(losses.values()):
-            races.append(Race(point, place, losses, steps))
+        first, second = (found["runs"].get(point.label(trial), [])
+                         for trial in (point.first, point.second))
+        count = min(len(first), len(second))
+        if count:
+            races.append(Race(point, first[:count], second[:count]))
     return races
 
 
-def show(found):
+def whole(found, part):
+    """Whether every point was raced, with all seeds."""
     races = races_of(found)
+    seeds = [len(race.first) for race in races]
+    return not found.get("steps") and seeds == [len(part.seeds)] * len(POINTS)
+
+
+def map_losses():
+    return lengths.losses_of(kept_result(ROOT, "headline_lengths"))
+
+
+def show(found):
+    losses = map_losses()
     table = Table(f"{SECONDS} s between hosts", "first, by the map", "second", "the map says",
                   "measured, first less second")
-    for race in races:
-        names = [race.name(method) for method in race.losses]
-        table.add(race.point.name, *names, race.place.lead, race.measured)
+    for race in races_of(found):
+        point = race.point
+        names = [fragments.name_of(trial) for trial in (point.first, point.second)]
+        table.add(point.name, *names, race.computed(losses), race.measured)
     table.end()
     table = Table("steps in that time", "computed", "made", "merged, nats per byte")
-    for race in races:
-        for method, losses in race.losses.items():
-            table.add(f"{race.point.name}: {race.name(method)}", f"{computed(race, method):.0f}",
-                      spread_of(race.steps[method], ".0f"), f"{statistics.mean(losses):.3f}")
+    for race in races_of(found):
+        point = race.point
+        for trial, rows in ((point.first, race.first), (point.second, race.second)):
+            budget, message, latency = point.on_the_map
+            computed = regions.steps_in(budget, trial, message, latency, 8)
+            made = [row["curves"]["step"][-1] for row in rows]
+            mean = statistics.mean(row["merged"] for row in rows)
+            table.add(point.label(trial), f"{computed:.0f}", spread_of(made, ".0f"), f"{mean:.3f}")
     table.end()
-
-
-def computed(race, method):
-    """Steps that the map reckons with."""
-    point = race.point
-    budget = SECONDS / STEP / point.slow
-    return regions.steps_in(budget, race.place.settings[method], point.message / point.slow,
-                            point.latency / point.slow, 8)
 
 
 def draw(plt, found):
     """The first's loss less the second's at each point: the map's, hollow, and what was measured,
     with its interval."""
+    losses = map_losses()
     races = races_of(found)
     figure, axis = plt.subplots(figsize=(WIDTH, 1.8 + 0.55 * len(races)))
     axis.axvline(0, color="#000000", lw=1)
     names = []
-    for place, race in enumerate(races):
-        first, second = race.losses
-        names.append(f"{race.point.name}:\n{NAMES[first]} less {NAMES[second]}")
-        colour = COLOURS[NAMES[first]]
+    for height, race in enumerate(races):
+        first, second = NAMES[race.point.first.method], NAMES[race.point.second.method]
+        names.append(f"{race.point.name}:\n{first} less {second}")
         measured = race.measured
         low, high = measured.interval or (measured.mean, measured.mean)
-        axis.plot([low, high], [place, place], color=colour, lw=2.5)
-        axis.plot(measured.mean, place, "o", color=colour, ms=8)
-        axis.plot(race.place.lead.mean, place, "o", mec=colour, mfc="white", ms=8)
-    seeds = len(races[0].measured.differences)
+        axis.plot([low, high], [height, height], color=COLOURS[first], lw=2.5)
+        axis.plot(measured.mean, height, "o", color=COLOURS[first], ms=8)
+        axis.plot(race.computed(losses).mean, height, "o", mec=COLOURS[first], mfc="white", ms=8)
     axis.set(yticks=range(len(races)), yticklabels=names, ylim=(len(races) - 0.5, -0.5),
              xlabel="held-out nats per byte, merged: left of zero the map's first is better\n"
-             f"(full: measured, {counted(seeds, 'seed')}, 95% interval; hollow: the map)",
-             title=title_of(found, finding(races), "The map's winners between hosts"))
+             f"(full: measured, {counted(len(races[0].first), 'seed')}, 95% interval; hollow: "
+             "the map)", title=title_of(found, finding(races), "The map's winners between hosts"))
     axis.grid(axis="y", visible=False)
     return figure
 
 
 def finding(races):
-    """On how many points the map's first one won, and on how many surely."""
-    lower = sum(race.measured.mean < 0 for race in races)
-    sure = sum(race.measured.verdict == "better" for race in races)
-    return (f"Between hosts the map's first method ended lower at {lower} of {len(races)} points, "
-            f"at {sure} beyond its interval")
+    """At how many points the map's first one ended lower, and at how many beyond doubt."""
+    found = [race.measured for race in races]
+    lower = [one for one in found if one.mean < 0]
+    if any(one.p is None for one in found):
+        return f"Between hosts the map's first method ended lower at {len(lower)} of {len(found)}"
+    certain = holm([one.p for one in found])
+    sure = [one for one, survives in zip(found, certain) if survives and one.mean < 0]
+    return (f"Between hosts the map's first method ended lower at {len(lower)} of {len(found)} "
+            f"points, after Holm certainly at {len(sure)}")
 
 
 PARTS = {
     "alone": Part(alone_settings, show_alone, seeds=(0,)),
-    "points": Part(settings, show, None, {"points": draw}, seeds=FIVE),
+    "points": Part(settings, show, None, {"points": draw}, seeds=FIVE, is_whole=whole),
 }
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """Which method on which network: losses measured once, seconds computed for any network.
 
-    python -m experiments.regions [lengths] [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+    python -m experiments.regions [lengths] [--seeds 0 1 2 3 4] [--steps N] [--out DIR] [--plot]
 
 lengths     losses of DDP, DiLoCo and NoLoCo (pairs), every 1 to 50 steps, whole and in fragments,
             at once and delayed, after 150, 300 and 600 steps, and with the first seed after 1200
             and 2400; each run has a schedule planned for just so many steps. 8 replicas in one
             process (experiments/fleet.py), 1024 tokens a replica and step, Adam, plain averages.
-            Five seeds: 6 minutes of an H100, or 11 hours of two cores
+            15 minutes of an H100, or 20 hours of two cores
 
 The map. On a network a setting's step takes s times as long as one without messages
-(gossip/pace.py, over Gloo, all in one byte a weight). In the time of T steps without messages it makes
-n = T / s steps, and loses what it lost after n steps: between measured lengths a straight line over
-1 / sqrt(n), which measured lengths that were left out lie nearer to than to one over log n; after
-fewer than the shortest, that one's loss, which favours it: where such a setting loses least, the
-map is blank. Of each method the best of its settings counts. For each seed it is chosen
-by the other seeds, so that the interval of the methods' differences owes nothing to the choice. T
-is 600, of which there are several seeds; the tables have 2400, too, with one.
+(gossip/pace.py, over Gloo, all in one byte a weight). In the time of T steps without messages it
+makes n = T / s steps, and loses what it lost after n steps (experiments/lengths.py: between
+measured lengths a line over 1 / sqrt(n); one over log n is nearer to a left-out length of 300
+steps, farther from those of 600 and 1200). After fewer steps than the shortest length a setting has
+that one's loss, which favours it: where such a setting loses least, the map is blank. Of each
+method the best of its settings counts. For each seed it is chosen by the other seeds, so that the
+interval of the methods' differences owes nothing to the choice. T is 600, of which there are
+several seeds; the tables have 2400, too, with one.
 
 Where all replicas' steps take f times as long, or one's do, for which all others wait, the point is
 the one with a message of 1 / f and a latency of 1 / f.
@@ -39,17 +40,17 @@ from experiments import fragments
 from experiments.charts import draw_chart, lead_in_words
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import FIVE, measure_lessons
-from experiments.harness import Part, headline, title_of
+from experiments.fleets import measure_lessons
+from experiments.harness import FIVE, Part, headline, title_of
+from experiments.lengths import MAPPED, best_rates, interpolated, losses_of, show_errors
 from experiments.pictures import WIDTH, counted
 from experiments.replicas import DDP, by_trial, merged_loss
 from experiments.results import ROOT, kept_result
 from gossip.advice import BACKWARD
 from gossip.pace import GLOO, Meetings, Situation, seconds_a_step
-from plumbing.processes import BadInput
 
 EVERY = 1, 2, 5, 10, 20, 50
-FIRST_LENGTHS = 150, 300, 600               # steps, with all seeds
+FIRST_LENGTHS = 150, 300, MAPPED            # steps, with all seeds
 LENGTHS = *FIRST_LENGTHS, 1200, 2400        # with the first
 # The map's points: seconds of a one-byte message over those of a step, and the latency over a step.
 MESSAGES = [0.03 * 10 ** (i / 10) for i in range(31)]
@@ -70,13 +71,8 @@ def trials():
                 yield Trial(method, m, delay, fragments=m)
 
 
-def best_rates():
-    """As results/headline_fragments.json has them: after 600 steps, on seed 0."""
-    return kept_result(ROOT, "headline_fragments")["best"]
-
-
 def lessons_of(seeds, lengths):
-    """In the order of their weight: seed by seed, the longer lengths last."""
+    """In the order of their weight: the longer lengths last."""
     best = best_rates()
     for wanted, some in ((FIRST_LENGTHS, seeds), (LENGTHS, seeds[:1])):
         for seed, steps in itertools.product(some, lengths or wanted):
@@ -88,97 +84,6 @@ def measure(name, part, o):
     lengths = [o.steps] if o.steps else None
     lessons = dict.fromkeys(lessons_of(o.seeds or list(part.seeds), lengths))
     return measure_lessons(name, o, lessons)
-
-
-# ---------------------------------------------------------------- the losses
-
-
-class Losses:
-    """Merged held-out losses of settings after any number of steps.
-
-    measured: {trial: {seed: {steps: nats per byte}}}; lengths: all steps that are there.
-    """
-
-    def __init__(self, measured):
-        self.measured = measured
-        self.lengths = set()
-        for by_seed in measured.values():
-            for by_steps in by_seed.values():
-                self.lengths |= set(by_steps)
-
-    def seeds(self, longest):
-        """The seeds with which every setting was trained for this length and all shorter ones."""
-        wanted = {length for length in self.lengths if length <= longest}
-        found = []
-        for by_seed in self.measured.values():
-            found.append({seed for seed, losses in by_seed.items() if wanted <= set(losses)})
-        return sorted(set.intersection(*found))
-
-    def budgets(self):
-        """{steps: seeds}: the longest length with these seeds. Raises BadInput where there is
-        none."""
-        found = {}
-        for length in sorted(self.lengths, reverse=True):
-            seeds = self.seeds(length)
-            if seeds and seeds not in found.values():
-                found[length] = seeds
-        if not found:
-            raise BadInput("no length has every setting with one seed: run the command on, "
-                           "without --plot")
-        return found
-
-    def budget(self):
-        """T of the map: 600, else the longest of `budgets`."""
-        found = self.budgets()
-        return max(FIRST_LENGTHS) if max(FIRST_LENGTHS) in found else max(found)
-
-    def of(self, trial, seed, steps):
-        """Nats per byte: a straight line over 1 / sqrt(steps) between measured lengths, beyond
-        them the nearest one's."""
-        return interpolated(self.measured[trial][seed], steps, by_root)
-
-
-def losses_of(found):
-    """The Losses of the rows that have their trial's rate."""
-    best = best_rates()
-    measured = {}
-    for row in found["rows"].values():
-        trial = Trial(**row["trial"])
-        if row["lr"] == fragments.rate_of(trial, best):
-            by_seed = measured.setdefault(trial, {})
-            by_seed.setdefault(row["seed"], {})[row["steps"]] = row["merged"]
-    return Losses(measured)
-
-
-def interpolated(values, at, scale):
-    """On straight lines over scale(x) between neighbours; beyond them the nearest one's.
-
-    values: {x: value}; at: an x."""
-    places = sorted(values)
-    if at <= places[0]:
-        return values[places[0]]
-    for below, above in itertools.pairwise(places):
-        if at <= above:
-            share = (scale(at) - scale(below)) / (scale(above) - scale(below))
-            return (1 - share) * values[below] + share * values[above]
-    return values[places[-1]]
-
-
-def by_root(steps):
-    return 1 / math.sqrt(steps)
-
-
-def errors_of_lines(losses):
-    """How far the line between its neighbours is from each inner length's loss: {steps: [nats]}
-    over all trials and seeds, the line's less the measured."""
-    found = {}
-    for by_seed in losses.measured.values():
-        for by_steps in by_seed.values():
-            for left_out in sorted(by_steps)[1:-1]:
-                others = {steps: loss for steps, loss in by_steps.items() if steps != left_out}
-                error = interpolated(others, left_out, by_root) - by_steps[left_out]
-                found.setdefault(left_out, []).append(error)
-    return found
 
 
 # ---------------------------------------------------------------- the seconds
@@ -352,10 +257,10 @@ MARKS = (
 
 
 def whole(found, part):
-    """Whether every setting has three seeds of the first lengths."""
+    """Whether every setting has all seeds of the first lengths."""
     losses = losses_of(found)
     has_all = set(losses.measured) == set(trials()) and losses.lengths >= set(FIRST_LENGTHS)
-    return has_all and len(losses.seeds(max(FIRST_LENGTHS))) >= 3
+    return has_all and len(losses.seeds(max(FIRST_LENGTHS))) >= len(part.seeds)
 
 
 def show(found):
@@ -369,10 +274,7 @@ def show(found):
             names = [fragments.name_of(place.settings[method]) for method in place.order[:2]]
             table.add(mark.text, *names, place.lead if place.is_known else "too few steps")
         table.end()
-    for length, errors in errors_of_lines(losses).items():
-        print(f"a line from the lengths beside {length} misses what was measured there by "
-              f"{statistics.mean(errors):+.4f} nats in the mean, at most "
-              f"{max(errors, key=abs):+.4f}")
+    show_errors(losses)
     corpora = {row["digest"] for row in found["rows"].values()}
     if len(corpora) > 1:
         print(f"warning: these are of {len(corpora)} texts, and do not compare")

@@ -140,7 +140,7 @@ def measured_rate(lesson):
         if row.get("machine") == here and row["replicas"] == lesson.replicas:
             trained = row["replicas"] * row["tokens"] * row["steps"]
             away = abs(row["tokens"] - lesson.sequences * LENGTH)
-            rates.append((away, trained / max(1, row["seconds"])))
+            rates.append((away, trained / max(0.01, row["seconds"])))
     if not rates:
         return None
     nearest = min(rates)[0]
@@ -274,8 +274,10 @@ def draw(plt, found):
                     "four bytes a token)", x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)
-    lowest = min(at[count].mean for at in by_trial.values() for count in at)
-    axes[0].set_ylim(min(0, 100 * lowest - 1), None)
+    lowest = 0.0
+    for at in by_trial.values():
+        lowest = min(lowest, *(min(gap.differences) for gap in at.values()))
+    axes[0].set_ylim(100 * lowest - 1, None)
     return figure
 
 

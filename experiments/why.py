@@ -10,8 +10,8 @@ import statistics
 from experiments import replicas
 from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
-from experiments.fleets import FIVE, PLAIN, Lesson, Rows, measure_lessons
-from experiments.harness import Part
+from experiments.fleets import PLAIN, Lesson, Rows, measure_lessons
+from experiments.harness import FIVE, Part
 
 WHY_RATE = 3e-3         # of all of WHY: what replicas differ in depends on the rate
 WHY = {

@@ -12,8 +12,8 @@ advice says nothing of losses.
 import os
 from dataclasses import replace
 
-from gossip.pace import (ALL_REDUCES, GLOO, Meetings, Situation, bytes_a_step, bytes_of, message_seconds,
-                         seconds_a_step, share_held, vectors)
+from gossip.pace import (ALL_REDUCES, GLOO, Meetings, Situation, bytes_a_step, bytes_of,
+                         message_seconds, seconds_a_step, share_held, vectors)
 
 HELD = 0.05             # of the time, by messages
 MOST_STEPS = 1000       # m that are tried
@@ -30,8 +30,8 @@ OPTIONS = (     # name, type, smallest value, largest value, default (None: must
      "(default: 1)"),
     ("step-std", float, 0, 5, 0.0, "the std of a step's seconds over their mean; the paper's B4 "
      "has 0.81 (default: 0). The settings stay, their seconds are drawn"),
-    ("trips", int, 1, 10, GLOO, "how often a message waits for the latency: over Gloo 2, the "
-     "default; in B5 of bench_sync.py 1"),
+    ("trips", int, 1, 10, GLOO, "for how many latencies a message waits: over Gloo 2, the "
+     "default; in B5 of bench_sync.py 1; over NCCL not measured"),
 )
 
 
@@ -165,8 +165,8 @@ def legend(situation, all_reduce):
         "GB: weights, gradient, Adam and what the method keeps, without activations.",
         "Encoding and summing take no time here. Of losses this says nothing: docs/results.md."]
     if situation.trips > 1:
-        lines.append(f"A message waits {situation.trips} times for the latency, as over Gloo; "
-                     "--trips 1: as on paper.")
+        over = ", as over Gloo" if situation.trips == GLOO else ""
+        lines.append(f"A message waits for {situation.trips} latencies{over}; --trips 1: as in B5.")
     if situation.slow > 1:
         lines.append(f"One replica's steps take {situation.slow:g} times as long: all wait for it, "
                      "whatever the method.")

@@ -2,9 +2,9 @@
 
 A link carries `rate` bytes a second each way, messages arrive `latency` later, and links do not
 contend, as in B5 of bench_sync.py. Over Gloo each message waits one latency more, since it leaves
-when the receiver has said that it is ready: the latency counts `trips` = 2 times (measured:
-docs/speed.md). Writing, reading and summing take no time. One message, or one sum, of b bytes among
-n replicas takes
+when the receiver has said that it is ready (measured: docs/speed.md). Below, "latency" means
+`trips` times the latency: 2 over Gloo, 1 in B5. Writing, reading and summing take no time. One
+message, or one sum, of b bytes among n replicas takes
 
     a pair of NoLoCo's          latency + b / rate                       theta alone: gamma = beta
     a ring (Gloo's)             2 (n - 1) (latency + b / (n rate))
@@ -45,8 +45,8 @@ ROUNDS = 100                # of m steps, where steps are drawn; the first quart
 @dataclass(frozen=True)
 class Situation:
     """What a run finds. rate: bytes a second; latency: seconds, one way; step: mean seconds of an
-    inner step; trips: how often a message waits for the latency; spread: the std of its seconds over their mean (B4 has 0.81); slow: how many times
-    as long the slowest replica's steps take."""
+    inner step; spread: the std of its seconds over their mean (B4 has 0.81); slow: how many times
+    as long the slowest replica's steps take; trips: for how many latencies a message waits."""
     params: float
     replicas: int
     step: float

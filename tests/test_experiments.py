@@ -462,7 +462,8 @@ def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
         assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
 
 
-@pytest.mark.parametrize("most, own, long", [(1 << 20, 1 << 20, 99), (128, 64, 99), (48, 48, 99), (128, 32, 1)])
+@pytest.mark.parametrize("most, own, long", [(1 << 20, 1 << 20, 99), (128, 64, 99), (48, 48, 99),
+                                             (128, 32, 1)])
 def test_a_fleet_has_the_gradients_of_plain_autograd_however_it_cuts_them(most, own, long, corpus,
                                                                           monkeypatch):
     """All models and sequences in one call, or few; compiled, with a last call that is filled up."""
@@ -573,20 +574,24 @@ def test_seeds_that_train_together_lose_what_each_loses_alone(corpus, tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fleets, "LEARN", " ".join(map(str, [*SMALL, "--data", corpus, "--warmup", 1,
                                                             "--microbatches", 1])))
-    lessons = [fleets.Lesson(fleet.Trial("noloco", m), seed, 1e-3, replicas=2, sequences=1, steps=3)
+    monkeypatch.setattr(apart, "PERIOD", 1)
+    lessons = [fleets.Lesson(fleet.Trial("noloco", m), seed, 1e-3, replicas=2, sequences=1, steps=3,
+                             closely=True)
                for seed in (0, 1) for m in (1, 2, 3) if (seed, m) != (1, 3)]
     found = []
-    for together, counts in ((True, [4, 1]), (False, [3, 2])):
-        monkeypatch.setitem(fleets.SEEDS_TOGETHER, "cpu", together)
-        monkeypatch.setattr(fleets, "FOLDER", tmp_path / f"{together}")
+    for at_once, counts in ((True, [4, 1]), (False, [3, 2])):
+        monkeypatch.setitem(fleets.SEEDS_TOGETHER, "cpu", at_once)
+        monkeypatch.setattr(fleets, "FOLDER", tmp_path / f"{at_once}")
         assert [len(chunk) for chunk in fleets.chunks(lessons)] == counts
         rows = {}
-        fleets.train_lessons(lessons, rows)
-        found.append(rows)
+        fleets.train_lessons([*lessons, lessons[0]], rows)          # one that is given twice
+        found.append({one.label: json.loads(one.file.read_text()) for one in lessons})
+        assert found[-1] == rows
     for one in lessons:
-        together, alone = (rows[one.label] for rows in found)
-        assert together["trial"] == vars(one.trial) and together["seed"] == one.seed
-        assert together["merged"] == pytest.approx(alone["merged"], abs=1e-5)
+        whole, alone = (rows[one.label] for rows in found)
+        assert whole["trial"] == vars(one.trial) and whole["seed"] == one.seed
+        assert whole["merged"] == pytest.approx(alone["merged"], abs=1e-5)
+        assert whole["spreads"] == pytest.approx(alone["spreads"], rel=1e-3)
     assert len({row["merged"] for row in found[0].values()}) == len(lessons)
 
 

@@ -1,10 +1,11 @@
-"""The map of networks: losses between lengths, seconds, races at its points (experiments/regions.py, paced.py,
-points.py)."""
+"""The map of networks: losses between lengths, seconds, and races at its points (experiments/regions.py,
+paced.py, points.py)."""
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from experiments import charts, fragments, paced, points, regions
+from experiments import charts, fragments, lengths, paced, points, regions
 from experiments.fleet import Trial
 from experiments.replicas import DDP
 from gossip.sums import BLOCK
@@ -15,7 +16,7 @@ from tools import hosts as hosts_tool
 from tests.harness import SMALL, SMALL_CONFIG, metrics, options, run
 
 END = {"ddp": 0.9, "diloco": 0.92, "noloco": 0.93}
-BEST = regions.best_rates()
+BEST = lengths.best_rates()
 
 
 def loss_after(trial, seed, steps):
@@ -53,17 +54,19 @@ def test_lessons_are_those_of_fragments_where_both_have_them():
 def test_losses_between_lengths_are_on_lines_over_one_over_the_root():
     found = found_of()
     found["rows"]["another rate"] = dict(row_of(DDP, 0, 600, 9.0), lr=1.0)         # does not count
-    losses = regions.losses_of(found)
+    losses = lengths.losses_of(found)
     trial = Trial("noloco", 10, 1, fragments=10)
     for steps in (150, 151, 299.5, 300, 450, 600):
         assert losses.of(trial, 1, steps) == pytest.approx(loss_after(trial, 1, steps))
     assert losses.of(trial, 1, 20) == losses.of(trial, 1, 150)
     assert losses.of(trial, 1, 900) == losses.of(trial, 1, 600)
     assert losses.of(DDP, 0, 600) < 9
-    errors = regions.errors_of_lines(losses)[300]
-    assert len(errors) == 3 * len(losses.measured) and max(map(abs, errors)) < 1e-12
+    errors = lengths.errors_of_lines(losses, lengths.by_root)
+    assert sum(map(len, errors.values())) == 3 * len(losses.measured)
+    assert {(300, method) for method in END} == set(errors)
+    assert all(abs(error) < 1e-12 for some in errors.values() for error in some)
     bent = {150: 2.0, 300: 1.5, 600: 1.4}
-    missed = regions.interpolated({150: 2.0, 600: 1.4}, 300, math.log) - bent[300]
+    missed = lengths.interpolated({150: 2.0, 600: 1.4}, 300, math.log) - bent[300]
     assert missed == pytest.approx(0.2)
 
 
@@ -74,13 +77,15 @@ def test_a_seed_counts_where_every_setting_has_it_at_every_length():
     found["rows"] |= {f"longer {label}": row for label, row in longer.items()}
     gone = next(label for label, row in found["rows"].items() if (row["seed"], row["steps"]) == (7, 150))
     del found["rows"][gone]
-    losses = regions.losses_of(found)
+    losses = lengths.losses_of(found)
     assert losses.budgets() == {2400: [0], 600: [0, 1, 2]} and losses.budget() == 600
-    assert regions.whole(found, None)
-    few = regions.losses_of(found_of(lengths=(20,), seeds=(3,)))
+    assert losses.seeds(150) == losses.seeds(450) == [0, 1, 2] and losses.seeds(601) == [0]
+    assert regions.whole(found, SimpleNamespace(seeds=(0, 1, 2)))
+    assert not regions.whole(found, regions.PARTS["lengths"])          # which has five seeds
+    few = lengths.losses_of(found_of(lengths=(20,), seeds=(3,)))
     assert few.budgets() == {20: [3]} and few.budget() == 20
     with pytest.raises(BadInput, match="no length has every setting"):
-        regions.losses_of(dict(rows=dict(a=row_of(DDP, 0, 150, 2.0),
+        lengths.losses_of(dict(rows=dict(a=row_of(DDP, 0, 150, 2.0),
                                          b=row_of(Trial("noloco", 2), 0, 300, 2.0)))).budgets()
 
 
@@ -88,7 +93,7 @@ def test_a_seed_counts_where_every_setting_has_it_at_every_length():
 def test_a_place_is_the_best_of_settings_that_are_reckoned_by_hand(message, latency):
     """Whole messages at once: s = 1 + t / m of a pair and of a sum in one byte (Q2), over Gloo."""
     wanted = [trial for trial in regions.trials() if trial.fragments == 1 and trial.delay == 0]
-    losses = regions.losses_of(found_of(trials=wanted))
+    losses = lengths.losses_of(found_of(trials=wanted))
     found = regions.place_at(losses, 600, message, latency)
     made = {}
     for method in ("ddp", "diloco", "noloco"):
@@ -177,11 +182,11 @@ def test_a_map_of_a_try_states_no_finding(capsys, monkeypatch):
     for axis in ("MESSAGES", "LATENCIES"):
         monkeypatch.setattr(regions, axis, getattr(regions, axis)[::10])
     found = found_of(seeds=(0, 1))
-    found["whole"] = regions.whole(found, None)
+    found["whole"] = regions.whole(found, regions.PARTS["lengths"])
     assert not found["whole"]
     regions.show(found)
     out = capsys.readouterr().out
-    assert "125M, 100 Mbit/s" in out and "a line from the lengths beside 300 misses" in out
+    assert "125M, 100 Mbit/s" in out and "| 300 steps, DDP | -0.000 | +0.047 |" in out
     for draw in (regions.draw_8, regions.draw_many):
         figure = draw(pyplot(), found)
         assert "a try" in figure.get_suptitle()
@@ -235,39 +240,43 @@ def test_a_watch_times_the_steps_after_the_first_on_every_rank(corpus, tmp_path)
 # ---------------------------------------------------------------- points between hosts (points.py)
 
 
-def test_points_are_raced_at_the_settings_that_the_map_advises(capsys):
+def test_points_are_raced_at_the_settings_that_the_map_advises():
     """train.py and tools/hosts.py take the options; a message is as many steps long as the point says."""
+    losses = points.map_losses()
     found = list(points.settings(None))
     assert len(found) == 2 * len(points.POINTS) and len({one.label for one in found}) == len(found)
-    for point, (first, second) in zip(points.POINTS, zip(found[::2], found[1::2])):
-        place = point.place()
-        for one, method in zip((first, second), place.order):
-            trial = place.settings[method]
+    for point, pair in zip(points.POINTS, zip(found[::2], found[1::2])):
+        place = regions.place_at(losses, *point.on_the_map)
+        advised = [place.settings[method] for method in place.order[:2]]
+        assert advised == [point.first, point.second]
+        for one, trial in zip(pair, advised):
             o = options(*one.options.split())
-            assert (o.method, o.wire, o.inner_steps) == (method, "int8", trial.every)
+            assert (o.method, o.wire, o.inner_steps) == (trial.method, "int8", trial.every)
             assert (o.fragments or 1, o.delay or 0) == (trial.fragments, trial.delay)
-            assert o.lr == fragments.rate_of(trial, BEST)
-            assert o.batch * o.seq_len == 1024
-            hosts = hosts_tool.read(["8", *one.hosts.split(), "--", "true"])
-            seconds = 8 * points.PARAMS / (1e6 * hosts.tables["mbit"][()])
+            assert o.lr == fragments.rate_of(trial, BEST) and o.batch * o.seq_len == 1024
+            hosts = hosts_tool.read(["8", *one.hosts.split(), "--", "true"]).tables
+            seconds = 8 * points.PARAMS / (1e6 * hosts["mbit"][()])
             assert seconds / points.STEP == pytest.approx(point.message, rel=0.01)
-            assert hosts.tables["latency"][()] / 1000 / points.STEP == pytest.approx(point.latency, rel=0.01)
+            assert hosts["latency"][()] / 1000 / points.STEP == pytest.approx(point.latency, rel=0.01)
+            slow = hosts["cpu"][()] / hosts["cpu"].get((5,), hosts["cpu"][()])
+            assert slow == pytest.approx(point.slow)
 
 
 def test_a_race_is_told_by_what_was_measured_and_by_the_map(capsys):
-    """Losses 0.1 apart with each seed at the first point, equal on average at the second."""
+    """Losses 0.1 apart with each seed at the first point, equal on average at the second; the others are
+    missing."""
     pytest.importorskip("matplotlib")
     runs = {}
     for point, more in zip(points.POINTS, ((0.1, 0.1, 0.1), (0.1, -0.1, 0.0))):
-        place = point.place()
-        for method, by in zip(place.order, ((0, 0, 0), more)):
-            label = f"{point.name}: {fragments.name_of(place.settings[method])}"
-            runs[label] = [dict(merged=1.5 + extra, curves=dict(step=[400])) for extra in by]
+        for trial, by in ((point.first, (0, 0, 0)), (point.second, more)):
+            runs[point.label(trial)] = [dict(merged=1.5 + extra, curves=dict(step=[400])) for extra in by]
     first, second = points.races_of(dict(runs=runs))
     assert first.measured.differences == pytest.approx([-0.1] * 3)
     assert second.measured.mean == pytest.approx(0) and second.measured.verdict == "cannot tell"
+    assert not points.whole(dict(runs=runs), points.PARTS["points"])
     points.show(dict(runs=runs))
     out = capsys.readouterr().out
-    assert "-0.100 [-0.100, -0.100], better" in out and str(first.place.lead) in out
+    assert "-0.100 [-0.100, -0.100], better" in out
+    assert str(first.computed(points.map_losses())) in out
     title = points.draw(pyplot(), dict(runs=runs, whole=True)).axes[0].get_title(loc="left")
-    assert "ended lower at 1 of 2 points, at 1 beyond" in title
+    assert "ended lower at 1 of 2 points, after Holm certainly at 1" in title

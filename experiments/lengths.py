@@ -1,0 +1,125 @@
+"""Losses after any number of steps, from those of a few lengths: what the map of
+experiments/regions.py draws on.
+
+Between measured lengths a straight line over 1 / sqrt(steps), beyond them the nearest one's loss.
+"""
+import itertools
+import math
+import statistics
+
+from experiments import fragments
+from experiments.comparing import Table
+from experiments.fleet import Trial
+from experiments.results import ROOT, kept_result
+from plumbing.drawing import NAMES
+from plumbing.processes import BadInput
+
+MAPPED = 600                # steps: the map's time, where it is measured with several seeds
+
+
+def best_rates():
+    """As results/headline_fragments.json has them: after 600 steps, on seed 0."""
+    return kept_result(ROOT, "headline_fragments")["best"]
+
+
+class Losses:
+    """Merged held-out losses of settings after any number of steps.
+
+    measured: {trial: {seed: {steps: nats per byte}}}; lengths: all steps that are there.
+    """
+
+    def __init__(self, measured):
+        self.measured = measured
+        self.lengths = set()
+        for by_seed in measured.values():
+            for by_steps in by_seed.values():
+                self.lengths |= set(by_steps)
+
+    def seeds(self, longest):
+        """The seeds with which every setting was trained for all lengths up to the first that is at
+        least `longest` steps."""
+        shorter = [length for length in self.lengths if length < longest]
+        others = self.lengths - set(shorter)
+        wanted = {*shorter, min(others)} if others else set(shorter)
+        found = []
+        for by_seed in self.measured.values():
+            found.append({seed for seed, losses in by_seed.items() if wanted <= set(losses)})
+        return sorted(set.intersection(*found))
+
+    def budgets(self):
+        """{steps: seeds}: the longest length with these seeds. Raises BadInput where there is
+        none."""
+        found = {}
+        for length in sorted(self.lengths, reverse=True):
+            seeds = self.seeds(length)
+            if seeds and seeds not in found.values():
+                found[length] = seeds
+        if not found:
+            raise BadInput("no length has every setting with one seed: run the command on, "
+                           "without --plot")
+        return found
+
+    def budget(self):
+        """T of the map: MAPPED, else the longest of `budgets`."""
+        found = self.budgets()
+        return MAPPED if MAPPED in found else max(found)
+
+    def of(self, trial, seed, steps):
+        """Nats per byte: a straight line over 1 / sqrt(steps) between measured lengths, beyond
+        them the nearest one's."""
+        return interpolated(self.measured[trial][seed], steps, by_root)
+
+
+def losses_of(found):
+    """The Losses of the rows that have their trial's rate."""
+    best = best_rates()
+    measured = {}
+    for row in found["rows"].values():
+        trial = Trial(**row["trial"])
+        if row["lr"] == fragments.rate_of(trial, best):
+            by_seed = measured.setdefault(trial, {})
+            by_seed.setdefault(row["seed"], {})[row["steps"]] = row["merged"]
+    return Losses(measured)
+
+
+def interpolated(values, at, scale):
+    """On straight lines over scale(x) between neighbours; beyond them the nearest one's.
+
+    values: {x: value}; at: an x."""
+    places = sorted(values)
+    if at <= places[0]:
+        return values[places[0]]
+    for below, above in itertools.pairwise(places):
+        if at <= above:
+            share = (scale(at) - scale(below)) / (scale(above) - scale(below))
+            return (1 - share) * values[below] + share * values[above]
+    return values[places[-1]]
+
+
+def by_root(steps):
+    return 1 / math.sqrt(steps)
+
+
+def errors_of_lines(losses, scale):
+    """How far the line between its neighbours is from each inner length's loss: {(steps, method):
+    [nats]} over all trials and seeds, the line's less the measured. scale: of `interpolated`."""
+    found = {}
+    for trial, by_seed in losses.measured.items():
+        for by_steps in by_seed.values():
+            for left_out in sorted(by_steps)[1:-1]:
+                others = {steps: loss for steps, loss in by_steps.items() if steps != left_out}
+                error = interpolated(others, left_out, scale) - by_steps[left_out]
+                found.setdefault((left_out, trial.method), []).append(error)
+    return found
+
+
+def show_errors(losses):
+    """Of lines over 1 / sqrt(steps), which the map takes, and over log steps."""
+    roots = errors_of_lines(losses, by_root)
+    logs = errors_of_lines(losses, math.log)
+    table = Table("a left-out length: the line less the measured, mean nats",
+                  "over 1 / sqrt(steps)", "over log steps")
+    for length, method in sorted(roots):
+        cells = [statistics.mean(errors[length, method]) for errors in (roots, logs)]
+        table.add(f"{length} steps, {NAMES[method]}", *(f"{cell:+.3f}" for cell in cells))
+    table.end()
