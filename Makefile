@@ -56,10 +56,12 @@ headline: .venv/ready
 	for part in losses skip failure together stability noise variations; do \
 		$(BIN)/python -m experiments.$$part --out . || exit; done
 
-# loss against real time between 8 hosts of this machine: about eight hours on 2 idle cores, as root
+# loss against real time between 8 hosts of this machine: about ten hours on 2 idle cores, as root
 # QUICK=1: a try between two by the same clock, into runs/quick
 hosts: .venv/ready
 	$(BIN)/python -m experiments.network $(if $(QUICK),grid --steps 5 --seeds 0) --out $(OUT)
+	$(BIN)/python -m experiments.paced $(if $(QUICK),--steps 8 --seeds 0) --out $(OUT)
+	$(BIN)/python -m experiments.points $(if $(QUICK),points --steps 5 --seeds 0) --out $(OUT)
 
 # the published instance on 20 processes over emulated links, four ways, about 4 minutes
 # (random paths with a seed that avoids the broken link)

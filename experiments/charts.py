@@ -6,6 +6,9 @@ import statistics
 from experiments.pictures import COLOURS
 from plumbing.drawing import NAMES
 
+# Latency over a step from which on steps between hosts took 1.5 times the computed seconds, in the
+# median (experiments/paced.py, docs/speed.md).
+DOUBTFUL = 0.36
 SHADES = {"ddp": "#777777", "diloco": COLOURS["DiLoCo"], "noloco": COLOURS["NoLoCo"]}
 
 
@@ -23,6 +26,10 @@ def draw_chart(axis, messages, latencies, chart, marks):
              xlabel="\n".join(["seconds of a one-byte message over a step's", *listed(marks)]),
              xlim=(messages[0], messages[-1]), ylim=(latencies[0], latencies[-1]))
     axis.grid(visible=False)
+    axis.axhline(DOUBTFUL, color="black", ls="--", lw=1)
+    axis.annotate("above: 1.5 times the computed seconds were measured", (messages[0], DOUBTFUL),
+                  xytext=(4, 5), textcoords="offset points", fontsize=8,
+                  bbox=dict(color="white", alpha=0.7, pad=1))
     for method, points in points_of(messages, latencies, chart).items():
         name_region(axis, NAMES[method], points)
     for number, mark in enumerate(marks, 1):

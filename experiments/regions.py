@@ -23,7 +23,8 @@ the one with a message of 1 / f and a latency of 1 / f.
 
 What the map takes for granted: losses are those in fp32. DDP's average overlaps with the backward
 pass, as in no run here. Writing, coding and summing take no time. Links do not contend. The lines
-between lengths are exact; the tables say how far they are off.
+between lengths are exact; the tables say how far they are off. Above the dashed line steps between
+our hosts took 1.5 times the computed seconds, DDP's twice (docs/speed.md).
 
 With N replicas instead of 8, DDP is taken to lose after as many steps what it loses with 8 (with 64
 it loses 0.1 nats less, as all do), and a setting's gap to it grows by as many nats with each

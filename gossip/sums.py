@@ -2,7 +2,8 @@
 (`--wire`).
 
 Both are sums of a vector v_i over n replicas, in place. `Bf16Sum` is an all-reduce of bf16. Gloo
-cannot sum codes, so `Int8Sum` swaps codes twice. A block of BLOCK values has a scale s of its own.
+cannot sum codes, so `Int8Sum` swaps codes twice. Each of the n parts is cut into equal blocks of at
+most BLOCK values, and a block has a scale s of its own.
 Error feedback, e and f, adds what one rounding left over to the next:
 
     x = v_i + e_i ,   s = max |x| / 127 ,   k = round(x / s) ,   e_i <- x - s k         (Q1)
@@ -18,6 +19,8 @@ Each part travels directly, so a sum takes two latencies of the network, a ring 
 has no bf16: it sends theta, from which bf16 would round updates away. Its one byte is that of
 onebyte.py.
 """
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -58,14 +61,19 @@ class Int8Sum(Fp32Sum):
     """Q1 to Q3. owed: (e_i, f_i), or () before the first sum."""
 
     def bytes(self, size):
-        return 2 * (self.n - 1) * self.blocks(size) * (BLOCK + 4)
+        blocks, width = self.blocks(size)
+        return 2 * (self.n - 1) * blocks * (width + 4)
 
     def blocks(self, size):
-        """Of each of the n parts."""
-        return -(-size // (self.n * BLOCK))
+        """(blocks of each of the n parts, values of a block). Only the last values are padding: few,
+        so that a small vector costs no more bytes a value than a large one."""
+        part = math.ceil(size / self.n)
+        blocks = math.ceil(part / BLOCK)
+        width = 4 * math.ceil(part / blocks / 4)            # so that s lies where fp32 may lie
+        return blocks, width
 
     def add_up(self, vector, owed):
-        x = vector.new_zeros(self.n, self.blocks(len(vector)), BLOCK)
+        x = vector.new_zeros(self.n, *self.blocks(len(vector)))
         x.view(-1)[:len(vector)] = vector
         e = f = 0
         if owed:
@@ -87,7 +95,7 @@ class Int8Sum(Fp32Sum):
 
 
 def rounded(x):
-    """x (..., blocks, BLOCK) -> (codes, uint8: k and behind it s of each block; what is left of
+    """x (..., blocks, width) -> (codes, uint8: k and behind it s of each block; what is left of
     x)."""
     s = x.abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
     k = (x / s).round_()
@@ -98,7 +106,7 @@ def rounded(x):
 
 def values(codes):
     """s k"""
-    return codes[..., :BLOCK].view(torch.int8) * codes[..., BLOCK:].view(torch.float32)
+    return codes[..., :-4].view(torch.int8) * codes[..., -4:].view(torch.float32)
 
 
 class Average:
