@@ -22,12 +22,13 @@ def draw_chart(axis, messages, latencies, chart, marks):
     if any(map(any, unclear)):
         axis.contourf(messages, latencies, unclear, levels=[0.5, 1.5], colors="none",
                       hatches=["//"])
-    axis.set(xscale="log", yscale="log", ylabel="latency over a step's seconds",
-             xlabel="\n".join(["seconds of a one-byte message over a step's", *listed(marks)]),
+    axis.set(xscale="log", yscale="log", ylabel="y: one-way latency over a step's seconds",
+             xlabel="\n".join(["x: seconds of one byte a weight over one link, over a step's",
+                               *listed(marks)]),
              xlim=(messages[0], messages[-1]), ylim=(latencies[0], latencies[-1]))
     axis.grid(visible=False)
     axis.axhline(DOUBTFUL, color="black", ls="--", lw=1)
-    axis.annotate("above: 1.5 times the computed seconds were measured", (messages[0], DOUBTFUL),
+    axis.annotate("above: our hosts took 1.5 times the computed seconds", (messages[0], DOUBTFUL),
                   xytext=(4, 5), textcoords="offset points", fontsize=8,
                   bbox=dict(color="white", alpha=0.7, pad=1))
     for method, points in points_of(messages, latencies, chart).items():
@@ -66,11 +67,11 @@ def strength(place):
 
 
 def points_of(messages, latencies, chart):
-    """{method: [(message, latency)]} of the points where it loses least."""
+    """{method: [(message, latency)]} of the points where it leads clearly."""
     found = {}
     for latency, places in zip(latencies, chart):
         for message, place in zip(messages, places):
-            if place.is_known:
+            if place.leads_clearly:
                 found.setdefault(place.order[0], []).append((message, latency))
     return found
 

@@ -241,8 +241,8 @@ def draw(plt, found):
 
 def finding(pairs):
     near = [pair for pair in pairs if abs(pair.error) <= FAR]
-    return (f"{len(near)} of {len(pairs)} settings take within {FAR:.0%} of the computed seconds "
-            "a step")
+    return (f"For {len(near)} of {len(pairs)} settings the computed seconds a step are within "
+            f"{FAR:.0%} of the measured")
 
 
 PARTS = {"pace": Part(settings, show, None, {"pace": draw}, seeds=(0,))}

@@ -304,7 +304,8 @@ def draw_8(plt, found):
     chart = chart_of(losses)
     figure, axis = plt.subplots(figsize=(WIDTH, 6))
     draw_chart(axis, MESSAGES, LATENCIES, chart, MARKS)
-    title = title_of(found, f"Who clearly leads in equal time: {lead_in_words(chart)}", SUBJECT)
+    title = title_of(found, f"Who leads in equal time, of the points drawn: {lead_in_words(chart)}",
+                     SUBJECT)
     figure.suptitle(title + legend(losses), x=0.01, ha="left")
     return figure
 
@@ -314,7 +315,8 @@ def draw_many(plt, found):
     losses = losses_of(found)
     many = kept_result(ROOT, "headline_many")
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.8), sharey=True)
-    findings = ["Who clearly leads in equal time"]
+    findings = ["Who leads in equal time, of the points drawn, if gaps to DDP grow as from 8 to 64 "
+                "replicas"]
     for axis, replicas in zip(axes, (64, 1024)):
         chart = chart_of(losses, growth_of(many, replicas))
         draw_chart(axis, MESSAGES, LATENCIES, chart, ())
@@ -330,8 +332,8 @@ def legend(losses):
     budget = losses.budget()
     seeds = losses.seeds(budget)
     return (f"\n(the time of {budget} steps without messages; full colour: 0.1 nats or more ahead "
-            f"of the next method;\nhatched: {counted(len(seeds), 'seed')} cannot tell; blank: too "
-            "few steps were made; losses measured, seconds computed)")
+            f"of the next method;\nhatched: {counted(len(seeds), 'seed')} cannot tell, each point "
+            "alone; blank: too few steps; losses of 8 replicas, seconds computed)")
 
 
 PARTS = {"lengths": Part(lessons_of, show, None, {"map": draw_8, "map_many": draw_many},

@@ -128,10 +128,12 @@ def print_advice(situation, all_reduce):
 
 
 def question(situation):
-    """What is looked for, in two lines."""
+    """What is looked for, in two lines; x and y are those of the map in README."""
     mbit = situation.rate * 8 / 1e6
     return (f"{situation.params / 1e6:g}M parameters, {situation.replicas} replicas, "
-            f"{situation.step:g} s a step, {mbit:g} Mbit/s, {situation.latency * 1000:g} ms.\n"
+            f"{situation.step:g} s a step, {mbit:g} Mbit/s, {situation.latency * 1000:g} ms "
+            f"(on README's map x = {situation.params / situation.rate / situation.step:.2g}, "
+            f"y = {situation.latency / situation.step:.2g}).\n"
             f"The fewest steps m between meetings with which messages hold the run for less than "
             f"{HELD:.0%}:")
 

@@ -65,8 +65,8 @@ class Int8Sum(Fp32Sum):
         return 2 * (self.n - 1) * blocks * (width + 4)
 
     def blocks(self, size):
-        """(blocks of each of the n parts, values of a block). Only the last values are padding: few,
-        so that a small vector costs no more bytes a value than a large one."""
+        """(blocks of each of the n parts, values of a block). Little of it is padding, so that a
+        small vector costs hardly more bytes a value than a large one."""
         part = math.ceil(size / self.n)
         blocks = math.ceil(part / BLOCK)
         width = 4 * math.ceil(part / blocks / 4)            # so that s lies where fp32 may lie
