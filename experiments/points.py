@@ -3,8 +3,10 @@
     python -m experiments.points [--seeds 0 1 2 3 4] [--out DIR] [--plot]
 
 alone       a step's seconds while nobody sends: 2 minutes
-points      1 h 20 of two idle cores: at each point the two methods that the map has first, each at
+points      1 h 45 of two idle cores: at each point the two methods that the map has first, each at
             the setting that it advises, 90 s by the clock (experiments/clock.py), five seeds
+tried       10 minutes: at the second point whole messages with delays, for both methods, one seed:
+            does either have a setting there that the map does not advise?
 
 POINTS and their comparisons were chosen before the runs. Model, batch, rates and outer steps are
 those of the map: 164 000 parameters, 1024 tokens a replica and step. Eight hosts have a fifth of a
@@ -74,6 +76,10 @@ POINTS = (
 )
 
 
+TRIED_AT = POINTS[1]
+TRIED = Trial("diloco", 5, 2), Trial("diloco", 10, 5), Trial("noloco", 5, 2), Trial("noloco", 10, 5)
+
+
 # ---------------------------------------------------------------- the runs
 
 
@@ -90,8 +96,18 @@ def settings(steps):
         raced = POINTS[:1]
     for point in raced:
         for trial in point.first, point.second:
-            yield Setting(point.label(trial), options_of(trial), processes=2 if steps else 8,
-                          after=merged, hosts=point.hosts, program=f"{PROGRAM} {steps or SECONDS}")
+            yield setting_at(point, trial, steps)
+
+
+def tried_settings(steps):
+    """steps: as above."""
+    for trial in TRIED:
+        yield setting_at(TRIED_AT, trial, steps)
+
+
+def setting_at(point, trial, steps):
+    return Setting(point.label(trial), options_of(trial), processes=2 if steps else 8, after=merged,
+                   hosts=point.hosts, program=f"{PROGRAM} {steps or SECONDS}")
 
 
 def options_of(trial):
@@ -191,6 +207,13 @@ def show(found):
     table.end()
 
 
+def show_tried(found):
+    table = Table(f"one seed, {SECONDS} s", "steps made", "merged, nats per byte")
+    for label, rows in found["runs"].items():
+        table.add(label, f"{rows[0]['curves']['step'][-1]:.0f}", f"{rows[0]['merged']:.3f}")
+    table.end()
+
+
 def draw(plt, found):
     """The first's loss less the second's at each point: the map's, hollow, and what was measured,
     with its interval."""
@@ -229,6 +252,7 @@ def finding(races):
 
 PARTS = {
     "alone": Part(alone_settings, show_alone, seeds=(0,)),
+    "tried": Part(tried_settings, show_tried, seeds=(0,)),
     "points": Part(settings, show, None, {"points": draw}, seeds=FIVE, is_whole=whole),
 }
 
