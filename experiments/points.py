@@ -1,10 +1,10 @@
 """Does the map say who wins? Four of its points (experiments/regions.py), measured between hosts.
 
-    python -m experiments.points [--seeds 0 1 2 3 4] [--out DIR] [--plot]
+    python -m experiments.points [--seeds 0 1 2] [--out DIR] [--plot]
 
 alone       a step's seconds while nobody sends: 2 minutes
-points      1 h 45 of two idle cores: at each point the two methods that the map has first, each at
-            the setting that it advises, 90 s by the clock (experiments/clock.py), five seeds
+points      1 h 5 of two idle cores: at each point the two methods that the map has first, each at
+            the setting that it advises, 90 s by the clock (experiments/clock.py), three seeds
 tried       10 minutes: at the second point whole messages with delays, for both methods, one seed:
             does either have a setting there that the map does not advise?
 
@@ -22,7 +22,7 @@ from experiments import fragments, lengths, regions
 from experiments.clock import CPU, PROGRAM
 from experiments.comparing import Comparison, Table, holm
 from experiments.fleet import Trial
-from experiments.harness import FIVE, Part, Setting, headline, title_of
+from experiments.harness import Part, Setting, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, counted
 from experiments.results import ROOT, kept_result, spread_of
 from plumbing.drawing import NAMES
@@ -253,7 +253,7 @@ def finding(races):
 PARTS = {
     "alone": Part(alone_settings, show_alone, seeds=(0,)),
     "tried": Part(tried_settings, show_tried, seeds=(0,)),
-    "points": Part(settings, show, None, {"points": draw}, seeds=FIVE, is_whole=whole),
+    "points": Part(settings, show, None, {"points": draw}, is_whole=whole),
 }
 
 if __name__ == "__main__":

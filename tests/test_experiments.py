@@ -16,8 +16,8 @@ import torch
 
 import train
 from experiments import (apart, clock, comparing, failure, fleet, fleets, fragments, harness, losses, network,
-                         noise, pictures, regions, replicas, results, skip, stability, sync, together, tokens,
-                         variations)
+                         noise, paced, pictures, points, regions, replicas, results, skip, stability, sync,
+                         together, tokens, variations)
 from noloco import outer_update
 from plumbing.options import layout
 from gossip.window import gamma_bound
@@ -201,7 +201,7 @@ def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing
 
 PARTS = {
     "convergence": losses.PARTS["convergence"], "failure": failure.PARTS["failure"], **network.PARTS,
-    **skip.PARTS, **together.PARTS, **variations.PARTS,
+    **skip.PARTS, **together.PARTS, **variations.PARTS, **paced.PARTS, "points": points.PARTS["points"],
 }
 # Without runs of train.py.
 WITHOUT_RUNS = {**replicas.PARTS, **stability.PARTS, **noise.PARTS, **fragments.PARTS, **regions.PARTS}
