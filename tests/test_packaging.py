@@ -78,7 +78,7 @@ def test_noloco_alone_runs_the_readmes_example(tmp_path):
     processes(1, torchrun, "mine.py", cwd=copied(tmp_path, readme_program("noloco"), "noloco"))
     said = (tmp_path / "said").read_text()
     # They may print into one line.
-    assert sorted(re.findall(r"rank (\d): loss 0\.00", said)) == ["0", "1"]
+    assert sorted(re.findall(r"rank (\d): loss \d\.\de-", said)) == ["0", "1"]
 
 
 def test_skippipe_alone_runs_the_readmes_example_without_torch(tmp_path):
