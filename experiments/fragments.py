@@ -18,7 +18,7 @@ import math
 import statistics
 from dataclasses import replace
 
-from experiments.comparing import Comparison, Table, holm
+from experiments.comparing import Comparison, Table, lower_and_sure
 from experiments.fleet import Trial
 from experiments.fleets import Lesson, Rows, kept_rows, named, setting_of, train_lessons
 from experiments.harness import FIVE, Part, headline, title_of
@@ -328,9 +328,7 @@ def finding(rows):
             differences.append(more)
     if not differences:
         return ""
-    certain = holm([more.p for more in differences])
-    lower = [more for more in differences if more.mean < 0]
-    sure = [more for more, survives in zip(differences, certain) if survives and more.mean < 0]
+    lower, sure = lower_and_sure(differences)
     return (f"For the same bytes the mean gap to DDP is narrower in fragments in {len(lower)} of "
             f"{len(differences)} settings;\nbeyond doubt (95%, after Holm's correction) in "
             f"{len(sure)}")
@@ -340,14 +338,14 @@ KINDS = {"whole messages": "--", "in fragments": "-"}
 
 
 def has_all_primary(found, part):
-    return has_all_seeds(found, IN_PRIMARY)
+    return has_five_seeds(found, IN_PRIMARY)
 
 
 def has_all_grid(found, part):
-    return has_all_seeds(found, [*IN_PRIMARY, *grid()])
+    return has_five_seeds(found, [*IN_PRIMARY, *grid()])
 
 
-def has_all_seeds(found, trials):
+def has_five_seeds(found, trials):
     rows = rows_of_fragments(found)
     return not found["steps"] and all(len(rows.of(trial)) == len(FIVE) for trial in trials)
 

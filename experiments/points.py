@@ -18,9 +18,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments import fragments, lengths, regions
+from experiments import fragments, lengths, paced, regions
 from experiments.clock import CPU, PROGRAM
-from experiments.comparing import Comparison, Table, holm
+from experiments.comparing import Comparison, Table, lower_and_sure
 from experiments.fleet import Trial
 from experiments.harness import Part, Setting, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, counted
@@ -60,6 +60,11 @@ class Point:
     def on_the_map(self):
         """The map's budget, message and latency, in steps of the slowest host."""
         return SECONDS / STEP / self.slow, self.message / self.slow, self.latency / self.slow
+
+    def steps(self, trial):
+        """Those that the map reckons with."""
+        budget, message, latency = self.on_the_map
+        return regions.steps_in(budget, trial, message, latency, 8)
 
     def label(self, trial):
         return f"{self.name}: {fragments.name_of(trial)}"
@@ -113,14 +118,7 @@ def setting_at(point, trial, steps):
 def options_of(trial):
     """Of train.py."""
     rate = fragments.rate_of(trial, lengths.best_rates())
-    words = [LEARN, f"--method {trial.method} --wire int8 --lr {rate}"]
-    if trial.method != "ddp":
-        words.append(f"--inner-steps {trial.every}")
-    if trial.fragments > 1:
-        words.append(f"--fragments {trial.fragments}")
-    if trial.delay:
-        words.append(f"--delay {trial.delay}")
-    return " ".join(words)
+    return f"{LEARN} --lr {rate} {paced.options_of(regions.meetings_of(trial))}"
 
 
 def merged(folder):
@@ -152,23 +150,22 @@ class Race:
 
     def computed(self, losses):
         """The same by the map. losses: a lengths.Losses."""
-        budget, message, latency = self.point.on_the_map
+        first, second = self.point.first, self.point.second
+        budget, *_ = self.point.on_the_map
         differences = []
         for seed in losses.seeds(budget):
-            pair = []
-            for trial in self.point.first, self.point.second:
-                made = regions.steps_in(budget, trial, message, latency, 8)
-                pair.append(losses.of(trial, seed, made))
-            differences.append(pair[0] - pair[1])
+            one = losses.of(first, seed, self.point.steps(first))
+            other = losses.of(second, seed, self.point.steps(second))
+            differences.append(one - other)
         return Comparison(differences)
 
 
 def races_of(found):
-    """The Races of all points that have runs of both, of the seeds that both have."""
+    """The Races of all points that have runs of both, of as many seeds as both have."""
     races = []
     for point in POINTS:
-        first, second = (found["runs"].get(point.label(trial), [])
-                         for trial in (point.first, point.second))
+        first = found["runs"].get(point.label(point.first), [])
+        second = found["runs"].get(point.label(point.second), [])
         count = min(len(first), len(second))
         if count:
             races.append(Race(point, first[:count], second[:count]))
@@ -199,11 +196,10 @@ def show(found):
     for race in races_of(found):
         point = race.point
         for trial, rows in ((point.first, race.first), (point.second, race.second)):
-            budget, message, latency = point.on_the_map
-            computed = regions.steps_in(budget, trial, message, latency, 8)
             made = [row["curves"]["step"][-1] for row in rows]
             mean = statistics.mean(row["merged"] for row in rows)
-            table.add(point.label(trial), f"{computed:.0f}", spread_of(made, ".0f"), f"{mean:.3f}")
+            table.add(point.label(trial), f"{point.steps(trial):.0f}", spread_of(made, ".0f"),
+                      f"{mean:.3f}")
     table.end()
 
 
@@ -241,11 +237,9 @@ def draw(plt, found):
 def finding(races):
     """At how many points the map's first one ended lower, and at how many beyond doubt."""
     found = [race.measured for race in races]
-    lower = [one for one in found if one.mean < 0]
     if any(one.p is None for one in found):
-        return f"Between hosts the map's first method ended lower at {len(lower)} of {len(found)}"
-    certain = holm([one.p for one in found])
-    sure = [one for one, survives in zip(found, certain) if survives and one.mean < 0]
+        return ""                   # one seed: a try
+    lower, sure = lower_and_sure(found)
     return (f"Between hosts the map's first method ended lower at {len(lower)} of {len(found)} "
             f"points, after Holm certainly at {len(sure)}")
 

@@ -588,7 +588,8 @@ def test_seeds_that_train_together_lose_what_each_loses_alone(corpus, tmp_path, 
         found.append({one.label: json.loads(one.file.read_text()) for one in lessons})
         assert found[-1] == rows
     for one in lessons:
-        whole, alone = (rows[one.label] for rows in found)
+        whole = found[0][one.label]
+        alone = found[1][one.label]
         assert whole["trial"] == vars(one.trial) and whole["seed"] == one.seed
         assert whole["merged"] == pytest.approx(alone["merged"], abs=1e-5)
         assert whole["spreads"] == pytest.approx(alone["spreads"], rel=1e-3)
