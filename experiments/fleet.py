@@ -1,10 +1,10 @@
 """Many replicas in one process: every method on the same batches, on one GPU or on a CPU.
 
 The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes
-all gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1). Here only NoLoCo has
-one byte a weight. Groups, Adam, the data's order and the learning rate are those of train.py, so a
-trial's loss is that of `torchrun ... train.py` with the same options, up to rounding
-(tests/test_experiments.py compares them). Nothing is sent.
+all gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1). Groups, Adam, the
+data's order and the learning rate are those of train.py, so a trial's loss is that of `torchrun ...
+train.py` with the same options, up to rounding (tests/test_experiments.py compares them). Nothing
+is sent, but what rounding to one byte does is done.
 """
 import os
 import shutil
@@ -26,6 +26,7 @@ from noloco import random_groups
 from plumbing.data import heldout_sequences, load_corpus, reader_of
 from plumbing.inner import Inner, adam, dtype_for, orthogonal
 from gossip.onebyte import MARGIN
+from gossip.sums import blocks_of
 
 # Tokens whose gradients are computed in one call. On a CPU more would not stay in its caches:
 # 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11.
@@ -65,6 +66,34 @@ class Trial:
 # ---------------------------------------------------------------- outer steps
 
 
+class ManySums:
+    """Q1 to Q3 of gossip/sums.py, seed by seed: DDP's and DiLoCo's sums over the replicas in one
+    byte a value. owed: (e, f), what rounding left over; None before the first sum."""
+
+    def __init__(self):
+        self.owed = None
+
+    def mean(self, vectors):
+        """(seeds, 1, P): the mean over the replicas of vectors (seeds, N, P)."""
+        seeds, count, size = vectors.shape
+        blocks, width = blocks_of(size, count)
+        room = count * blocks * width
+        x = torch.nn.functional.pad(vectors, (0, room - size))
+        x = x.view(seeds, count, count, blocks, width)              # seed, replica, part, block
+        e, f = self.owed or (0, 0)
+        sent, e = rounded(x + e)                                    # Q1
+        applied, f = rounded(sent.sum(1) + f)                       # Q2
+        self.owed = e, f
+        return applied.view(seeds, 1, room)[..., :size] / count
+
+
+def rounded(x):
+    """x in blocks (..., width) -> (s k of gossip/sums.py, what is left of x)."""
+    s = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+    value = s * (x / s).round()
+    return value, x - value
+
+
 class ManyOuters:
     """The outer steps of one trial, or of one of its parts.
 
@@ -84,6 +113,7 @@ class ManyOuters:
         self.counts = torch.tensor(lengths, device=theta.device)
         self.steps = 0
         self.flying = None          # (theta when it left, the mean that will arrive)
+        self.sums = ManySums()
 
     def step(self):
         """After an inner step: what arrives is merged, then what is due departs."""
@@ -105,7 +135,10 @@ class ManyOuters:
     def means(self):
         """Each replica's mean theta: over all replicas (DiLoCo), or its group."""
         if self.trial.method == "diloco":
-            return self.theta.mean(1, keepdim=True)
+            if self.trial.wire == "fp32":
+                return self.theta.mean(1, keepdim=True)
+            common = self.phi[:, :1]                # it is the same on all replicas
+            return common + self.sums.mean(self.theta - common)
         groups = self.groups()                                      # (seeds, N, n)
         seed = torch.arange(groups.shape[0], device=groups.device)
         replica = torch.arange(groups.shape[1], device=groups.device)
@@ -247,6 +280,7 @@ class Fleet:
                       if "layers" in name and len(shape) == 2]
             matrices = [theta[name] for name in inside]
             self.muon = ManyMuons(matrices, [grads[name] for name in inside])
+        self.sums = {trial: ManySums() for trial in self.trials}
         self.outers = []
         for trial, vectors in zip(self.trials, self.theta):
             if trial.method != "ddp":
@@ -265,7 +299,10 @@ class Fleet:
         self.fill_gradients()
         for trial, g in zip(self.trials, self.grad):
             if trial.method == "ddp":
-                g.copy_(g.mean(1, keepdim=True).expand_as(g))
+                mean = g.mean(1, keepdim=True)
+                if trial.wire == "int8":
+                    mean = self.sums[trial].mean(g)
+                g.copy_(mean.expand_as(g))
         norm = torch.linalg.vector_norm(self.grad, dim=-1, keepdim=True)
         self.grad.mul_((self.o.clip / norm).clamp(max=1.0))
         lr = train.schedule(number, self.o)

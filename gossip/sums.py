@@ -61,19 +61,11 @@ class Int8Sum(Fp32Sum):
     """Q1 to Q3. owed: (e_i, f_i), or () before the first sum."""
 
     def bytes(self, size):
-        blocks, width = self.blocks(size)
+        blocks, width = blocks_of(size, self.n)
         return 2 * (self.n - 1) * blocks * (width + 4)
 
-    def blocks(self, size):
-        """(blocks of each of the n parts, values of a block). Little of it is padding, so that a
-        small vector costs hardly more bytes a value than a large one."""
-        part = math.ceil(size / self.n)
-        blocks = math.ceil(part / BLOCK)
-        width = 4 * math.ceil(part / blocks / 4)            # so that s lies where fp32 may lie
-        return blocks, width
-
     def add_up(self, vector, owed):
-        x = vector.new_zeros(self.n, *self.blocks(len(vector)))
+        x = vector.new_zeros(self.n, *blocks_of(len(vector), self.n))
         x.view(-1)[:len(vector)] = vector
         e = f = 0
         if owed:
@@ -92,6 +84,15 @@ class Int8Sum(Fp32Sum):
         found = torch.empty_like(messages)
         dist.all_to_all_single(found, messages, group=self.group)
         return found
+
+
+def blocks_of(size, n):
+    """(blocks of each of the n parts of `size` values, values of a block). Little of it is padding,
+    so that a small vector costs hardly more bytes a value than a large one."""
+    part = math.ceil(size / n)
+    blocks = math.ceil(part / BLOCK)
+    width = 4 * math.ceil(part / blocks / 4)                # so that s lies where fp32 may lie
+    return blocks, width
 
 
 def rounded(x):

@@ -20,6 +20,7 @@ from experiments import (apart, clock, comparing, failure, fleet, fleets, fragme
                          together, tokens, variations)
 from noloco import outer_update
 from plumbing.options import layout
+from gossip import sums
 from gossip.window import gamma_bound
 from tests.harness import HERE, SMALL, checkpoint, metrics, options, run
 
@@ -452,14 +453,45 @@ def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
     for i, (trial, *optimizer) in enumerate((
             (fleet.Trial("noloco", 2, 1, "int8"), "--optimizer", "muon"), (fleet.Trial("noloco", 3),),
             (fleet.Trial("diloco", 2),), (fleet.Trial("ddp"),), (fleet.Trial("noloco", 2, fragments=2),),
-            (fleet.Trial("diloco", 3, 1, fragments=3),))):
+            (fleet.Trial("diloco", 3, 1, fragments=3),), (fleet.Trial("ddp", wire="int8"),),
+            (fleet.Trial("diloco", 2, 1, "int8"),), (fleet.Trial("diloco", 3, 1, "int8", fragments=3),))):
         (found,) = fleet.Fleet(options(*small, *optimizer), [trial], 4, [0], "cpu").train()
-        outer = ["--wire", trial.wire, "--inner-steps", trial.every] if trial.method != "ddp" else []
+        outer = ["--wire", trial.wire]
+        outer += ["--inner-steps", trial.every] if trial.method != "ddp" else []
         outer += ["--delay", trial.delay] if trial.delay else []
         outer += ["--fragments", trial.fragments] if trial.fragments > 1 else []
         run(4, *small, *optimizer, "--method", trial.method, *outer, "--name", f"x{i}", cwd=tmp_path)
         told = metrics(tmp_path / f"runs/x{i}")[-1]["heldout_loss"]
         assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
+
+
+def test_many_sums_in_one_byte_are_those_of_processes():
+    """Three sums in a row of four replicas, two seeds: what processes send each other, bit for bit, with what
+    each rounding owes the next."""
+    torch.manual_seed(0)
+    many, size, count = fleet.ManySums(), 5001, 4
+    owed = {}                                               # {seed: ({replica: e}, {part: f})}
+    for number in range(3):
+        vectors = torch.randn(2, count, size) * 10.0 ** torch.randn(2, count, 1)
+        found = many.mean(vectors)
+        for seed in range(2):
+            e, f = owed.get(seed, ([0] * count, [0] * count))
+            messages = []
+            for replica in range(count):
+                x = torch.zeros(count, *sums.blocks_of(size, count))
+                x.view(-1)[:size] = vectors[seed, replica]
+                codes, e[replica] = sums.rounded(x + e[replica])
+                messages.append(sums.values(codes))
+            parts = []
+            for part in range(count):
+                total = sum(message[part] for message in messages) + f[part]
+                codes, f[part] = sums.rounded(total)
+                parts.append(sums.values(codes).flatten())
+            owed[seed] = e, f
+            expected = torch.cat(parts)[:size] / count
+            torch.testing.assert_close(found[seed, 0], expected, rtol=1e-5, atol=1e-6)
+    exact = vectors.mean(1)
+    assert 1e-4 < (found[:, 0] - exact).abs().max() < 1
 
 
 @pytest.mark.parametrize("most, own, long", [(1 << 20, 1 << 20, 99), (128, 64, 99), (48, 48, 99),
