@@ -14,7 +14,7 @@ from experiments.results import ROOT, kept_result
 from plumbing.drawing import NAMES
 from plumbing.processes import BadInput
 
-MAPPED = 600                # steps: the map's time, where it is measured with several seeds
+MAPPED = 1200               # steps: the map's time, where it is measured with several seeds
 
 
 def best_rates():
@@ -47,12 +47,12 @@ class Losses:
         return sorted(set.intersection(*found))
 
     def budgets(self):
-        """{steps: seeds}: the longest length with these seeds. Raises BadInput where there is
-        none."""
+        """{steps: seeds}: the lengths, shortest first, and with which seeds every setting was
+        trained for all lengths up to this one. Raises BadInput where there is none."""
         found = {}
-        for length in sorted(self.lengths, reverse=True):
+        for length in sorted(self.lengths):
             seeds = self.seeds(length)
-            if seeds and seeds not in found.values():
+            if seeds:
                 found[length] = seeds
         if not found:
             raise BadInput("no length has every setting with one seed: run the command on, "
@@ -70,13 +70,13 @@ class Losses:
         return interpolated(self.measured[trial][seed], steps, by_root)
 
 
-def losses_of(found):
-    """The Losses of the rows that have their trial's rate."""
+def losses_of(found, wire):
+    """The Losses of the rows with this wire that have their trial's rate."""
     best = best_rates()
     measured = {}
     for row in found["rows"].values():
         trial = Trial(**row["trial"])
-        if row["lr"] == fragments.rate_of(trial, best):
+        if trial.wire == wire and row["lr"] == fragments.rate_of(trial, best):
             by_seed = measured.setdefault(trial, {})
             by_seed.setdefault(row["seed"], {})[row["steps"]] = row["merged"]
     return Losses(measured)

@@ -1,17 +1,18 @@
 """Does the map say who wins? Four of its points (experiments/regions.py), measured between hosts.
 
-    python -m experiments.points [--seeds 0 1 2] [--out DIR] [--plot]
+    python -m experiments.points [--seeds 0 1 2 3 4] [--out DIR] [--plot]
 
 alone       a step's seconds while nobody sends: 2 minutes
-points      1 h 5 of two idle cores: at each point the two methods that the map has first, each at
-            the setting that it advises, 90 s by the clock (experiments/clock.py), three seeds
+points      2 h 15 of two idle cores: at each point the two methods that the map has first, each at
+            the setting that it advises, 90 s by the clock (experiments/clock.py), five seeds
 tried       10 minutes: at the second point whole messages with delays, for both methods, one seed:
             does either have a setting there that the map does not advise?
 
-POINTS and their comparisons were chosen before the runs. Model, batch, rates and outer steps are
-those of the map: 164 000 parameters, 1024 tokens a replica and step. Eight hosts have a fifth of a
-processor each; a point's messages and latencies are in the seconds of such a step, STEP. All is
-sent in one byte a weight. Losses are the merged model's, each run's at its own end.
+POINTS and their comparisons were chosen before the runs; two settings were chosen again, and raced
+after all others, once the map had settings with K < m and D > 1. Model, batch, rates and outer
+steps are those of the map: 164 000 parameters, 1024 tokens a replica and step. Eight hosts have a
+fifth of a processor each; a point's messages and latencies are in the seconds of such a step, STEP.
+All is sent in one byte a weight. Losses are the merged model's, each run's at its own end.
 """
 import json
 import statistics
@@ -39,13 +40,18 @@ ALONE = "nobody sends"
 class Point:
     """first and second: the Trials that the map advised before the runs, the one that loses least
     first. message and latency: seconds over STEP; slow: how many times as long host 5's steps
-    take."""
+    take; former: Trials that it advised, and that were raced, when it had fewer settings."""
     name: str
     first: Trial
     second: Trial
     message: float
     latency: float
     slow: float = 1
+    former: tuple = ()
+
+    @property
+    def trials(self):
+        return self.first, self.second, *self.former
 
     @property
     def hosts(self):
@@ -67,22 +73,26 @@ class Point:
         return regions.steps_in(budget, trial, message, latency, 8)
 
     def label(self, trial):
-        return f"{self.name}: {fragments.name_of(trial)}"
+        return f"{self.name}: {regions.name_of(trial)}"
+
+
+def noloco(m, K, D):
+    return Trial("noloco", m, D, regions.WIRE, fragments=K)
+
+
+def diloco(m, K, D):
+    return Trial("diloco", m, D, regions.WIRE, fragments=K)
 
 
 POINTS = (
-    Point("high latency", Trial("noloco", 5, 1, fragments=5), Trial("diloco", 10, 5), 1.5, 0.3),
-    Point("short messages", Trial("diloco", 2, 1, fragments=2), Trial("noloco", 2, 1, fragments=2),
-          0.8, 0.03),
-    Point("long messages", Trial("noloco", 10, 1, fragments=10),
-          Trial("diloco", 20, 1, fragments=20), 10, 0.05),
-    Point("one slow host", Trial("diloco", 2, 1, fragments=2), Trial("noloco", 2, 1, fragments=2),
-          2, 0.06, slow=2),
+    Point("high latency", noloco(5, 5, 1), diloco(10, 5, 2), 1.5, 0.3, former=(diloco(10, 1, 5),)),
+    Point("short messages", diloco(2, 2, 1), noloco(2, 2, 1), 0.8, 0.03),
+    Point("long messages", noloco(10, 5, 2), diloco(20, 20, 1), 10, 0.05,
+          former=(noloco(10, 10, 1),)),
+    Point("one slow host", diloco(2, 2, 1), noloco(2, 2, 1), 2, 0.06, slow=2),
 )
-
-
 TRIED_AT = POINTS[1]
-TRIED = Trial("diloco", 5, 2), Trial("diloco", 10, 5), Trial("noloco", 5, 2), Trial("noloco", 10, 5)
+TRIED = diloco(5, 1, 2), diloco(10, 1, 5), noloco(5, 1, 2), noloco(10, 1, 5)
 
 
 # ---------------------------------------------------------------- the runs
@@ -100,7 +110,7 @@ def settings(steps):
     if steps:
         raced = POINTS[:1]
     for point in raced:
-        for trial in point.first, point.second:
+        for trial in point.trials:
             yield setting_at(point, trial, steps)
 
 
@@ -180,7 +190,7 @@ def whole(found, part):
 
 
 def map_losses():
-    return lengths.losses_of(kept_result(ROOT, "headline_lengths"))
+    return lengths.losses_of(kept_result(ROOT, "headline_lengths"), regions.WIRE)
 
 
 def show(found):

@@ -3,27 +3,27 @@
     python -m experiments.regions [lengths] [--seeds 0 1 2 3 4] [--steps N] [--out DIR] [--plot]
 
 lengths     losses of DDP, DiLoCo and NoLoCo (pairs), every 1 to 50 steps, whole and in fragments,
-            at once and delayed, after 150, 300 and 600 steps, and with the first seed after 1200
-            and 2400; each run has a schedule planned for just so many steps. 8 replicas in one
-            process (experiments/fleet.py), 1024 tokens a replica and step, Adam, plain averages.
-            15 minutes of an H100, or 20 hours of two cores
+            at once and delayed, after 150, 300, 600 and 1200 steps, and with the first seed after
+            2400; each run has a schedule planned for just so many steps. 8 replicas in one process
+            (experiments/fleet.py), 1024 tokens a replica and step, one byte a weight, Adam, plain
+            averages, the rates of experiments/fragments.py. After 600 steps also in fp32. 14
+            minutes of an H100, or 50 hours of two cores
 
 The map. On a network a setting's step takes s times as long as one without messages
 (gossip/pace.py, over Gloo, all in one byte a weight). In the time of T steps without messages it
 makes n = T / s steps, and loses what it lost after n steps (experiments/lengths.py: between
-measured lengths a line over 1 / sqrt(n); one over log n is nearer to a left-out length of 300
-steps, farther from those of 600 and 1200). After fewer steps than the shortest length a setting has
-that one's loss, which favours it: where such a setting loses least, the map is blank. Of each
-method the best of its settings counts. For each seed it is chosen by the other seeds, so that the
-interval of the methods' differences owes nothing to the choice. T is 600, of which there are
-several seeds; the tables have 2400, too, with one.
+measured lengths a line over 1 / sqrt(n); the tables say how far it is off). After fewer steps than
+the shortest length a setting has that one's loss, which favours it: where such a setting loses
+least, the map is blank. Of each method the best of its settings counts. For each seed it is chosen
+by the other seeds, so that the interval of the methods' differences owes nothing to the choice. T
+is 1200; the tables have 600, too, and 2400 with one seed.
 
 Where all replicas' steps take f times as long, or one's do, for which all others wait, the point is
 the one with a message of 1 / f and a latency of 1 / f.
 
-What the map takes for granted: losses are those in fp32. DDP's average overlaps with the backward
-pass, as in no run here. Writing, coding and summing take no time. Links do not contend. The lines
-between lengths are exact; the tables say how far they are off. Above the dashed line steps between
+What the map takes for granted: DDP's average overlaps with the backward pass, as in no run here.
+Writing, coding and summing take no time. Links do not contend. The lines between lengths are exact.
+Above the dashed line steps between
 our hosts took 1.5 times the computed seconds, DDP's twice (docs/speed.md).
 
 With N replicas instead of 8, DDP is taken to lose after as many steps what it loses with 8 (with 64
@@ -47,12 +47,17 @@ from experiments.lengths import MAPPED, best_rates, interpolated, losses_of, sho
 from experiments.pictures import WIDTH, counted
 from experiments.replicas import DDP, by_trial, merged_loss
 from experiments.results import ROOT, kept_result
+from plumbing.drawing import NAMES
 from gossip.advice import BACKWARD
 from gossip.pace import GLOO, Meetings, Situation, seconds_a_step
 
+METHODS = "ddp", "diloco", "noloco"
+WIRE = "int8"               # of all methods
 EVERY = 1, 2, 5, 10, 20, 50
-FIRST_LENGTHS = 150, 300, MAPPED            # steps, with all seeds
-LENGTHS = *FIRST_LENGTHS, 1200, 2400        # with the first
+COMPARED = 600                              # steps, also in fp32
+FIRST_LENGTHS = 150, 300, COMPARED, MAPPED  # with all seeds
+LENGTHS = *FIRST_LENGTHS, 2400              # with the first
+LATE = 0.35                                 # a latency, over a step
 # The map's points: seconds of a one-byte message over those of a step, and the latency over a step.
 MESSAGES = [0.03 * 10 ** (i / 10) for i in range(31)]
 LATENCIES = [0.001 * 10 ** (i / 10) for i in range(31)]
@@ -63,22 +68,42 @@ LATENCIES = [0.001 * 10 ** (i / 10) for i in range(31)]
 
 def trials():
     """Every setting: DDP first."""
-    yield DDP
+    yield Trial("ddp", wire=WIRE)
     for m, method in itertools.product(EVERY, ("diloco", "noloco")):
-        for delay in sorted({0, 1, m // 2}):
-            yield Trial(method, m, delay)
-        if m > 1:
-            for delay in 0, 1:
-                yield Trial(method, m, delay, fragments=m)
+        for K, D in ways(m):
+            yield Trial(method, m, D, WIRE, fragments=K)
+
+
+def ways(m):
+    """(K, D) of the settings that meet every m steps."""
+    for D in sorted({0, 1, m // 2}):
+        yield 1, D
+    if m > 1:
+        yield m, 0
+        yield m, 1
+    if m >= 10:                 # messages that are always under way, as those of K = m, D = 1
+        yield 2, m // 2
+        yield 5, m // 5
+
+
+def in_fp32(trial):
+    return replace(trial, wire="fp32")
+
+
+def name_of(trial):
+    """As fragments.py has it, without the wire, which all have alike."""
+    return fragments.name_of(in_fp32(trial))
 
 
 def lessons_of(seeds, lengths):
-    """In the order of their weight: the longer lengths last."""
+    """In the order of their weight: the longer lengths last, then those in fp32."""
     best = best_rates()
     for wanted, some in ((FIRST_LENGTHS, seeds), (LENGTHS, seeds[:1])):
         for seed, steps in itertools.product(some, lengths or wanted):
             for trial in trials():
                 yield fragments.lesson_of(trial, seed, best, steps)
+    for seed, trial in itertools.product(seeds, trials()):
+        yield fragments.lesson_of(in_fp32(trial), seed, best, max(lengths or [COMPARED]))
 
 
 def measure(name, part, o):
@@ -91,9 +116,9 @@ def measure(name, part, o):
 
 
 def meetings_of(trial):
-    """How the map takes this setting's replicas to meet: in one byte a weight."""
+    """How the map takes this setting's replicas to meet."""
     overlap = BACKWARD if trial.method == "ddp" else 0
-    return Meetings(trial.method, "int8", trial.every, trial.fragments, trial.delay,
+    return Meetings(trial.method, trial.wire, trial.every, trial.fragments, trial.delay,
                     overlap=overlap)
 
 
@@ -213,9 +238,8 @@ def loss_by_others(losses_by_trial, i):
     return losses_by_trial[min(losses_by_trial, key=total)][i]
 
 
-def chart_of(losses, growth=None):
+def chart_of(losses, budget, growth=None):
     """The Place of every point: a list for each latency, in the order of LATENCIES."""
-    budget = losses.budget()
     rows = []
     for latency in LATENCIES:
         rows.append([place_at(losses, budget, message, latency, growth) for message in MESSAGES])
@@ -259,40 +283,108 @@ MARKS = (
 
 def whole(found, part):
     """Whether every setting has all seeds of the first lengths."""
-    losses = losses_of(found)
+    losses = losses_of(found, WIRE)
     has_all = set(losses.measured) == set(trials()) and losses.lengths >= set(FIRST_LENGTHS)
     return has_all and len(losses.seeds(max(FIRST_LENGTHS))) >= len(part.seeds)
 
 
 def show(found):
-    losses = losses_of(found)
-    for budget, seeds in losses.budgets().items():
-        show_losses(losses, budget, seeds)
-        table = Table(f"in the time of {budget} steps, {counted(len(seeds), 'seed')}", "first",
-                      "second", "nats, first less second")
-        for mark in MARKS:
-            place = place_at(losses, budget, mark.message, mark.late)
-            names = [fragments.name_of(place.settings[method]) for method in place.order[:2]]
-            table.add(mark.text, *names, place.lead if place.is_known else "too few steps")
-        table.end()
+    losses = losses_of(found, WIRE)
+    budgets = losses.budgets()
+    show_losses(losses, budgets)
+    shown = {}
+    for budget, seeds in budgets.items():
+        if budget >= min(COMPARED, max(budgets)):
+            shown[budget] = seeds
+    for budget, seeds in shown.items():
+        show_marks(losses, budget, seeds)
+    show_leads(losses, shown)
+    exact = losses_of(found, "fp32")
+    if exact.measured:
+        show_wire(losses, exact)
     show_errors(losses)
     corpora = {row["digest"] for row in found["rows"].values()}
     if len(corpora) > 1:
         print(f"warning: these are of {len(corpora)} texts, and do not compare")
 
 
-def show_losses(losses, budget, seeds):
-    """The three longest lengths up to the budget."""
-    lengths = sorted(length for length in losses.lengths if length <= budget)[-3:]
-    table = Table(f"merged, nats per byte, {counted(len(seeds), 'seed')}",
-                  *(f"{length} steps" for length in lengths))
-    for trial in losses.measured:
-        cells = []
-        for length in lengths:
-            mean = statistics.mean(losses.of(trial, seed, length) for seed in seeds)
-            cells.append(f"{mean:.3f}")
-        table.add(fragments.name_of(trial), *cells)
+def show_losses(losses, budgets):
+    """A table for the lengths that have all seeds, and one for those that have fewer."""
+    alike = {}                              # {seeds: lengths}
+    for length, seeds in budgets.items():
+        alike.setdefault(tuple(seeds), []).append(length)
+    for seeds, lengths in alike.items():
+        table = Table(f"merged, nats per byte, {counted(len(seeds), 'seed')}",
+                      *(f"{length} steps" for length in lengths))
+        for trial in trials():
+            if trial not in losses.measured:
+                continue
+            cells = []
+            for length in lengths:
+                mean = statistics.mean(losses.of(trial, seed, length) for seed in seeds)
+                cells.append(f"{mean:.3f}")
+            table.add(name_of(trial), *cells)
+        table.end()
+
+
+def show_marks(losses, budget, seeds):
+    """Who is first at each mark."""
+    table = Table(f"in the time of {budget} steps, {counted(len(seeds), 'seed')}", "first",
+                  "second", "nats, first less second")
+    for mark in MARKS:
+        place = place_at(losses, budget, mark.message, mark.late)
+        names = [name_of(place.settings[method]) for method in place.order[:2]]
+        table.add(mark.text, *names, place.lead if place.is_known else "too few steps")
     table.end()
+
+
+def show_leads(losses, budgets):
+    """On what share of the map's points each method leads clearly, where seeds can tell."""
+    table = Table("a method leads clearly, of the drawn points", *(NAMES[m] for m in METHODS),
+                  "cannot tell")
+    for budget, seeds in budgets.items():
+        if len(seeds) < 2:
+            continue
+        chart = chart_of(losses, budget)
+        late = [row for latency, row in zip(LATENCIES, chart) if latency > LATE]
+        for words, rows in (("all", chart), (f"latency above {LATE:g} of a step", late)):
+            places = list(itertools.chain(*rows))
+            leaders = [place.order[0] for place in places if place.leads_clearly]
+            unclear = sum(place.is_unclear for place in places)
+            shares = [leaders.count(method) / len(places) for method in METHODS]
+            cells = [f"{share:.0%}" for share in (*shares, unclear / len(places))]
+            table.add(f"{budget} steps, {words}", *cells)
+    table.end()
+
+
+def show_wire(losses, exact):
+    """What one byte costs each method: the mean over its settings, and the two at the ends."""
+    table = Table(f"one byte over fp32, {COMPARED} steps, merged", "settings", "nats, their mean",
+                  "least", "most")
+    for method in METHODS:
+        costs = wire_costs(losses, exact, method)
+        if costs:
+            means = [cost.mean for cost in costs]
+            by_seed = zip(*(cost.differences for cost in costs))
+            mean = Comparison([statistics.mean(some) for some in by_seed])
+            table.add(NAMES[method], len(costs), mean, f"{min(means):+.3f}", f"{max(means):+.3f}")
+    table.end()
+
+
+def wire_costs(losses, exact, method):
+    """A Comparison for each setting of the method: losses in one byte less those in fp32 with the
+    same seeds. losses and exact: Losses."""
+    found = []
+    for trial, by_seed in losses.measured.items():
+        others = exact.measured.get(in_fp32(trial), {})
+        pairs = []
+        for seed in by_seed:
+            mine, other = by_seed[seed].get(COMPARED), others.get(seed, {}).get(COMPARED)
+            if mine is not None and other is not None:
+                pairs.append(mine - other)
+        if trial.method == method and pairs:
+            found.append(Comparison(pairs))
+    return found
 
 
 SUBJECT = "Which method loses least in equal time"
@@ -300,40 +392,46 @@ SUBJECT = "Which method loses least in equal time"
 
 def draw_8(plt, found):
     """The map of 8 replicas, with the marks."""
-    losses = losses_of(found)
-    chart = chart_of(losses)
+    losses = losses_of(found, WIRE)
+    chart = chart_of(losses, losses.budget())
     figure, axis = plt.subplots(figsize=(WIDTH, 6))
     draw_chart(axis, MESSAGES, LATENCIES, chart, MARKS)
     title = title_of(found, f"Who leads in equal time, of the points drawn: {lead_in_words(chart)}",
                      SUBJECT)
-    figure.suptitle(title + legend(losses), x=0.01, ha="left")
+    figure.suptitle(title + legend(losses, [chart]), x=0.01, ha="left")
     return figure
 
 
 def draw_many(plt, found):
     """The maps of 64 and of 1024 replicas."""
-    losses = losses_of(found)
+    losses = losses_of(found, WIRE)
     many = kept_result(ROOT, "headline_many")
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.8), sharey=True)
     findings = ["Who leads in equal time, of the points drawn, if gaps to DDP grow as from 8 to 64 "
                 "replicas"]
+    charts = []
     for axis, replicas in zip(axes, (64, 1024)):
-        chart = chart_of(losses, growth_of(many, replicas))
+        chart = chart_of(losses, losses.budget(), growth_of(many, replicas))
+        charts.append(chart)
         draw_chart(axis, MESSAGES, LATENCIES, chart, ())
         beyond = ", beyond what was measured" if replicas > 64 else ""
         axis.set_title(f"{replicas} replicas{beyond}")
         findings.append(f"with {replicas} replicas {lead_in_words(chart)}")
     title = title_of(found, "\n".join(findings), SUBJECT)
-    figure.suptitle(title + legend(losses), x=0.01, ha="left")
+    figure.suptitle(title + legend(losses, charts), x=0.01, ha="left")
     return figure
 
 
-def legend(losses):
+def legend(losses, charts):
     budget = losses.budget()
     seeds = losses.seeds(budget)
+    places = itertools.chain.from_iterable(itertools.chain(*charts))
+    blank = ""
+    if not all(place.is_known for place in places):
+        blank = "blank: too few steps; "
     return (f"\n(the time of {budget} steps without messages; full colour: 0.1 nats or more ahead "
             f"of the next method;\nhatched: {counted(len(seeds), 'seed')} cannot tell, each point "
-            "alone; blank: too few steps; losses of 8 replicas, seconds computed)")
+            f"alone; {blank}losses of 8 replicas, seconds computed)")
 
 
 PARTS = {"lengths": Part(lessons_of, show, None, {"map": draw_8, "map_many": draw_many},

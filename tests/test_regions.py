@@ -15,6 +15,7 @@ from plumbing.processes import BadInput
 from tools import hosts as hosts_tool
 from tests.harness import SMALL, SMALL_CONFIG, metrics, options, run
 
+DDP_SHORT = Trial("ddp", wire=regions.WIRE)
 END = {"ddp": 0.9, "diloco": 0.92, "noloco": 0.93}
 BEST = lengths.best_rates()
 
@@ -46,24 +47,27 @@ def test_lessons_are_those_of_fragments_where_both_have_them():
     """What runs/fleets keeps of one is not trained again for the other: the labels are equal."""
     lessons = list(dict.fromkeys(regions.lessons_of([0, 1], None)))
     count = len(list(regions.trials()))
-    assert count == 53 and len(lessons) == count * (2 * 3 + 2)
+    assert count == 65 and len(lessons) == count * (2 * 4 + 1 + 2)          # in fp32 after one length
+    assert {lesson.trial.wire for lesson in lessons if lesson.steps != 600} == {"int8"}
     grid = {lesson.label for lesson in fragments.lessons_of(BEST, [0], 600)}
-    assert sum(lesson.label in grid for lesson in lessons) == 1 + 2 * (4 + 3 * 5)      # m = 2, 10, 20, 50
+    both = [lesson for lesson in lessons if lesson.trial.wire == "fp32" and lesson.label in grid]
+    assert len(both) == 1 + 2 * (4 + 3 * 5)             # m = 2, 10, 20, 50
 
 
 def test_losses_between_lengths_are_on_lines_over_one_over_the_root():
     found = found_of()
-    found["rows"]["another rate"] = dict(row_of(DDP, 0, 600, 9.0), lr=1.0)         # does not count
-    losses = lengths.losses_of(found)
-    trial = Trial("noloco", 10, 1, fragments=10)
+    found["rows"]["another rate"] = dict(row_of(DDP_SHORT, 0, 600, 9.0), lr=1.0)   # neither counts
+    found["rows"]["another wire"] = row_of(DDP, 0, 600, 9.0)
+    losses = lengths.losses_of(found, regions.WIRE)
+    trial = Trial("noloco", 10, 1, regions.WIRE, fragments=10)
     for steps in (150, 151, 299.5, 300, 450, 600):
         assert losses.of(trial, 1, steps) == pytest.approx(loss_after(trial, 1, steps))
     assert losses.of(trial, 1, 20) == losses.of(trial, 1, 150)
-    assert losses.of(trial, 1, 900) == losses.of(trial, 1, 600)
-    assert losses.of(DDP, 0, 600) < 9
+    assert losses.of(trial, 1, 1900) == losses.of(trial, 1, 1200)
+    assert losses.of(DDP_SHORT, 0, 600) < 9
     errors = lengths.errors_of_lines(losses, lengths.by_root)
-    assert sum(map(len, errors.values())) == 3 * len(losses.measured)
-    assert {(300, method) for method in END} == set(errors)
+    assert sum(map(len, errors.values())) == 2 * 3 * len(losses.measured)
+    assert {(steps, method) for steps in (300, 600) for method in END} == set(errors)
     assert all(abs(error) < 1e-12 for some in errors.values() for error in some)
     bent = {150: 2.0, 300: 1.5, 600: 1.4}
     missed = lengths.interpolated({150: 2.0, 600: 1.4}, 300, math.log) - bent[300]
@@ -73,27 +77,29 @@ def test_losses_between_lengths_are_on_lines_over_one_over_the_root():
 def test_a_seed_counts_where_every_setting_has_it_at_every_length():
     """The longer lengths have the first seed alone; seed 7 lacks one length of one setting."""
     found = found_of(lengths=regions.FIRST_LENGTHS, seeds=(0, 1, 2, 7))
-    longer = found_of(lengths=(1200, 2400), seeds=(0,))["rows"]
+    longer = found_of(lengths=(2400,), seeds=(0,))["rows"]
     found["rows"] |= {f"longer {label}": row for label, row in longer.items()}
     gone = next(label for label, row in found["rows"].items() if (row["seed"], row["steps"]) == (7, 150))
     del found["rows"][gone]
-    losses = lengths.losses_of(found)
-    assert losses.budgets() == {2400: [0], 600: [0, 1, 2]} and losses.budget() == 600
-    assert losses.seeds(150) == losses.seeds(450) == [0, 1, 2] and losses.seeds(601) == [0]
+    losses = lengths.losses_of(found, regions.WIRE)
+    three = [0, 1, 2]
+    assert losses.budgets() == {150: three, 300: three, 600: three, 1200: three, 2400: [0]}
+    assert losses.budget() == 1200
+    assert losses.seeds(150) == losses.seeds(450) == three and losses.seeds(1201) == [0]
     assert regions.whole(found, SimpleNamespace(seeds=(0, 1, 2)))
     assert not regions.whole(found, regions.PARTS["lengths"])          # which has five seeds
-    few = lengths.losses_of(found_of(lengths=(20,), seeds=(3,)))
+    few = lengths.losses_of(found_of(lengths=(20,), seeds=(3,)), regions.WIRE)
     assert few.budgets() == {20: [3]} and few.budget() == 20
     with pytest.raises(BadInput, match="no length has every setting"):
-        lengths.losses_of(dict(rows=dict(a=row_of(DDP, 0, 150, 2.0),
-                                         b=row_of(Trial("noloco", 2), 0, 300, 2.0)))).budgets()
+        rows = dict(a=row_of(DDP, 0, 150, 2.0), b=row_of(Trial("noloco", 2), 0, 300, 2.0))
+        lengths.losses_of(dict(rows=rows), "fp32").budgets()
 
 
 @pytest.mark.parametrize("message, latency", [(0.03, 0.001), (0.5, 0.1), (3, 0.001), (30, 0.001), (1, 1)])
 def test_a_place_is_the_best_of_settings_that_are_reckoned_by_hand(message, latency):
     """Whole messages at once: s = 1 + t / m of a pair and of a sum in one byte (Q2), over Gloo."""
     wanted = [trial for trial in regions.trials() if trial.fragments == 1 and trial.delay == 0]
-    losses = lengths.losses_of(found_of(trials=wanted))
+    losses = lengths.losses_of(found_of(trials=wanted), regions.WIRE)
     found = regions.place_at(losses, 600, message, latency)
     made = {}
     for method in ("ddp", "diloco", "noloco"):
@@ -153,6 +159,24 @@ def test_gaps_of_more_replicas_grow_as_those_of_the_same_seeds_did():
     assert growth.of(Trial("diloco", 50)) == pytest.approx(0.07) and growth.of(DDP) == 0
 
 
+def test_one_byte_is_told_beside_fp32_with_the_same_seeds_and_steps(capsys):
+    """DiLoCo loses 0.02 nats by it every 2 steps, nothing every 10; another length does not count."""
+    found = found_of(seeds=(0, 1, 2), trials=[DDP_SHORT])
+    for m, more in ((2, (0.01, 0.02, 0.03)), (10, (0, 0, 0))):
+        for seed in range(3):
+            for wire, extra in (("fp32", 0), ("int8", more[seed])):
+                trial = Trial("diloco", m, wire=wire)
+                found["rows"][f"{m} {seed} {wire}"] = row_of(trial, seed, 600, 1.5 + extra)
+                found["rows"][f"{m} {seed} {wire} short"] = row_of(trial, seed, 300, 1.6 + 2 * extra)
+    losses, exact = lengths.losses_of(found, "int8"), lengths.losses_of(found, "fp32")
+    two, ten = regions.wire_costs(losses, exact, "diloco")
+    assert two.differences == pytest.approx([0.01, 0.02, 0.03])
+    assert ten.differences == pytest.approx([0, 0, 0])
+    assert regions.wire_costs(losses, exact, "ddp") == regions.wire_costs(losses, exact, "noloco") == []
+    regions.show_wire(losses, exact)
+    assert "| DiLoCo | 2 | +0.010 [-0.002, +0.022] | +0.000 | +0.020 |" in capsys.readouterr().out
+
+
 def place(first, second, is_known=True):
     return regions.Place({}, {"ddp": first, "noloco": second}, is_known)
 
@@ -187,6 +211,7 @@ def test_a_map_of_a_try_states_no_finding(capsys, monkeypatch):
     regions.show(found)
     out = capsys.readouterr().out
     assert "125M, 100 Mbit/s" in out and "| 300 steps, DDP | -0.000 | +0.047 |" in out
+    assert "1200 steps, 2 seeds" in out and "one byte over fp32" not in out       # none is in fp32
     for draw in (regions.draw_8, regions.draw_many):
         figure = draw(pyplot(), found)
         assert "a try" in figure.get_suptitle()
@@ -243,13 +268,14 @@ def test_a_watch_times_the_steps_after_the_first_on_every_rank(corpus, tmp_path)
 def test_points_are_raced_at_the_settings_that_the_map_advises():
     """train.py and tools/hosts.py take the options; a message is as many steps long as the point says."""
     losses = points.map_losses()
-    found = list(points.settings(None))
-    assert len(found) == 2 * len(points.POINTS) and len({one.label for one in found}) == len(found)
-    for point, pair in zip(points.POINTS, zip(found[::2], found[1::2])):
+    found = {one.label: one for one in points.settings(None)}
+    assert len(found) == sum(len(point.trials) for point in points.POINTS)
+    for point in points.POINTS:
         place = regions.place_at(losses, *point.on_the_map)
         advised = [place.settings[method] for method in place.order[:2]]
         assert advised == [point.first, point.second]
-        for one, trial in zip(pair, advised):
+        for trial in point.trials:
+            one = found[point.label(trial)]
             o = options(*one.options.split())
             assert (o.method, o.wire, o.inner_steps) == (trial.method, "int8", trial.every)
             assert (o.fragments or 1, o.delay or 0) == (trial.fragments, trial.delay)
