@@ -6,15 +6,17 @@ Between measured lengths a straight line over 1 / sqrt(steps), beyond them the n
 import itertools
 import math
 import statistics
+from dataclasses import replace
 
 from experiments import fragments
-from experiments.comparing import Table
+from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
 from experiments.results import ROOT, kept_result
 from plumbing.drawing import NAMES
 from plumbing.processes import BadInput
 
 MAPPED = 1200               # steps: the map's time, where it is measured with several seeds
+COMPARED = 600              # steps, also in fp32
 
 
 def best_rates():
@@ -123,3 +125,37 @@ def show_errors(losses):
         cells = [statistics.mean(errors[length, method]) for errors in (roots, logs)]
         table.add(f"{length} steps, {NAMES[method]}", *(f"{cell:+.3f}" for cell in cells))
     table.end()
+
+
+def in_fp32(trial):
+    return replace(trial, wire="fp32")
+
+
+def show_wire(losses, exact):
+    """What one byte costs each method: the mean over its settings, and the two at the ends."""
+    table = Table(f"one byte over fp32, {COMPARED} steps, merged", "settings", "nats, their mean",
+                  "least", "most")
+    for method in NAMES:
+        costs = wire_costs(losses, exact, method)
+        if costs:
+            means = [cost.mean for cost in costs]
+            by_seed = zip(*(cost.differences for cost in costs))
+            mean = Comparison([statistics.mean(some) for some in by_seed])
+            table.add(NAMES[method], len(costs), mean, f"{min(means):+.3f}", f"{max(means):+.3f}")
+    table.end()
+
+
+def wire_costs(losses, exact, method):
+    """A Comparison for each setting of the method: losses in one byte less those in fp32 with the
+    same seeds. losses and exact: Losses."""
+    found = []
+    for trial, by_seed in losses.measured.items():
+        others = exact.measured.get(in_fp32(trial), {})
+        pairs = []
+        for seed in by_seed:
+            mine, other = by_seed[seed].get(COMPARED), others.get(seed, {}).get(COMPARED)
+            if mine is not None and other is not None:
+                pairs.append(mine - other)
+        if trial.method == method and pairs:
+            found.append(Comparison(pairs))
+    return found

@@ -23,7 +23,7 @@ from experiments import fragments, lengths, paced, regions
 from experiments.clock import CPU, PROGRAM
 from experiments.comparing import Comparison, Table, lower_and_sure
 from experiments.fleet import Trial
-from experiments.harness import Part, Setting, headline, title_of
+from experiments.harness import FIVE, Part, Setting, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, counted
 from experiments.results import ROOT, kept_result, spread_of
 from plumbing.drawing import NAMES
@@ -147,16 +147,27 @@ def show_alone(found):
 
 @dataclass
 class Race:
-    """A point's runs. first and second: their rows, seed by seed."""
+    """A point's runs. rows: {trial: its rows, seed by seed}, those of `first` and `second` at
+    least, all of the same seeds."""
     point: Point
-    first: list
-    second: list
+    rows: dict
 
     @property
     def measured(self):
         """Nats per byte, the first less the second."""
-        pairs = zip(self.first, self.second)
-        return Comparison([one["merged"] - other["merged"] for one, other in pairs])
+        return self.compared(self.point.first, self.point.second)
+
+    def compared(self, trial, other):
+        """Nats per byte, the trial's less the other's."""
+        pairs = zip(self.rows[trial], self.rows[other])
+        return Comparison([one["merged"] - another["merged"] for one, another in pairs])
+
+    def earlier(self, former):
+        """(the setting of its method that is advised now, the race as it was with `former`)"""
+        first, second = self.point.first, self.point.second
+        if former.method == first.method:
+            return first, self.compared(former, second)
+        return second, self.compared(first, former)
 
     def computed(self, losses):
         """The same by the map. losses: a lengths.Losses."""
@@ -171,21 +182,23 @@ class Race:
 
 
 def races_of(found):
-    """The Races of all points that have runs of both, of as many seeds as both have."""
+    """The Races of all points that have runs of both methods, of as many seeds as all have."""
     races = []
     for point in POINTS:
-        first = found["runs"].get(point.label(point.first), [])
-        second = found["runs"].get(point.label(point.second), [])
-        count = min(len(first), len(second))
-        if count:
-            races.append(Race(point, first[:count], second[:count]))
+        rows = {}
+        for trial in point.trials:
+            if found["runs"].get(point.label(trial)):
+                rows[trial] = found["runs"][point.label(trial)]
+        if point.first in rows and point.second in rows:
+            count = min(map(len, rows.values()))
+            races.append(Race(point, {trial: some[:count] for trial, some in rows.items()}))
     return races
 
 
 def whole(found, part):
     """Whether every point was raced, with all seeds."""
     races = races_of(found)
-    seeds = [len(race.first) for race in races]
+    seeds = [len(race.measured.differences) for race in races]
     return not found.get("steps") and seeds == [len(part.seeds)] * len(POINTS)
 
 
@@ -199,17 +212,25 @@ def show(found):
                   "measured, first less second")
     for race in races_of(found):
         point = race.point
-        names = [fragments.name_of(trial) for trial in (point.first, point.second)]
+        names = [regions.name_of(trial) for trial in (point.first, point.second)]
         table.add(point.name, *names, race.computed(losses), race.measured)
     table.end()
     table = Table("steps in that time", "computed", "made", "merged, nats per byte")
     for race in races_of(found):
         point = race.point
-        for trial, rows in ((point.first, race.first), (point.second, race.second)):
+        for trial, rows in race.rows.items():
             made = [row["curves"]["step"][-1] for row in rows]
             mean = statistics.mean(row["merged"] for row in rows)
             table.add(point.label(trial), f"{point.steps(trial):.0f}", spread_of(made, ".0f"),
                       f"{mean:.3f}")
+    table.end()
+    table = Table("advised, and raced, when the map had fewer settings",
+                  "less the method's setting of now", "the race as it was, first less second")
+    for race in races_of(found):
+        for former in race.point.former:
+            if former in race.rows:
+                now, as_it_was = race.earlier(former)
+                table.add(race.point.label(former), race.compared(former, now), as_it_was)
     table.end()
 
 
@@ -238,7 +259,7 @@ def draw(plt, found):
         axis.plot(race.computed(losses).mean, height, "o", mec=COLOURS[first], mfc="white", ms=8)
     axis.set(yticks=range(len(races)), yticklabels=names, ylim=(len(races) - 0.5, -0.5),
              xlabel="held-out nats per byte, merged: left of zero the map's first is better\n"
-             f"(full: measured, {counted(len(races[0].first), 'seed')}, 95% interval; hollow: "
+             f"(full: measured, {counted(len(races[0].measured.differences), 'seed')}, 95% interval; hollow: "
              "the map)", title=title_of(found, finding(races), "The map's winners between hosts"))
     axis.grid(axis="y", visible=False)
     return figure
@@ -257,7 +278,7 @@ def finding(races):
 PARTS = {
     "alone": Part(alone_settings, show_alone, seeds=(0,)),
     "tried": Part(tried_settings, show_tried, seeds=(0,)),
-    "points": Part(settings, show, None, {"points": draw}, is_whole=whole),
+    "points": Part(settings, show, None, {"points": draw}, seeds=FIVE, is_whole=whole),
 }
 
 if __name__ == "__main__":

@@ -43,18 +43,18 @@ from experiments.comparing import Comparison, Table
 from experiments.fleet import Trial
 from experiments.fleets import measure_lessons
 from experiments.harness import FIVE, Part, headline, title_of
-from experiments.lengths import MAPPED, best_rates, interpolated, losses_of, show_errors
+from experiments.lengths import (COMPARED, MAPPED, best_rates, in_fp32, interpolated, losses_of,
+                                 show_errors, show_wire)
 from experiments.pictures import WIDTH, counted
 from experiments.replicas import DDP, by_trial, merged_loss
 from experiments.results import ROOT, kept_result
 from plumbing.drawing import NAMES
-from gossip.advice import BACKWARD
+from gossip.advice import BACKWARD, HELD, plainness
 from gossip.pace import GLOO, Meetings, Situation, seconds_a_step
 
 METHODS = "ddp", "diloco", "noloco"
 WIRE = "int8"               # of all methods
 EVERY = 1, 2, 5, 10, 20, 50
-COMPARED = 600                              # steps, also in fp32
 FIRST_LENGTHS = 150, 300, COMPARED, MAPPED  # with all seeds
 LENGTHS = *FIRST_LENGTHS, 2400              # with the first
 LATE = 0.35                                 # a latency, over a step
@@ -84,10 +84,6 @@ def ways(m):
     if m >= 10:                 # messages that are always under way, as those of K = m, D = 1
         yield 2, m // 2
         yield 5, m // 5
-
-
-def in_fp32(trial):
-    return replace(trial, wire="fp32")
 
 
 def name_of(trial):
@@ -298,7 +294,10 @@ def show(found):
             shown[budget] = seeds
     for budget, seeds in shown.items():
         show_marks(losses, budget, seeds)
-    show_leads(losses, shown)
+    several = [budget for budget, seeds in shown.items() if len(seeds) > 1]
+    if several:
+        show_leads(losses, several)
+        show_advice(losses, several)
     exact = losses_of(found, "fp32")
     if exact.measured:
         show_wire(losses, exact)
@@ -339,12 +338,10 @@ def show_marks(losses, budget, seeds):
 
 
 def show_leads(losses, budgets):
-    """On what share of the map's points each method leads clearly, where seeds can tell."""
+    """On what share of the map's points each method leads clearly."""
     table = Table("a method leads clearly, of the drawn points", *(NAMES[m] for m in METHODS),
                   "cannot tell")
-    for budget, seeds in budgets.items():
-        if len(seeds) < 2:
-            continue
+    for budget in budgets:
         chart = chart_of(losses, budget)
         late = [row for latency, row in zip(LATENCIES, chart) if latency > LATE]
         for words, rows in (("all", chart), (f"latency above {LATE:g} of a step", late)):
@@ -357,34 +354,41 @@ def show_leads(losses, budgets):
     table.end()
 
 
-def show_wire(losses, exact):
-    """What one byte costs each method: the mean over its settings, and the two at the ends."""
-    table = Table(f"one byte over fp32, {COMPARED} steps, merged", "settings", "nats, their mean",
-                  "least", "most")
-    for method in METHODS:
-        costs = wire_costs(losses, exact, method)
-        if costs:
-            means = [cost.mean for cost in costs]
-            by_seed = zip(*(cost.differences for cost in costs))
-            mean = Comparison([statistics.mean(some) for some in by_seed])
-            table.add(NAMES[method], len(costs), mean, f"{min(means):+.3f}", f"{max(means):+.3f}")
+def show_advice(losses, budgets):
+    """What one loses who takes the setting that --advise's rule picks, over all points."""
+    table = Table("the map's setting that --advise's rule picks, over the method's best",
+                  "mean nats", "nine of ten points below", "most", "points without one")
+    for budget, method in itertools.product(budgets, METHODS[1:]):
+        costs = []
+        missing = 0
+        for latency, message in itertools.product(LATENCIES, MESSAGES):
+            found = means_at(losses, method, budget, message, latency)
+            picked = advised(found, message, latency)
+            if picked:
+                costs.append(found[picked] - min(found.values()))
+            else:
+                missing += 1
+        costs.sort()
+        cells = statistics.mean(costs), costs[int(0.9 * len(costs))], costs[-1]
+        table.add(f"{NAMES[method]}, {budget} steps", *(f"{cost:.3f}" for cost in cells), missing)
     table.end()
 
 
-def wire_costs(losses, exact, method):
-    """A Comparison for each setting of the method: losses in one byte less those in fp32 with the
-    same seeds. losses and exact: Losses."""
-    found = []
-    for trial, by_seed in losses.measured.items():
-        others = exact.measured.get(in_fp32(trial), {})
-        pairs = []
-        for seed in by_seed:
-            mine, other = by_seed[seed].get(COMPARED), others.get(seed, {}).get(COMPARED)
-            if mine is not None and other is not None:
-                pairs.append(mine - other)
-        if trial.method == method and pairs:
-            found.append(Comparison(pairs))
+def means_at(losses, method, budget, message, latency):
+    """{trial of the method: its mean loss over the seeds on a network}"""
+    found = {}
+    for trial in losses.measured:
+        if trial.method == method:
+            steps = steps_in(budget, trial, message, latency, 8)
+            found[trial] = statistics.mean(losses.of(trial, seed, steps)
+                                           for seed in losses.seeds(budget))
     return found
+
+
+def advised(trials, message, latency):
+    """Of the trials the one that gossip/advice.py would take; None where all are held too long."""
+    enough = [trial for trial in trials if 1 - steps_in(1, trial, message, latency, 8) < HELD]
+    return min(enough, key=lambda t: (t.every, plainness(meetings_of(t))), default=None)
 
 
 SUBJECT = "Which method loses least in equal time"

@@ -129,6 +129,21 @@ def test_a_setting_is_chosen_by_the_seeds_that_it_is_not_compared_with():
     assert regions.loss_by_others({"a": [1.0], "b": [2.0]}, 0) == 1.0
 
 
+def test_the_rule_of_advice_takes_the_fewest_steps_that_hold_little():
+    """A message of 1.9 steps, no latency: every 2 steps in halves one step later a message takes 0.95 steps,
+    and whole ones are held. Where all are held there is none."""
+    known = list(regions.trials())
+    noloco = [trial for trial in known if trial.method == "noloco"]
+    assert regions.advised(noloco, 1.9, 0) == Trial("noloco", 2, 1, regions.WIRE, fragments=2)
+    assert regions.advised(noloco, 0.01, 0) == Trial("noloco", 1, 0, regions.WIRE)
+    assert regions.advised(noloco, 1e4, 0) is None
+    losses = lengths.losses_of(found_of(), regions.WIRE)
+    found = regions.means_at(losses, "noloco", 600, 1.9, 0)
+    picked = Trial("noloco", 2, 1, regions.WIRE, fragments=2)
+    assert set(found) == set(noloco)
+    assert found[picked] == pytest.approx(loss_after(picked, 1, 600))         # the middle seed
+
+
 def test_a_slow_replica_is_the_map_with_shorter_messages():
     """All wait for it: f times as long a step is messages and latencies of 1 / f."""
     for trial in regions.trials():
@@ -169,11 +184,11 @@ def test_one_byte_is_told_beside_fp32_with_the_same_seeds_and_steps(capsys):
                 found["rows"][f"{m} {seed} {wire}"] = row_of(trial, seed, 600, 1.5 + extra)
                 found["rows"][f"{m} {seed} {wire} short"] = row_of(trial, seed, 300, 1.6 + 2 * extra)
     losses, exact = lengths.losses_of(found, "int8"), lengths.losses_of(found, "fp32")
-    two, ten = regions.wire_costs(losses, exact, "diloco")
+    two, ten = lengths.wire_costs(losses, exact, "diloco")
     assert two.differences == pytest.approx([0.01, 0.02, 0.03])
     assert ten.differences == pytest.approx([0, 0, 0])
-    assert regions.wire_costs(losses, exact, "ddp") == regions.wire_costs(losses, exact, "noloco") == []
-    regions.show_wire(losses, exact)
+    assert lengths.wire_costs(losses, exact, "ddp") == lengths.wire_costs(losses, exact, "noloco") == []
+    lengths.show_wire(losses, exact)
     assert "| DiLoCo | 2 | +0.010 [-0.002, +0.022] | +0.000 | +0.020 |" in capsys.readouterr().out
 
 
@@ -294,7 +309,9 @@ def test_a_race_is_told_by_what_was_measured_and_by_the_map(capsys):
     pytest.importorskip("matplotlib")
     runs = {}
     for point, more in zip(points.POINTS, ((0.1, 0.1, 0.1), (0.1, -0.1, 0.0))):
-        for trial, by in ((point.first, (0, 0, 0)), (point.second, more)):
+        raced = [(point.first, (0, 0, 0)), (point.second, more)]
+        raced += [(trial, (0.3, 0.3, 0.3)) for trial in point.former]
+        for trial, by in raced:
             runs[point.label(trial)] = [dict(merged=1.5 + extra, curves=dict(step=[400])) for extra in by]
     first, second = points.races_of(dict(runs=runs))
     assert first.measured.differences == pytest.approx([-0.1] * 3)
@@ -303,6 +320,8 @@ def test_a_race_is_told_by_what_was_measured_and_by_the_map(capsys):
     points.show(dict(runs=runs))
     out = capsys.readouterr().out
     assert "-0.100 [-0.100, -0.100], better" in out
+    assert ("| high latency: DiLoCo, m 10, D 5 | +0.200 [+0.200, +0.200], worse | "
+            "-0.300 [-0.300, -0.300], better |") in out
     assert str(first.computed(points.map_losses())) in out
     title = points.draw(pyplot(), dict(runs=runs, whole=True)).axes[0].get_title(loc="left")
     assert "ended lower at 1 of 2 points, after Holm certainly at 1" in title
