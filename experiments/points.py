@@ -38,12 +38,12 @@ ALONE = "nobody sends"
 
 @dataclass(frozen=True)
 class Point:
-    """first and second: the Trials that the map advised before the runs, the one that loses least
-    first. message and latency: seconds over STEP; slow: how many times as long host 5's steps
-    take; former: Trials that it advised, and that were raced, when it had fewer settings."""
+    """noloco and diloco: the Trials that the map advised before the runs. message and latency:
+    seconds over STEP; slow: how many times as long host 5's steps take; former: Trials that it
+    advised, and that were raced, when it had fewer settings."""
     name: str
-    first: Trial
-    second: Trial
+    noloco: Trial
+    diloco: Trial
     message: float
     latency: float
     slow: float = 1
@@ -51,7 +51,7 @@ class Point:
 
     @property
     def trials(self):
-        return self.first, self.second, *self.former
+        return self.noloco, self.diloco, *self.former
 
     @property
     def hosts(self):
@@ -86,10 +86,10 @@ def diloco(m, K, D):
 
 POINTS = (
     Point("high latency", noloco(5, 5, 1), diloco(10, 5, 2), 1.5, 0.3, former=(diloco(10, 1, 5),)),
-    Point("short messages", diloco(2, 2, 1), noloco(2, 2, 1), 0.8, 0.03),
+    Point("short messages", noloco(2, 2, 1), diloco(2, 2, 1), 0.8, 0.03),
     Point("long messages", noloco(10, 5, 2), diloco(20, 20, 1), 10, 0.05,
           former=(noloco(10, 10, 1),)),
-    Point("one slow host", diloco(2, 2, 1), noloco(2, 2, 1), 2, 0.06, slow=2),
+    Point("one slow host", noloco(2, 2, 1), diloco(2, 2, 1), 2, 0.06, slow=2),
 )
 TRIED_AT = POINTS[1]
 TRIED = diloco(5, 1, 2), diloco(10, 1, 5), noloco(5, 1, 2), noloco(10, 1, 5)
@@ -147,36 +147,35 @@ def show_alone(found):
 
 @dataclass
 class Race:
-    """A point's runs. rows: {trial: its rows, seed by seed}, those of `first` and `second` at
-    least, all of the same seeds."""
+    """A point's runs. rows: {trial: its rows, seed by seed}, at least those of the two that are
+    advised, all of the same seeds. Comparisons are NoLoCo's nats per byte less DiLoCo's."""
     point: Point
     rows: dict
 
     @property
     def measured(self):
-        """Nats per byte, the first less the second."""
-        return self.compared(self.point.first, self.point.second)
+        return self.compared(self.point.noloco, self.point.diloco)
 
     def compared(self, trial, other):
-        """Nats per byte, the trial's less the other's."""
+        """The trial's nats less the other's."""
         pairs = zip(self.rows[trial], self.rows[other])
         return Comparison([one["merged"] - another["merged"] for one, another in pairs])
 
     def earlier(self, former):
         """(the setting of its method that is advised now, the race as it was with `former`)"""
-        first, second = self.point.first, self.point.second
-        if former.method == first.method:
-            return first, self.compared(former, second)
-        return second, self.compared(first, former)
+        point = self.point
+        if former.method == "noloco":
+            return point.noloco, self.compared(former, point.diloco)
+        return point.diloco, self.compared(point.noloco, former)
 
     def computed(self, losses):
-        """The same by the map. losses: a lengths.Losses."""
-        first, second = self.point.first, self.point.second
+        """What the map says. losses: a lengths.Losses."""
+        noloco, diloco = self.point.noloco, self.point.diloco
         budget, *_ = self.point.on_the_map
         differences = []
         for seed in losses.seeds(budget):
-            one = losses.of(first, seed, self.point.steps(first))
-            other = losses.of(second, seed, self.point.steps(second))
+            one = losses.of(noloco, seed, self.point.steps(noloco))
+            other = losses.of(diloco, seed, self.point.steps(diloco))
             differences.append(one - other)
         return Comparison(differences)
 
@@ -189,7 +188,7 @@ def races_of(found):
         for trial in point.trials:
             if found["runs"].get(point.label(trial)):
                 rows[trial] = found["runs"][point.label(trial)]
-        if point.first in rows and point.second in rows:
+        if point.noloco in rows and point.diloco in rows:
             count = min(map(len, rows.values()))
             races.append(Race(point, {trial: some[:count] for trial, some in rows.items()}))
     return races
@@ -208,12 +207,12 @@ def map_losses():
 
 def show(found):
     losses = map_losses()
-    table = Table(f"{SECONDS} s between hosts", "first, by the map", "second", "the map says",
-                  "measured, first less second")
+    table = Table(f"{SECONDS} s between hosts", "NoLoCo", "DiLoCo",
+                  "NoLoCo's nats less, by the map", "measured")
     for race in races_of(found):
         point = race.point
-        names = [regions.name_of(trial) for trial in (point.first, point.second)]
-        table.add(point.name, *names, race.computed(losses), race.measured)
+        table.add(point.name, way_of(point.noloco), way_of(point.diloco), race.computed(losses),
+                  race.measured)
     table.end()
     table = Table("steps in that time", "computed", "made", "merged, nats per byte")
     for race in races_of(found):
@@ -225,13 +224,19 @@ def show(found):
                       f"{mean:.3f}")
     table.end()
     table = Table("advised, and raced, when the map had fewer settings",
-                  "less the method's setting of now", "the race as it was, first less second")
+                  "less the method's setting of now", "the race as it was, NoLoCo less DiLoCo")
     for race in races_of(found):
         for former in race.point.former:
             if former in race.rows:
                 now, as_it_was = race.earlier(former)
                 table.add(race.point.label(former), race.compared(former, now), as_it_was)
     table.end()
+
+
+def way_of(trial):
+    """Its setting, without the method."""
+    _, setting = regions.name_of(trial).split(", ", 1)
+    return setting
 
 
 def show_tried(found):
@@ -242,37 +247,37 @@ def show_tried(found):
 
 
 def draw(plt, found):
-    """The first's loss less the second's at each point: the map's, hollow, and what was measured,
-    with its interval."""
+    """NoLoCo's loss less DiLoCo's at each point: the map's, hollow, and what was measured, with its
+    interval."""
     losses = map_losses()
     races = races_of(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 1.8 + 0.55 * len(races)))
+    figure, axis = plt.subplots(figsize=(WIDTH, 1.8 + 0.45 * len(races)))
     axis.axvline(0, color="#000000", lw=1)
-    names = []
     for height, race in enumerate(races):
-        first, second = NAMES[race.point.first.method], NAMES[race.point.second.method]
-        names.append(f"{race.point.name}:\n{first} less {second}")
         measured = race.measured
+        leader = NAMES["noloco" if measured.mean < 0 else "diloco"]
         low, high = measured.interval or (measured.mean, measured.mean)
-        axis.plot([low, high], [height, height], color=COLOURS[first], lw=2.5)
-        axis.plot(measured.mean, height, "o", color=COLOURS[first], ms=8)
-        axis.plot(race.computed(losses).mean, height, "o", mec=COLOURS[first], mfc="white", ms=8)
-    axis.set(yticks=range(len(races)), yticklabels=names, ylim=(len(races) - 0.5, -0.5),
-             xlabel="held-out nats per byte, merged: left of zero the map's first is better\n"
-             f"(full: measured, {counted(len(races[0].measured.differences), 'seed')}, 95% interval; hollow: "
-             "the map)", title=title_of(found, finding(races), "The map's winners between hosts"))
+        axis.plot([low, high], [height, height], color=COLOURS[leader], lw=2.5)
+        axis.plot(measured.mean, height, "o", color=COLOURS[leader], ms=8)
+        axis.plot(race.computed(losses).mean, height, "o", mec="#000000", mfc="white", ms=8)
+    axis.set(yticks=range(len(races)), yticklabels=[race.point.name for race in races],
+             ylim=(len(races) - 0.5, -0.5),
+             xlabel="NoLoCo's held-out nats per byte less DiLoCo's, merged: left of zero NoLoCo is "
+             f"better\n(full: measured, {counted(len(races[0].measured.differences), 'seed')}, 95% "
+             "interval; hollow: what the map says)",
+             title=title_of(found, finding(races), "NoLoCo beside DiLoCo between hosts"))
     axis.grid(axis="y", visible=False)
     return figure
 
 
 def finding(races):
-    """At how many points the map's first one ended lower, and at how many beyond doubt."""
+    """At how many points NoLoCo ended lower, and at how many beyond doubt."""
     found = [race.measured for race in races]
     if any(one.p is None for one in found):
         return ""                   # one seed: a try
     lower, sure = lower_and_sure(found)
-    return (f"Between hosts the map's first method ended lower at {len(lower)} of {len(found)} "
-            f"points, after Holm certainly at {len(sure)}")
+    return (f"In {SECONDS} s between hosts NoLoCo ended lower than DiLoCo at {len(lower)} of "
+            f"{len(found)} points, after Holm's correction certainly at {len(sure)}")
 
 
 PARTS = {

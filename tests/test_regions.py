@@ -287,8 +287,8 @@ def test_points_are_raced_at_the_settings_that_the_map_advises():
     assert len(found) == sum(len(point.trials) for point in points.POINTS)
     for point in points.POINTS:
         place = regions.place_at(losses, *point.on_the_map)
-        advised = [place.settings[method] for method in place.order[:2]]
-        assert advised == [point.first, point.second]
+        assert set(place.order[:2]) == {"noloco", "diloco"}
+        assert [place.settings[method] for method in ("noloco", "diloco")] == [point.noloco, point.diloco]
         for trial in point.trials:
             one = found[point.label(trial)]
             o = options(*one.options.split())
@@ -309,7 +309,7 @@ def test_a_race_is_told_by_what_was_measured_and_by_the_map(capsys):
     pytest.importorskip("matplotlib")
     runs = {}
     for point, more in zip(points.POINTS, ((0.1, 0.1, 0.1), (0.1, -0.1, 0.0))):
-        raced = [(point.first, (0, 0, 0)), (point.second, more)]
+        raced = [(point.noloco, (0, 0, 0)), (point.diloco, more)]
         raced += [(trial, (0.3, 0.3, 0.3)) for trial in point.former]
         for trial, by in raced:
             runs[point.label(trial)] = [dict(merged=1.5 + extra, curves=dict(step=[400])) for extra in by]
@@ -324,4 +324,4 @@ def test_a_race_is_told_by_what_was_measured_and_by_the_map(capsys):
             "-0.300 [-0.300, -0.300], better |") in out
     assert str(first.computed(points.map_losses())) in out
     title = points.draw(pyplot(), dict(runs=runs, whole=True)).axes[0].get_title(loc="left")
-    assert "ended lower at 1 of 2 points, after Holm certainly at 1" in title
+    assert "lower than DiLoCo at 1 of 2 points, after Holm's correction certainly at 1" in title
