@@ -280,10 +280,12 @@ class Fleet:
                       if "layers" in name and len(shape) == 2]
             matrices = [theta[name] for name in inside]
             self.muon = ManyMuons(matrices, [grads[name] for name in inside])
-        self.sums = {trial: ManySums() for trial in self.trials}
+        self.sums = {}                          # of each DDP
         self.outers = []
         for trial, vectors in zip(self.trials, self.theta):
-            if trial.method != "ddp":
+            if trial.method == "ddp":
+                self.sums[trial] = ManySums()
+            else:
                 self.outers += outers_of(trial, vectors, self.seeds, self.lengths)
 
     def named(self, vectors):
@@ -299,9 +301,10 @@ class Fleet:
         self.fill_gradients()
         for trial, g in zip(self.trials, self.grad):
             if trial.method == "ddp":
-                mean = g.mean(1, keepdim=True)
                 if trial.wire == "int8":
                     mean = self.sums[trial].mean(g)
+                else:
+                    mean = g.mean(1, keepdim=True)
                 g.copy_(mean.expand_as(g))
         norm = torch.linalg.vector_norm(self.grad, dim=-1, keepdim=True)
         self.grad.mul_((self.o.clip / norm).clamp(max=1.0))

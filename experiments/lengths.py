@@ -137,25 +137,28 @@ def show_wire(losses, exact):
                   "least", "most")
     for method in NAMES:
         costs = wire_costs(losses, exact, method)
-        if costs:
-            means = [cost.mean for cost in costs]
-            by_seed = zip(*(cost.differences for cost in costs))
-            mean = Comparison([statistics.mean(some) for some in by_seed])
-            table.add(NAMES[method], len(costs), mean, f"{min(means):+.3f}", f"{max(means):+.3f}")
+        if not costs:
+            continue
+        means = [statistics.mean(by_seed.values()) for by_seed in costs.values()]
+        seeds = sorted(set.intersection(*map(set, costs.values())))
+        by_seed = [statistics.mean(cost[seed] for cost in costs.values()) for seed in seeds]
+        table.add(NAMES[method], len(costs), Comparison(by_seed) if seeds else None,
+                  f"{min(means):+.3f}", f"{max(means):+.3f}")
     table.end()
 
 
 def wire_costs(losses, exact, method):
-    """A Comparison for each setting of the method: losses in one byte less those in fp32 with the
-    same seeds. losses and exact: Losses."""
-    found = []
+    """{trial of the method: {seed: nats in one byte less those in fp32}}, where both are there.
+    losses and exact: Losses."""
+    found = {}
     for trial, by_seed in losses.measured.items():
+        if trial.method != method:
+            continue
         others = exact.measured.get(in_fp32(trial), {})
-        pairs = []
-        for seed in by_seed:
-            mine, other = by_seed[seed].get(COMPARED), others.get(seed, {}).get(COMPARED)
-            if mine is not None and other is not None:
-                pairs.append(mine - other)
-        if trial.method == method and pairs:
-            found.append(Comparison(pairs))
+        costs = {}
+        for seed in set(by_seed) & set(others):
+            if COMPARED in by_seed[seed] and COMPARED in others[seed]:
+                costs[seed] = by_seed[seed][COMPARED] - others[seed][COMPARED]
+        if costs:
+            found[trial] = costs
     return found

@@ -4,13 +4,15 @@
 
 pace        eight hosts with a fifth of a processor each, on four networks that nothing was fitted
             to, ten settings each: 45 minutes of two idle cores
+pauses      a pair's exchange after pauses, on the two networks with high latencies
+            (experiments/pauses.py): 5 minutes
 
 A step's own seconds are those of a run on the same hosts in which nobody sends (--method local).
 All else of the computed seconds comes from the network's rate and latency. A second figure adds
 what writing, coding and summing took where an outer step was timed alone (experiments/latency.py,
-200 Mbit/s, 0 ms, the same hosts). The watch runs from step
-FIRST to the last, on every rank; nothing is evaluated meanwhile. A step is one sequence of 128
-tokens of the tiny model, as in experiments/clock.py.
+200 Mbit/s, 0 ms, the same hosts). The watch runs from step FIRST to the last, on every rank;
+nothing is evaluated meanwhile. A step is one sequence of 128 tokens of the tiny model, as in
+experiments/clock.py.
 
     python -m experiments.paced --watch ...             train.py's options: times the steps
 """
@@ -22,6 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments import pauses
 from experiments.clock import COMMON, CPU
 from experiments.comparing import Table
 from experiments.harness import Part, Setting, built, headline, title_of
@@ -246,7 +249,10 @@ def finding(pairs):
             f"{FAR:.0%} of the measured")
 
 
-PARTS = {"pace": Part(settings, show, None, {"pace": draw}, seeds=(0,))}
+PARTS = {
+    "pace": Part(settings, show, None, {"pace": draw}, seeds=(0,)),
+    "pauses": pauses.PART,
+}
 
 if __name__ == "__main__":
     if "--watch" in sys.argv:

@@ -8,18 +8,19 @@ points      2 h 15 of two idle cores: at each point the two methods that the map
 tried       10 minutes: at the second point whole messages with delays, for both methods, one seed:
             does either have a setting there that the map does not advise?
 
-POINTS and their comparisons were chosen before the runs; two settings were chosen again, and raced
-after all others, once the map had settings with K < m and D > 1. Model, batch, rates and outer
-steps are those of the map: 164 000 parameters, 1024 tokens a replica and step. Eight hosts have a
-fifth of a processor each; a point's messages and latencies are in the seconds of such a step, STEP.
-All is sent in one byte a weight. Losses are the merged model's, each run's at its own end.
+POINTS and their comparisons were chosen before the runs. Two settings were chosen again once the
+map had settings with K < m and D > 1; `former` are those that were raced at first. Model, batch,
+rates and outer steps are those of the map: 164 000 parameters, 1024 tokens a replica and step.
+Eight hosts have a fifth of a processor each; a point's messages and latencies are in the seconds of
+such a step, STEP. All is sent in one byte a weight. Losses are the merged model's, each run's at
+its own end.
 """
 import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments import fragments, lengths, paced, regions
+from experiments import fragments, lengths, paced, places, regions
 from experiments.clock import CPU, PROGRAM
 from experiments.comparing import Comparison, Table, lower_and_sure
 from experiments.fleet import Trial
@@ -38,7 +39,7 @@ ALONE = "nobody sends"
 
 @dataclass(frozen=True)
 class Point:
-    """noloco and diloco: the Trials that the map advised before the runs. message and latency:
+    """noloco and diloco: the Trials that the map advises for the race's time. message and latency:
     seconds over STEP; slow: how many times as long host 5's steps take; former: Trials that it
     advised, and that were raced, when it had fewer settings."""
     name: str
@@ -70,7 +71,7 @@ class Point:
     def steps(self, trial):
         """Those that the map reckons with."""
         budget, message, latency = self.on_the_map
-        return regions.steps_in(budget, trial, message, latency, 8)
+        return places.steps_in(budget, places.meetings_of(trial), message, latency)
 
     def label(self, trial):
         return f"{self.name}: {regions.name_of(trial)}"
@@ -128,7 +129,7 @@ def setting_at(point, trial, steps):
 def options_of(trial):
     """Of train.py."""
     rate = fragments.rate_of(trial, lengths.best_rates())
-    return f"{LEARN} --lr {rate} {paced.options_of(regions.meetings_of(trial))}"
+    return f"{LEARN} --lr {rate} {paced.options_of(places.meetings_of(trial))}"
 
 
 def merged(folder):
@@ -148,7 +149,7 @@ def show_alone(found):
 @dataclass
 class Race:
     """A point's runs. rows: {trial: its rows, seed by seed}, at least those of the two that are
-    advised, all of the same seeds. Comparisons are NoLoCo's nats per byte less DiLoCo's."""
+    advised, all of the same seeds. Comparisons are NoLoCo's nats per byte minus DiLoCo's."""
     point: Point
     rows: dict
 
@@ -157,19 +158,22 @@ class Race:
         return self.compared(self.point.noloco, self.point.diloco)
 
     def compared(self, trial, other):
-        """The trial's nats less the other's."""
+        """The trial's nats minus the other's."""
         pairs = zip(self.rows[trial], self.rows[other])
         return Comparison([one["merged"] - another["merged"] for one, another in pairs])
 
-    def earlier(self, former):
-        """(the setting of its method that is advised now, the race as it was with `former`)"""
-        point = self.point
+    def now(self, former):
+        """The setting of former's method that the map advises now."""
+        return self.point.noloco if former.method == "noloco" else self.point.diloco
+
+    def as_it_was(self, former):
+        """The race with `former` in place of what is advised now."""
         if former.method == "noloco":
-            return point.noloco, self.compared(former, point.diloco)
-        return point.diloco, self.compared(point.noloco, former)
+            return self.compared(former, self.point.diloco)
+        return self.compared(self.point.noloco, former)
 
     def computed(self, losses):
-        """What the map says. losses: a lengths.Losses."""
+        """By the map's losses and seconds. losses: a lengths.Losses."""
         noloco, diloco = self.point.noloco, self.point.diloco
         budget, *_ = self.point.on_the_map
         differences = []
@@ -190,7 +194,8 @@ def races_of(found):
                 rows[trial] = found["runs"][point.label(trial)]
         if point.noloco in rows and point.diloco in rows:
             count = min(map(len, rows.values()))
-            races.append(Race(point, {trial: some[:count] for trial, some in rows.items()}))
+            of_same_seeds = {trial: some[:count] for trial, some in rows.items()}
+            races.append(Race(point, of_same_seeds))
     return races
 
 
@@ -206,16 +211,27 @@ def map_losses():
 
 
 def show(found):
+    races = races_of(found)
+    show_races(races)
+    show_steps(races)
+    if any(len(race.rows) > 2 for race in races):
+        show_former(races)
+
+
+def show_races(races):
     losses = map_losses()
-    table = Table(f"{SECONDS} s between hosts", "NoLoCo", "DiLoCo",
-                  "NoLoCo's nats less, by the map", "measured")
-    for race in races_of(found):
+    table = Table(f"{SECONDS} s between hosts", "NoLoCo", "DiLoCo", "NoLoCo minus DiLoCo, computed",
+                  "NoLoCo minus DiLoCo, measured")
+    for race in races:
         point = race.point
         table.add(point.name, way_of(point.noloco), way_of(point.diloco), race.computed(losses),
                   race.measured)
     table.end()
+
+
+def show_steps(races):
     table = Table("steps in that time", "computed", "made", "merged, nats per byte")
-    for race in races_of(found):
+    for race in races:
         point = race.point
         for trial, rows in race.rows.items():
             made = [row["curves"]["step"][-1] for row in rows]
@@ -223,13 +239,16 @@ def show(found):
             table.add(point.label(trial), f"{point.steps(trial):.0f}", spread_of(made, ".0f"),
                       f"{mean:.3f}")
     table.end()
-    table = Table("advised, and raced, when the map had fewer settings",
-                  "less the method's setting of now", "the race as it was, NoLoCo less DiLoCo")
-    for race in races_of(found):
+
+
+def show_former(races):
+    table = Table("advised when the map had fewer settings", "minus the setting advised now",
+                  "the race with it, NoLoCo minus DiLoCo")
+    for race in races:
         for former in race.point.former:
             if former in race.rows:
-                now, as_it_was = race.earlier(former)
-                table.add(race.point.label(former), race.compared(former, now), as_it_was)
+                table.add(race.point.label(former), race.compared(former, race.now(former)),
+                          race.as_it_was(former))
     table.end()
 
 
@@ -247,8 +266,8 @@ def show_tried(found):
 
 
 def draw(plt, found):
-    """NoLoCo's loss less DiLoCo's at each point: the map's, hollow, and what was measured, with its
-    interval."""
+    """NoLoCo's loss minus DiLoCo's at each point: by the map, hollow, and what was measured, with
+    its interval."""
     losses = map_losses()
     races = races_of(found)
     figure, axis = plt.subplots(figsize=(WIDTH, 1.8 + 0.45 * len(races)))
@@ -262,9 +281,9 @@ def draw(plt, found):
         axis.plot(race.computed(losses).mean, height, "o", mec="#000000", mfc="white", ms=8)
     axis.set(yticks=range(len(races)), yticklabels=[race.point.name for race in races],
              ylim=(len(races) - 0.5, -0.5),
-             xlabel="NoLoCo's held-out nats per byte less DiLoCo's, merged: left of zero NoLoCo is "
-             f"better\n(full: measured, {counted(len(races[0].measured.differences), 'seed')}, 95% "
-             "interval; hollow: what the map says)",
+             xlabel="NoLoCo's held-out nats per byte minus DiLoCo's: left of zero NoLoCo is better"
+             f"\n(merged models; full: measured, {counted(len(races[0].measured.differences), 'seed')}, 95% "
+             "interval; hollow: by the map)",
              title=title_of(found, finding(races), "NoLoCo beside DiLoCo between hosts"))
     axis.grid(axis="y", visible=False)
     return figure
@@ -277,7 +296,7 @@ def finding(races):
         return ""                   # one seed: a try
     lower, sure = lower_and_sure(found)
     return (f"In {SECONDS} s between hosts NoLoCo ended lower than DiLoCo at {len(lower)} of "
-            f"{len(found)} points, after Holm's correction certainly at {len(sure)}")
+            f"{len(found)} points,\nbeyond doubt (95%, after Holm's correction) at {len(sure)}")
 
 
 PARTS = {

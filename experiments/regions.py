@@ -32,25 +32,22 @@ doubling of N as those of results/headline_many.json from 8 to 64: whole message
 steps; between their m on a straight line over log m. The growth's own error is left out.
 """
 import itertools
-import math
 import statistics
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from experiments import fragments
 from experiments.charts import draw_chart, lead_in_words
-from experiments.comparing import Comparison, Table
+from experiments.comparing import Table
 from experiments.fleet import Trial
 from experiments.fleets import measure_lessons
 from experiments.harness import FIVE, Part, headline, title_of
-from experiments.lengths import (COMPARED, MAPPED, best_rates, in_fp32, interpolated, losses_of,
-                                 show_errors, show_wire)
+from experiments.lengths import (COMPARED, MAPPED, best_rates, in_fp32, losses_of, show_errors,
+                                 show_wire)
 from experiments.pictures import WIDTH, counted
-from experiments.replicas import DDP, by_trial, merged_loss
+from experiments.places import advice_costs, growth_of, place_at
 from experiments.results import ROOT, kept_result
+from gossip.advice import BACKWARD
 from plumbing.drawing import NAMES
-from gossip.advice import BACKWARD, HELD, plainness
-from gossip.pace import GLOO, Meetings, Situation, seconds_a_step
 
 METHODS = "ddp", "diloco", "noloco"
 WIRE = "int8"               # of all methods
@@ -108,141 +105,18 @@ def measure(name, part, o):
     return measure_lessons(name, o, lessons)
 
 
-# ---------------------------------------------------------------- the seconds
-
-
-def meetings_of(trial):
-    """How the map takes this setting's replicas to meet."""
-    overlap = BACKWARD if trial.method == "ddp" else 0
-    return Meetings(trial.method, trial.wire, trial.every, trial.fragments, trial.delay,
-                    overlap=overlap)
-
-
-def steps_in(budget, trial, message, latency, replicas):
-    """Steps in the time of `budget` steps without messages. message and latency: seconds over a
-    step's."""
-    situation = Situation(params=1, replicas=replicas, step=1, rate=1 / message, latency=latency,
-                          trips=GLOO)
-    return budget / seconds_a_step(situation, meetings_of(trial))
-
-
-# ---------------------------------------------------------------- more replicas
-
-
-@dataclass(frozen=True)
-class Growth:
-    """How gaps to DDP grow from 8 replicas on. nats: {method: {m: with each doubling}}."""
-    replicas: int
-    nats: dict
-
-    def of(self, trial):
-        """What the trial's gap gains, in nats per byte."""
-        if trial.method == "ddp":
-            return 0
-        doublings = math.log2(self.replicas / 8)
-        return interpolated(self.nats[trial.method], trial.every, math.log) * doublings
-
-
-def growth_of(found, replicas):
-    """The Growth that results/headline_many.json shows with Adam and pairs: for each setting least
-    squares over 16 to 64 replicas of its gap less that with 8 replicas and the same seed."""
-    runs = by_trial(found)
-    nats = {}
-    for trial in runs["adam", 8]:
-        if trial.method == "ddp" or trial.group > 2:
-            continue
-        products = squares = 0
-        for (optimizer, count), by_seed in runs.items():
-            if optimizer == "adam" and count > 8:
-                doublings = math.log2(count / 8)
-                for seed in by_seed.get(trial, {}):
-                    more = gap(runs, count, trial, seed) - gap(runs, 8, trial, seed)
-                    products += doublings * more
-                    squares += doublings**2
-        nats.setdefault(trial.method, {})[trial.every] = products / squares
-    return Growth(replicas, nats)
-
-
-def gap(runs, replicas, trial, seed):
-    """Nats over DDP's, merged."""
-    rows = runs["adam", replicas]
-    return merged_loss(rows[trial][seed]) - merged_loss(rows[DDP][seed])
-
-
-# ---------------------------------------------------------------- the map
-
-
-@dataclass(frozen=True)
-class Place:
-    """A point of the map. settings: {method: its best one by all seeds}; losses: {method: [with
-    each seed, of the setting that is best by the others]}; is_known: whether the first setting made
-    as many steps as the shortest length."""
-    settings: dict
-    losses: dict
-    is_known: bool = True
-
-    @cached_property
-    def order(self):
-        """The methods, the one with the lowest mean first."""
-        return sorted(self.losses, key=lambda method: statistics.mean(self.losses[method]))
-
-    @cached_property
-    def lead(self):
-        """The first method's losses less the second's, seed by seed."""
-        first, second = self.order[:2]
-        pairs = zip(self.losses[first], self.losses[second])
-        return Comparison([a - b for a, b in pairs])
-
-    @property
-    def leads_clearly(self):
-        return self.is_known and self.lead.verdict == "better"
-
-    @property
-    def is_unclear(self):
-        return self.is_known and self.lead.verdict != "better"
-
-
-def place_at(losses, budget, message, latency, growth=None):
-    """The Place of a network. growth: a Growth, with more replicas than 8."""
-    replicas = growth.replicas if growth else 8
-    seeds = losses.seeds(budget)
-    made = {}                       # {trial: its steps}
-    by_method = {}                  # {method: {trial: [its loss with each seed]}}
-    for trial in losses.measured:
-        made[trial] = steps_in(budget, trial, message, latency, replicas)
-        more = growth.of(trial) if growth else 0
-        found = [losses.of(trial, seed, made[trial]) + more for seed in seeds]
-        by_method.setdefault(trial.method, {})[trial] = found
-    settings = {}
-    chosen = {}
-    for method, losses_by_trial in by_method.items():
-        settings[method] = min(losses_by_trial, key=lambda t: sum(losses_by_trial[t]))
-        chosen[method] = [loss_by_others(losses_by_trial, i) for i in range(len(seeds))]
-    place = Place(settings, chosen)
-    first = settings[place.order[0]]
-    return replace(place, is_known=made[first] >= min(losses.lengths))
-
-
-def loss_by_others(losses_by_trial, i):
-    """The i-th seed's loss of the setting that is best by the other seeds; with one seed by
-    itself."""
-
-    def total(trial):
-        losses = losses_by_trial[trial]
-        return sum(losses) - losses[i] if len(losses) > 1 else losses[i]
-
-    return losses_by_trial[min(losses_by_trial, key=total)][i]
-
-
-def chart_of(losses, budget, growth=None):
-    """The Place of every point: a list for each latency, in the order of LATENCIES."""
-    rows = []
-    for latency in LATENCIES:
-        rows.append([place_at(losses, budget, message, latency, growth) for message in MESSAGES])
-    return rows
-
 
 # ---------------------------------------------------------------- what was found
+
+
+def chart_of(losses, budget, growth=None, overlap=BACKWARD):
+    """The Place of every point: a list for each latency, in the order of LATENCIES. growth and
+    overlap: of places.place_at."""
+    rows = []
+    for latency in LATENCIES:
+        rows.append([place_at(losses, budget, message, latency, growth, overlap)
+                     for message in MESSAGES])
+    return rows
 
 
 @dataclass(frozen=True)
@@ -339,56 +213,41 @@ def show_marks(losses, budget, seeds):
 
 def show_leads(losses, budgets):
     """On what share of the map's points each method leads clearly."""
-    table = Table("a method leads clearly, of the drawn points", *(NAMES[m] for m in METHODS),
+    table = Table("a method leads clearly, of the map's points", *(NAMES[m] for m in METHODS),
                   "cannot tell")
     for budget in budgets:
         chart = chart_of(losses, budget)
         late = [row for latency, row in zip(LATENCIES, chart) if latency > LATE]
-        for words, rows in (("all", chart), (f"latency above {LATE:g} of a step", late)):
-            places = list(itertools.chain(*rows))
-            leaders = [place.order[0] for place in places if place.leads_clearly]
-            unclear = sum(place.is_unclear for place in places)
-            shares = [leaders.count(method) / len(places) for method in METHODS]
-            cells = [f"{share:.0%}" for share in (*shares, unclear / len(places))]
-            table.add(f"{budget} steps, {words}", *cells)
+        alone = chart_of(losses, budget, overlap=0)
+        table.add(f"{budget} steps", *leads_in(chart))
+        table.add(f"{budget} steps, latency above {LATE:g} of a step", *leads_in(late))
+        table.add(f"{budget} steps, DDP without overlap", *leads_in(alone))
     table.end()
+
+
+def leads_in(chart):
+    """Cells: the share of the points where each method leads clearly, and where seeds cannot
+    tell."""
+    places = list(itertools.chain(*chart))
+    leaders = [place.order[0] for place in places if place.leads_clearly]
+    counts = [leaders.count(method) for method in METHODS]
+    counts.append(sum(place.is_unclear for place in places))
+    return [f"{count / len(places):.0%}" for count in counts]
 
 
 def show_advice(losses, budgets):
     """What one loses who takes the setting that --advise's rule picks, over all points."""
     table = Table("the map's setting that --advise's rule picks, over the method's best",
                   "mean nats", "nine of ten points below", "most", "points without one")
+    points = list(itertools.product(MESSAGES, LATENCIES))
     for budget, method in itertools.product(budgets, METHODS[1:]):
-        costs = []
-        missing = 0
-        for latency, message in itertools.product(LATENCIES, MESSAGES):
-            found = means_at(losses, method, budget, message, latency)
-            picked = advised(found, message, latency)
-            if picked:
-                costs.append(found[picked] - min(found.values()))
-            else:
-                missing += 1
-        costs.sort()
-        cells = statistics.mean(costs), costs[int(0.9 * len(costs))], costs[-1]
-        table.add(f"{NAMES[method]}, {budget} steps", *(f"{cost:.3f}" for cost in cells), missing)
+        costs, missing = advice_costs(losses, method, budget, points)
+        if costs:
+            costs.sort()
+            cells = statistics.mean(costs), costs[int(0.9 * len(costs))], costs[-1]
+            table.add(f"{NAMES[method]}, {budget} steps", *(f"{cost:.3f}" for cost in cells),
+                      missing)
     table.end()
-
-
-def means_at(losses, method, budget, message, latency):
-    """{trial of the method: its mean loss over the seeds on a network}"""
-    found = {}
-    for trial in losses.measured:
-        if trial.method == method:
-            steps = steps_in(budget, trial, message, latency, 8)
-            found[trial] = statistics.mean(losses.of(trial, seed, steps)
-                                           for seed in losses.seeds(budget))
-    return found
-
-
-def advised(trials, message, latency):
-    """Of the trials the one that gossip/advice.py would take; None where all are held too long."""
-    enough = [trial for trial in trials if 1 - steps_in(1, trial, message, latency, 8) < HELD]
-    return min(enough, key=lambda t: (t.every, plainness(meetings_of(t))), default=None)
 
 
 SUBJECT = "Which method loses least in equal time"

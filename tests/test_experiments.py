@@ -1,6 +1,7 @@
 """What the experiments count with: the stability recursion, their clocks, their tables."""
 
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -454,7 +455,7 @@ def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
             (fleet.Trial("noloco", 2, 1, "int8"), "--optimizer", "muon"), (fleet.Trial("noloco", 3),),
             (fleet.Trial("diloco", 2),), (fleet.Trial("ddp"),), (fleet.Trial("noloco", 2, fragments=2),),
             (fleet.Trial("diloco", 3, 1, fragments=3),), (fleet.Trial("ddp", wire="int8"),),
-            (fleet.Trial("diloco", 2, 1, "int8"),), (fleet.Trial("diloco", 3, 1, "int8", fragments=3),))):
+            (fleet.Trial("diloco", 3, 1, "int8", fragments=3),))):
         (found,) = fleet.Fleet(options(*small, *optimizer), [trial], 4, [0], "cpu").train()
         outer = ["--wire", trial.wire]
         outer += ["--inner-steps", trial.every] if trial.method != "ddp" else []
@@ -465,33 +466,82 @@ def test_replicas_in_one_process_lose_what_processes_lose(corpus, tmp_path):
         assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
 
 
+class Replicas:
+    """What Int8Sum does between processes, in one: `mean` of vectors (n, P), with what each rounding owes."""
+
+    def __init__(self, count):
+        self.e, self.f = [0] * count, [0] * count
+
+    def mean(self, vectors):
+        count, size = vectors.shape
+        messages = []
+        for replica, vector in enumerate(vectors):
+            x = torch.zeros(count, *sums.blocks_of(size, count))
+            x.view(-1)[:size] = vector
+            codes, self.e[replica] = sums.rounded(x + self.e[replica])
+            messages.append(sums.values(codes))
+        parts = []
+        for part in range(count):
+            codes, self.f[part] = sums.rounded(sum(message[part] for message in messages) + self.f[part])
+            parts.append(sums.values(codes).flatten())
+        return torch.cat(parts)[:size] / count
+
+
 def test_many_sums_in_one_byte_are_those_of_processes():
-    """Three sums in a row of four replicas, two seeds: what processes send each other, bit for bit, with what
-    each rounding owes the next."""
+    """Three sums in a row of four replicas, two seeds, up to rounding in fp32. What the earlier ones owe
+    is in the third."""
     torch.manual_seed(0)
-    many, size, count = fleet.ManySums(), 5001, 4
-    owed = {}                                               # {seed: ({replica: e}, {part: f})}
-    for number in range(3):
-        vectors = torch.randn(2, count, size) * 10.0 ** torch.randn(2, count, 1)
+    many, replicas_of = fleet.ManySums(), [Replicas(4), Replicas(4)]
+    for _ in range(3):
+        vectors = torch.randn(2, 4, 5001) * 10.0 ** torch.randn(2, 4, 1)
         found = many.mean(vectors)
-        for seed in range(2):
-            e, f = owed.get(seed, ([0] * count, [0] * count))
-            messages = []
-            for replica in range(count):
-                x = torch.zeros(count, *sums.blocks_of(size, count))
-                x.view(-1)[:size] = vectors[seed, replica]
-                codes, e[replica] = sums.rounded(x + e[replica])
-                messages.append(sums.values(codes))
-            parts = []
-            for part in range(count):
-                total = sum(message[part] for message in messages) + f[part]
-                codes, f[part] = sums.rounded(total)
-                parts.append(sums.values(codes).flatten())
-            owed[seed] = e, f
-            expected = torch.cat(parts)[:size] / count
-            torch.testing.assert_close(found[seed, 0], expected, rtol=1e-5, atol=1e-6)
-    exact = vectors.mean(1)
-    assert 1e-4 < (found[:, 0] - exact).abs().max() < 1
+        assert found.shape == (2, 1, 5001)
+        for own, its, of in zip(found, vectors, replicas_of):
+            torch.testing.assert_close(own[0], of.mean(its), rtol=1e-5, atol=1e-6)
+    owing_nothing = fleet.ManySums().mean(vectors)
+    assert (owing_nothing - found).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("count, delay", [(1, 0), (1, 1), (3, 1)])
+def test_diloco_in_one_byte_merges_what_its_sums_bring(count, delay):
+    """Nine steps of three replicas, every 3, whole or in fragments: theta is phi, moved by the rounded mean
+    of what was sent, and what was learnt since. In fp32 it would be another."""
+    torch.manual_seed(0)
+    trial = fleet.Trial("diloco", 3, delay, "int8", fragments=count)
+    start = torch.randn(96).expand(1, 3, 96).clone()
+    thetas = {}
+    for wire in "int8", "fp32":
+        thetas[wire] = start.clone()
+    outers = {wire: fleet.outers_of(dataclasses.replace(trial, wire=wire), theta, [0], [96])
+              for wire, theta in thetas.items()}
+    theta, phi = start[0].clone(), start[0].clone()
+    sums_of, flying = [Replicas(3) for _ in range(count)], [None] * count
+    for step in range(1, 10):
+        learnt = torch.randn(3, 96)
+        for wire in thetas:
+            thetas[wire] += learnt
+            for outer in outers[wire]:
+                outer.step()
+        theta += learnt
+        for k in range(count):
+            part = slice(96 // count * k, 96 // count * (k + 1))
+            own, slow = theta[:, part], phi[:, part]
+            if flying[k] and (step - k - delay) % 3 == 0:
+                land(own, slow, *flying[k])
+            if (step - k) % 3 == 0:
+                sent = own.clone(), slow[:1] + sums_of[k].mean(own - slow)
+                if delay:
+                    flying[k] = sent
+                else:
+                    land(own, slow, *sent)
+        torch.testing.assert_close(thetas["int8"][0], theta, rtol=1e-5, atol=1e-5)
+    assert (thetas["int8"] - thetas["fp32"]).abs().max() > 1e-3
+
+
+def land(theta, phi, sent, mean):
+    """phi is the mean; theta is phi and what was learnt since `sent`."""
+    phi.copy_(mean.expand_as(phi))
+    theta.copy_(phi + (theta - sent))
 
 
 @pytest.mark.parametrize("most, own, long", [(1 << 20, 1 << 20, 99), (128, 64, 99), (48, 48, 99),
