@@ -6,8 +6,8 @@ import statistics
 from experiments.pictures import COLOURS
 from plumbing.drawing import NAMES
 
-# Latency over a step from which on steps between hosts took 1.5 times the computed seconds, below it
-# 1.2 times, in the median (experiments/paced.py, docs/speed.md).
+# Latency over a step from which on steps between hosts took 1.5 times the computed seconds, below
+# it 1.2 times, in the median (experiments/paced.py, docs/speed.md).
 DOUBTFUL = 0.36
 SHADES = {"ddp": "#777777", "diloco": COLOURS["DiLoCo"], "noloco": COLOURS["NoLoCo"]}
 
@@ -28,8 +28,8 @@ def draw_chart(axis, messages, latencies, chart, marks):
              xlim=(messages[0], messages[-1]), ylim=(latencies[0], latencies[-1]))
     axis.grid(visible=False)
     axis.axhline(DOUBTFUL, color="black", ls="--", lw=1)
-    axis.annotate("between our hosts steps took 1.5 times the computed seconds above, 1.2 below", (messages[0], DOUBTFUL),
-                  xytext=(4, 5), textcoords="offset points", fontsize=8,
+    axis.annotate("above, our hosts took 1.5 times the computed seconds, below 1.2",
+                  (messages[0], DOUBTFUL), xytext=(4, 5), textcoords="offset points", fontsize=8,
                   bbox=dict(color="white", alpha=0.7, pad=1))
     for method, points in points_of(messages, latencies, chart).items():
         name_region(axis, NAMES[method], points)

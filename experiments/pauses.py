@@ -22,9 +22,10 @@ from gossip.pace import GLOO, Meetings, Situation, message_seconds
 from plumbing.files import replace
 from plumbing.processes import Job
 
-PAUSES = (0.5, 2, 6)                # seconds before an exchange, at least 0.5
+SHORTEST = 0.5                      # seconds for which clock.seconds_of waits
+PAUSES = (SHORTEST, 2, 6)           # seconds before an exchange
 TRIALS = 9                          # after each pause
-TRIED = 2                           # of a try
+TRIED = 1                           # of a try
 # name: (Mbit/s, ms one way)
 NETWORKS = {"100 Mbit/s, 100 ms": (100, 100), "30 Mbit/s, 50 ms": (30, 50)}
 MEETINGS = Meetings("noloco", "int8")
@@ -45,19 +46,19 @@ def timed(folder):
     return json.loads(Path(folder, "pauses.json").read_text())
 
 
-def main(argv):
-    """Time exchanges, then train as the options say."""
-    trials = int(argv[0])
+def main(argv, pauses=PAUSES):
+    """Time exchanges, then train. argv: how many after each pause, then train.py's options."""
+    trials, *options = argv
     job = Job()
-    run = built(job, argv[1:])
+    run = built(job, options)
     params = list(run.model.parameters())
     outer = outer_optimizer(MEETINGS.method, MEETINGS.wire, 0, params, inner_steps=1)
     first = job.share("first", seconds_of(outer.step))
     paused = {}
-    for pause in PAUSES:
+    for pause in pauses:
         own = []
-        for _ in range(trials):
-            time.sleep(pause - min(PAUSES))     # seconds_of waits for the rest
+        for _ in range(int(trials)):
+            time.sleep(pause - SHORTEST)
             own.append(seconds_of(outer.step))
         of_ranks = job.share(f"after {pause}", own)
         paused[pause] = [max(trial) for trial in zip(*of_ranks)]
@@ -73,7 +74,8 @@ def main(argv):
 def show(found):
     table = Table("a pair's exchange, one byte: seconds, median (range)", "computed", "the first",
                   *(f"after {pause:g} s" for pause in PAUSES))
-    for name, (row, *_) in found["runs"].items():
+    for name, rows in found["runs"].items():
+        row = rows[0]
         cells = []
         for pause in PAUSES:
             seconds = row["paused"][str(pause)]

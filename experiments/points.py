@@ -279,11 +279,11 @@ def draw(plt, found):
         axis.plot([low, high], [height, height], color=COLOURS[leader], lw=2.5)
         axis.plot(measured.mean, height, "o", color=COLOURS[leader], ms=8)
         axis.plot(race.computed(losses).mean, height, "o", mec="#000000", mfc="white", ms=8)
+    seeds = counted(len(races[0].measured.differences), "seed")
     axis.set(yticks=range(len(races)), yticklabels=[race.point.name for race in races],
              ylim=(len(races) - 0.5, -0.5),
              xlabel="NoLoCo's held-out nats per byte minus DiLoCo's: left of zero NoLoCo is better"
-             f"\n(merged models; full: measured, {counted(len(races[0].measured.differences), 'seed')}, 95% "
-             "interval; hollow: by the map)",
+             f"\n(merged models; full: measured, {seeds}, 95% interval; hollow: by the map)",
              title=title_of(found, finding(races), "NoLoCo beside DiLoCo between hosts"))
     axis.grid(axis="y", visible=False)
     return figure

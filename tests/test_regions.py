@@ -1,11 +1,12 @@
 """The map of networks: losses between lengths, seconds, and races at its points (experiments/regions.py,
-paced.py, points.py)."""
+paced.py, pauses.py, points.py)."""
+import functools
 import math
 from types import SimpleNamespace
 
 import pytest
 
-from experiments import charts, fragments, lengths, paced, places, points, regions
+from experiments import charts, fragments, lengths, paced, pauses, places, points, regions
 from experiments.fleet import Trial
 from experiments.replicas import DDP
 from gossip.pace import GLOO, Situation, seconds_a_step, share_held
@@ -303,6 +304,20 @@ def test_a_watch_times_the_steps_after_the_first_on_every_rank(corpus, tmp_path)
     assert len(found["pace"]) == 2 and all(0 < 3 * pace < row["seconds"] for pace in found["pace"])
     assert row["sync_seconds"] is None              # nobody synchronised
     assert found["params"] == sum(p.numel() for p in Llama(SMALL_CONFIG).parameters())
+
+
+def test_exchanges_after_pauses_are_timed_beside_what_is_computed(corpus, tmp_path, capsys):
+    """A byte a weight at 30 Mbit/s and two latencies; two processes time a first one and two more."""
+    run(2, 2, *SMALL, "--data", corpus, "--method", "local", "--microbatches", 1, "--steps", 1, "--name", "x",
+        cwd=tmp_path, main=functools.partial(pauses.main, pauses=(pauses.SHORTEST,)))
+    row = pauses.timed(tmp_path / "runs/x")
+    assert row["params"] == sum(p.numel() for p in Llama(SMALL_CONFIG).parameters())
+    assert row["first"] > 0 and len(row["paused"]["0.5"]) == 2 and min(row["paused"]["0.5"]) > 0
+    name = "30 Mbit/s, 50 ms"
+    row = dict(params=1_500_000, first=1.0, paused={str(pause): [0.7, 0.5, 0.6] for pause in pauses.PAUSES})
+    assert pauses.computed(name, row) == pytest.approx(1.5e6 * 8 / 30e6 + 2 * 0.05)
+    pauses.show(dict(runs={name: [row]}))
+    assert f"| {name} | 0.50 | 1.00 | 0.60 (0.50 to 0.70) |" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- points between hosts (points.py)
