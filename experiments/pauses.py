@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import train
-from experiments.clock import COMMON, seconds_of
+from experiments.clock import COMMON
 from experiments.comparing import Table
 from experiments.harness import Part, Setting, built
 from gossip import outer_optimizer
@@ -22,9 +22,9 @@ from gossip.pace import GLOO, Meetings, Situation, message_seconds
 from plumbing.files import replace
 from plumbing.processes import Job
 
-SHORTEST = 0.5                      # seconds for which clock.seconds_of waits
-PAUSES = (SHORTEST, 2, 6)           # seconds before an exchange
-TRIALS = 9                          # after each pause
+EVERY = (1, 3, 7)                   # seconds from an exchange's start to the next one's
+FIRST = 4                           # seconds that the first exchange may take
+TRIALS = 9                          # of each
 TRIED = 1                           # of a try
 # name: (Mbit/s, ms one way)
 NETWORKS = {"100 Mbit/s, 100 ms": (100, 100), "30 Mbit/s, 50 ms": (30, 50)}
@@ -46,26 +46,41 @@ def timed(folder):
     return json.loads(Path(folder, "pauses.json").read_text())
 
 
-def main(argv, pauses=PAUSES):
-    """Time exchanges, then train. argv: how many after each pause, then train.py's options."""
+def main(argv, every=EVERY, first=FIRST):
+    """Time exchanges, then train. argv: how many with each pause, then train.py's options.
+
+    Exchanges begin at moments that are agreed on before, so that nothing else wakes the connection:
+    hosts share this machine's clock.
+    """
     trials, *options = argv
     job = Job()
     run = built(job, options)
     params = list(run.model.parameters())
     outer = outer_optimizer(MEETINGS.method, MEETINGS.wire, 0, params, inner_steps=1)
-    first = job.share("first", seconds_of(outer.step))
-    paused = {}
-    for pause in pauses:
-        own = []
+    moment = max(job.share("moment", time.monotonic())) + 1
+    own = {"first": [seconds_from(moment, outer.step)]}
+    moment += first
+    for gap in every:
+        own[f"every {gap:g} s"] = []
         for _ in range(int(trials)):
-            time.sleep(pause - SHORTEST)
-            own.append(seconds_of(outer.step))
-        of_ranks = job.share(f"after {pause}", own)
-        paused[pause] = [max(trial) for trial in zip(*of_ranks)]
+            moment += gap
+            own[f"every {gap:g} s"].append(seconds_from(moment, outer.step))
+    of_ranks = job.share("seconds", own)
+    seconds = {}
+    for name in own:
+        trials_of_ranks = zip(*(rank[name] for rank in of_ranks))
+        seconds[name] = [max(trial) for trial in trials_of_ranks]
     if job.rank == 0:
-        found = dict(first=max(first), paused=paused, params=sum(p.numel() for p in params))
+        found = dict(seconds=seconds, params=sum(p.numel() for p in params))
         replace(run.folder / "pauses.json", json.dumps(found))
     train.train(run)
+
+
+def seconds_from(moment, step):
+    """Seconds from the moment, which is to come, until the step is done."""
+    time.sleep(max(0.0, moment - time.monotonic()))
+    step()
+    return time.monotonic() - moment
 
 
 # ---------------------------------------------------------------- what was found
@@ -73,15 +88,13 @@ def main(argv, pauses=PAUSES):
 
 def show(found):
     table = Table("a pair's exchange, one byte: seconds, median (range)", "computed", "the first",
-                  *(f"after {pause:g} s" for pause in PAUSES))
+                  *(f"every {gap:g} s" for gap in EVERY))
     for name, rows in found["runs"].items():
-        row = rows[0]
-        cells = []
-        for pause in PAUSES:
-            seconds = row["paused"][str(pause)]
-            cells.append(f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to "
-                         f"{max(seconds):.2f})")
-        table.add(name, f"{computed(name, row):.2f}", f"{row['first']:.2f}", *cells)
+        first, *others = rows[0]["seconds"].values()
+        cells = [f"{computed(name, rows[0]):.2f}", f"{first[0]:.2f}"]
+        for some in others:
+            cells.append(f"{statistics.median(some):.2f} ({min(some):.2f} to {max(some):.2f})")
+        table.add(name, *cells)
     table.end()
 
 

@@ -309,12 +309,14 @@ def test_a_watch_times_the_steps_after_the_first_on_every_rank(corpus, tmp_path)
 def test_exchanges_after_pauses_are_timed_beside_what_is_computed(corpus, tmp_path, capsys):
     """A byte a weight at 30 Mbit/s and two latencies; two processes time a first one and two more."""
     run(2, 2, *SMALL, "--data", corpus, "--method", "local", "--microbatches", 1, "--steps", 1, "--name", "x",
-        cwd=tmp_path, main=functools.partial(pauses.main, pauses=(pauses.SHORTEST,)))
+        cwd=tmp_path, main=functools.partial(pauses.main, every=(0.25,), first=0.5))
     row = pauses.timed(tmp_path / "runs/x")
     assert row["params"] == sum(p.numel() for p in Llama(SMALL_CONFIG).parameters())
-    assert row["first"] > 0 and len(row["paused"]["0.5"]) == 2 and min(row["paused"]["0.5"]) > 0
+    assert {name: len(some) for name, some in row["seconds"].items()} == {"first": 1, "every 0.25 s": 2}
+    assert min(map(min, row["seconds"].values())) > 0
     name = "30 Mbit/s, 50 ms"
-    row = dict(params=1_500_000, first=1.0, paused={str(pause): [0.7, 0.5, 0.6] for pause in pauses.PAUSES})
+    seconds = dict(first=[1.0], **{f"every {gap} s": [0.7, 0.5, 0.6] for gap in pauses.EVERY})
+    row = dict(params=1_500_000, seconds=seconds)
     assert pauses.computed(name, row) == pytest.approx(1.5e6 * 8 / 30e6 + 2 * 0.05)
     pauses.show(dict(runs={name: [row]}))
     assert f"| {name} | 0.50 | 1.00 | 0.60 (0.50 to 0.70) |" in capsys.readouterr().out
