@@ -22,7 +22,7 @@ from gossip.pace import GLOO, Meetings, Situation, message_seconds
 from plumbing.files import replace
 from plumbing.processes import Job
 
-EVERY = (1, 3, 7)                   # seconds from an exchange's start to the next one's
+EVERY = (1, 7)                      # seconds from an exchange's start to the next one's
 FIRST = 4                           # seconds that the first exchange may take
 TRIALS = 9                          # of each
 TRIED = 1                           # of a try
@@ -90,9 +90,10 @@ def show(found):
     table = Table("a pair's exchange, one byte: seconds, median (range)", "computed", "the first",
                   *(f"every {gap:g} s" for gap in EVERY))
     for name, rows in found["runs"].items():
-        first, *others = rows[0]["seconds"].values()
-        cells = [f"{computed(name, rows[0]):.2f}", f"{first[0]:.2f}"]
-        for some in others:
+        seconds = rows[0]["seconds"]
+        cells = [f"{computed(name, rows[0]):.2f}", f"{seconds['first'][0]:.2f}"]
+        for gap in EVERY:
+            some = seconds[f"every {gap:g} s"]
             cells.append(f"{statistics.median(some):.2f} ({min(some):.2f} to {max(some):.2f})")
         table.add(name, *cells)
     table.end()
