@@ -92,7 +92,7 @@ class Place:
     @cached_property
     def order(self):
         """The methods, the one with the lowest mean first."""
-        return sorted(self.losses, key=lambda method: statistics.mean(self.losses[method]))
+        return sorted(self.losses, key=lambda method: statistics.fmean(self.losses[method]))
 
     @cached_property
     def lead(self):
@@ -168,7 +168,7 @@ def means_at(losses, method, budget, message, latency):
     for trial in losses.measured:
         if trial.method == method:
             steps = steps_in(budget, meetings_of(trial), message, latency)
-            found[trial] = statistics.mean(losses.of(trial, seed, steps) for seed in seeds)
+            found[trial] = statistics.fmean(losses.of(trial, seed, steps) for seed in seeds)
     return found
 
 
