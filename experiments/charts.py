@@ -1,5 +1,6 @@
 """How the map of experiments/regions.py is drawn."""
 import collections
+import itertools
 import math
 import statistics
 
@@ -94,13 +95,18 @@ def name_region(axis, name, points):
               bbox=dict(color="white", alpha=0.7, pad=1.5))
 
 
-def lead_in_words(chart):
-    """On what share of the map's points each method leads clearly, and on what share we cannot tell
-    who leads."""
-    places = [place for row in chart for place in row]
+def leads_in(chart):
+    """({method: on what share of the points it leads clearly}, the largest share first; on what
+    share we cannot tell who leads)."""
+    places = list(itertools.chain(*chart))
     leaders = [place.order[0] for place in places if place.leads_clearly]
-    words = []
+    shares = {}
     for method, count in collections.Counter(leaders).most_common():
-        words.append(f"{NAMES[method]} on {count / len(places):.0%}")
-    unclear = [place for place in places if place.is_unclear]
-    return f"{', '.join(words) or 'nobody'}; on {len(unclear) / len(places):.0%} we cannot tell"
+        shares[method] = count / len(places)
+    return shares, sum(place.is_unclear for place in places) / len(places)
+
+
+def lead_in_words(chart):
+    shares, unclear = leads_in(chart)
+    words = [f"{NAMES[method]} on {share:.0%}" for method, share in shares.items()]
+    return f"{', '.join(words) or 'nobody'}; on {unclear:.0%} we cannot tell"

@@ -203,6 +203,11 @@ def seconds_of(step):
     """Seconds of one step that all ranks begin at one moment: hosts share this machine's clock."""
     moment = torch.tensor(time.monotonic() + 0.5, dtype=torch.float64)
     dist.broadcast(moment, 0)
-    time.sleep(max(0.0, float(moment) - time.monotonic()))
+    return seconds_from(float(moment), step)
+
+
+def seconds_from(moment, step):
+    """Seconds from the moment, which is to come, until the step is done."""
+    time.sleep(max(0.0, moment - time.monotonic()))
     step()
-    return time.monotonic() - float(moment)
+    return time.monotonic() - moment

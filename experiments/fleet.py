@@ -26,7 +26,7 @@ from noloco import random_groups
 from plumbing.data import heldout_sequences, load_corpus, reader_of
 from plumbing.inner import Inner, adam, dtype_for, orthogonal
 from gossip.onebyte import MARGIN
-from gossip.sums import blocks_of
+from gossip.sums import blocks_of, rounded, values
 
 # Tokens whose gradients are computed in one call. On a CPU more would not stay in its caches:
 # 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11.
@@ -81,17 +81,10 @@ class ManySums:
         x = torch.nn.functional.pad(vectors, (0, room - size))
         x = x.view(seeds, count, count, blocks, width)              # seed, replica, part, block
         e, f = self.owed or (0, 0)
-        sent, e = rounded(x + e)                                    # Q1
-        applied, f = rounded(sent.sum(1) + f)                       # Q2
+        codes, e = rounded(x + e)                                   # Q1
+        codes, f = rounded(values(codes).sum(1) + f)                # Q2
         self.owed = e, f
-        return applied.view(seeds, 1, room)[..., :size] / count
-
-
-def rounded(x):
-    """x in blocks (..., width) -> (s k of gossip/sums.py, what is left of x)."""
-    s = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
-    value = s * (x / s).round()
-    return value, x - value
+        return values(codes).view(seeds, 1, room)[..., :size] / count
 
 
 class ManyOuters:

@@ -140,11 +140,18 @@ def show_wire(losses, exact):
         if not costs:
             continue
         means = [statistics.mean(by_seed.values()) for by_seed in costs.values()]
-        seeds = sorted(set.intersection(*map(set, costs.values())))
-        by_seed = [statistics.mean(cost[seed] for cost in costs.values()) for seed in seeds]
-        table.add(NAMES[method], len(costs), Comparison(by_seed) if seeds else None,
-                  f"{min(means):+.3f}", f"{max(means):+.3f}")
+        table.add(NAMES[method], len(costs), mean_cost(costs), f"{min(means):+.3f}",
+                  f"{max(means):+.3f}")
     table.end()
+
+
+def mean_cost(costs):
+    """The Comparison of the settings' mean with each seed that all have; None without any. costs:
+    of `wire_costs`."""
+    means = []
+    for seed in sorted(set.intersection(*map(set, costs.values()))):
+        means.append(statistics.mean(cost[seed] for cost in costs.values()))
+    return Comparison(means) if means else None
 
 
 def wire_costs(losses, exact, method):

@@ -1,11 +1,11 @@
 """A pair's exchange after a pause: the `pauses` part of experiments/paced.py.
 
-    python -m experiments.pauses ...        train.py's options: times exchanges, and trains a step
+    python -m experiments.pauses TRIALS ...     train.py's options: times exchanges, trains a step
 
-TCP sends little at first, and after a pause again: it waits for answers before it fills the link,
-the longer the larger the latency. With eight replicas a connection pauses for about seven rounds
-between two exchanges, since each round's partner is another one. The hosts have the machine's own
-TCP, and nobody else sends.
+Does TCP explain why steps take longer than computed? On a new connection it sends little at first
+and waits for answers before it fills the link; some kinds of it do so again after a pause. With
+eight replicas a connection pauses for about seven rounds between two exchanges, since each round's
+partner is another one. The hosts have the machine's own TCP, and nobody else sends.
 """
 import json
 import statistics
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import train
-from experiments.clock import COMMON
+from experiments.clock import COMMON, seconds_from
 from experiments.comparing import Table
 from experiments.harness import Part, Setting, built
 from gossip import outer_optimizer
@@ -74,13 +74,6 @@ def main(argv, every=EVERY, first=FIRST):
         found = dict(seconds=seconds, params=sum(p.numel() for p in params))
         replace(run.folder / "pauses.json", json.dumps(found))
     train.train(run)
-
-
-def seconds_from(moment, step):
-    """Seconds from the moment, which is to come, until the step is done."""
-    time.sleep(max(0.0, moment - time.monotonic()))
-    step()
-    return time.monotonic() - moment
 
 
 # ---------------------------------------------------------------- what was found

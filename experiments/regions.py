@@ -23,8 +23,8 @@ the one with a message of 1 / f and a latency of 1 / f.
 
 What the map takes for granted: DDP's average overlaps with the backward pass, as in no run here.
 Writing, coding and summing take no time. Links do not contend. The lines between lengths are exact.
-Above the dashed line steps between
-our hosts took 1.5 times the computed seconds, DDP's twice (docs/speed.md).
+Above the dashed line steps between our hosts took 1.5 times the computed seconds, DDP's twice
+(docs/speed.md).
 
 With N replicas instead of 8, DDP is taken to lose after as many steps what it loses with 8 (with 64
 it loses 0.1 nats less, as all do), and a setting's gap to it grows by as many nats with each
@@ -36,7 +36,7 @@ import statistics
 from dataclasses import dataclass
 
 from experiments import fragments
-from experiments.charts import draw_chart, lead_in_words
+from experiments.charts import draw_chart, lead_in_words, leads_in
 from experiments.comparing import Table
 from experiments.fleet import Trial
 from experiments.fleets import measure_lessons
@@ -219,20 +219,17 @@ def show_leads(losses, budgets):
         chart = chart_of(losses, budget)
         late = [row for latency, row in zip(LATENCIES, chart) if latency > LATE]
         alone = chart_of(losses, budget, overlap=0)
-        table.add(f"{budget} steps", *leads_in(chart))
-        table.add(f"{budget} steps, latency above {LATE:g} of a step", *leads_in(late))
-        table.add(f"{budget} steps, DDP without overlap", *leads_in(alone))
+        table.add(f"{budget} steps", *cells_of(chart))
+        table.add(f"{budget} steps, latency above {LATE:g} of a step", *cells_of(late))
+        table.add(f"{budget} steps, DDP without overlap", *cells_of(alone))
     table.end()
 
 
-def leads_in(chart):
-    """Cells: the share of the points where each method leads clearly, and where seeds cannot
-    tell."""
-    places = list(itertools.chain(*chart))
-    leaders = [place.order[0] for place in places if place.leads_clearly]
-    counts = [leaders.count(method) for method in METHODS]
-    counts.append(sum(place.is_unclear for place in places))
-    return [f"{count / len(places):.0%}" for count in counts]
+def cells_of(chart):
+    """The share of the points where each method leads clearly, and where seeds cannot tell."""
+    shares, unclear = leads_in(chart)
+    cells = [f"{shares.get(method, 0):.0%}" for method in METHODS]
+    return [*cells, f"{unclear:.0%}"]
 
 
 def show_advice(losses, budgets):

@@ -240,8 +240,8 @@ def test_a_charts_points_are_coloured_hatched_or_blank():
 
 def test_leads_are_counted_on_all_points_and_on_late_ones():
     """Of six points two are unclear, two DDP's, one NoLoCo's, in the first row, and one is blank."""
-    assert regions.leads_in(CHART) == ["33%", "0%", "17%", "33%"]
-    assert regions.leads_in(CHART[1:]) == ["33%", "0%", "0%", "33%"]
+    assert regions.cells_of(CHART) == ["33%", "0%", "17%", "33%"]
+    assert regions.cells_of(CHART[1:]) == ["33%", "0%", "0%", "33%"]
 
 
 def test_a_map_of_a_try_states_no_finding(capsys, monkeypatch):
