@@ -25,10 +25,10 @@ from plumbing.options import gamma_of, whole_config
 from plumbing.processes import BadInput
 from plumbing.report import outer_warnings
 from tests.harness import HERE, SMALL, SMALL_CONFIG, captured, error_of, options, processes, refused
-from tools import emulate, export, hosts, partial, prepare
+from tools import advise, emulate, export, hosts, partial, prepare
 
-PROGRAMS = {main.__module__: main for main in (bench_sync.main, emulate.main, export.main, hosts.read,
-                                               partial.main, prepare.main)}
+PROGRAMS = {main.__module__: main for main in (advise.main, bench_sync.main, emulate.main, export.main,
+                                               hosts.read, partial.main, prepare.main)}
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",
     "hollow/a.bin": b"\1\0" * 2000, "hollow/b.bin": b"", "blank/a.txt": b"", "blank/b.txt": b"",
