@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 
 WAITING = 0.05          # of the time, at most
 MOST_STEPS = 1000       # between meetings, that are tried
+MOST = 1e15             # of any number that is asked for
 GLOO = 2                # latencies that a message waits for
 BACKWARD = 2 / 3        # of a step, during which an overlapped average of gradients can travel
 
@@ -148,7 +149,7 @@ def delay_for(situation, setting):
 
 
 def candidates(situation, method, how, m):
-    """Settings that meet every m steps: each wire and number of fragments once."""
+    """Settings that meet every m steps: each wire and number of fragments once, preferred first."""
     numbers = [1]
     if how == "fragments":
         numbers = [K for K in range(1, m + 1) if m % K == 0]
@@ -170,18 +171,12 @@ def advise(situation, method, how):
         tried = candidates(situation, method, how, m)
         enough = [setting for setting in tried if waiting_share(situation, setting) <= WAITING]
         if enough:
-            return min(enough, key=preference)
+            return min(enough, key=lambda setting: setting.D)       # the first of equal ones
     return min(tried, key=lambda setting: waiting_share(situation, setting))
 
 
 def most_steps(method):
     return MOST_STEPS if method in OUTER else 1
-
-
-def preference(setting):
-    """What is least is preferred, among settings with one m."""
-    wires = list(BYTES[setting.method])
-    return setting.D, wires.index(setting.wire), setting.K
 
 
 # ---------------------------------------------------------------- the screen
@@ -209,10 +204,12 @@ def print_advice(situation):
 
 def options_of(setting):
     """The setting as options of train.py, beside --method."""
-    words = [f"--wire {setting.wire}"]
+    if setting.method == "overlapped":
+        return f"not in train.py; {setting.wire}"
+    words = f"--wire {setting.wire}"
     if setting.method in OUTER:
-        words.append(f"--inner-steps {setting.m} --fragments {setting.K} --delay {setting.D}")
-    return " ".join(words)
+        words += f" --inner-steps {setting.m} --fragments {setting.K} --delay {setting.D}"
+    return words
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -230,8 +227,8 @@ def main(argv=None):
     o = parser.parse_args(argv)
     for name, _, least, _ in OPTIONS:
         value = getattr(o, name.replace("-", "_"))
-        if not least <= value < math.inf:
-            parser.error(f"--{name} must be at least {least:g}, got {value:g}")
+        if not least <= value <= MOST:
+            parser.error(f"--{name} must be from {least:g} to {MOST:g}, got {value:g}")
     print_advice(Situation(params=o.params, replicas=o.replicas, step=o.step_seconds,
                            rate=o.mbit * 1e6 / 8, latency=o.latency_ms / 1000))
 
