@@ -46,11 +46,9 @@ from plumbing.data import load_data
 from plumbing.evaluation import heldout
 from plumbing.inner import Inner, adam, muon
 from plumbing.lanes import lanes
-from plumbing.memory import refuse_too_large
 from plumbing.options import (METHODS, MODELS, asks_to_join, integers, layout, option,
                               parse_options, steps_or_half, whole_config)
 from plumbing.processes import Job, complain, restarts
-from plumbing.processor import warn_of_slow_bfloat16
 from plumbing.report import Meter, banner
 from plumbing.spread import compare, count_comparison, sampled_places
 from skippipe import BACKWARD, FORWARD, LOSS, Network, chain, full_paths, kind, random_paths
@@ -96,13 +94,9 @@ class Options:
     hidden: int = option(None, "hidden size")
     layers: int = option(None, "number of layers")
     heads: int = option(None, "attention heads")
-    kv_heads: int = option(None, "key-value heads (default: heads)")
     mlp: int = option(None, "intermediate size of the MLP")
     vocab: int = option(None, "vocabulary size")
     seq_len: int = option(None, "tokens per sequence", least=1)
-    rope_theta: float = option(10000.0, "base of the rotary positions")
-    norm_eps: float = option(1e-5, "epsilon of RMSNorm")
-    tied: bool = option(False, "the head is the embedding")
     # the inner optimizer
     optimizer: str = option("adam", "muon: for layers' matrices", choices=["adam", "muon"])
     steps: int = option(None, "inner steps in all", least=1)
@@ -118,14 +112,10 @@ class Options:
     resume: str = option(None, "run folder to go on with; its options hold unless given again")
     eval_every: int = option(100, "steps between evaluations", least=1)
     eval_sequences: int = option(128, "held-out sequences per evaluation and replica", least=1)
-    spread: str = option(
-        "sample", "weights that replicas compare at an evaluation: 65536, or all (at the end: all)",
-        choices=["sample", "all"])
     save_every: int = option(100, "steps between checkpoints", least=1)
     seed: int = option(0, "of weights, data order, routes and groups")
     # the machine
     dtype: str = option("float32", "of compute alone", choices=["float32", "bfloat16"])
-    compile: bool = option(False, "torch.compile each layer (needs a C++ compiler)")
     device: str = option("auto", "where to compute", choices=["auto", "cpu", "cuda"])
     backend: str = option(
         "auto", "nccl needs a GPU for every process", choices=["auto", "gloo", "nccl"])
@@ -470,7 +460,6 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     stage = next(s for s, ranks in enumerate(stages) if job.rank in ranks)
     replicas = stages[stage]
     config = job.together(whole_config, o)
-    refuse_too_large(job, o, config, stages, layers)
     if o.links and not o.resume:
         job.together(read_links, o.links, stages)                       # refused before any work
     corpus, reader = job.together(load_data, o, job.rank, stages[0])
@@ -480,19 +469,15 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
     inner = muon(model, o.beta2) if o.optimizer == "muon" else Inner(adam([theta], o.beta2))
     run = Run(job=job, o=o, stages=stages, stage=stage, config=config, corpus=corpus, reader=reader,
               model=model, theta=theta, grad=grad, inner=inner, folder=take_folder(o, job))
-    if o.compile:
-        for layer in model.model.layers.values():
-            layer.compile()
     run.outer = make_outer(job, o, model.parameters(), replicas, inner)
     if o.method == "ddp" and len(replicas) > 1:
         run.average = Average(SUMS[o.wire], replicas)
     message_shape = o.batch, o.seq_len, o.hidden
     run.pipeline = Pipeline(model, job, stages, message_shape, getattr(torch, o.dtype))
-    run.places = sampled_places(len(theta), o.seed) if o.spread == "sample" else None
+    run.places = sampled_places(len(theta), o.seed)
     run.checkpoints = Checkpoints(job, run.folder)
     plan = go_on(run) if (o.resume or restarts()) and not job.joining else None
     job.say(banner(run))
-    warn_of_slow_bfloat16(o.dtype, job.device)
     run.routes = Routes(job, o, run.pipeline, stages, plan)
     return run
 

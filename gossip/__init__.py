@@ -8,8 +8,7 @@
     outer = Delayed(DiLoCo(params, inner_steps=10), delay=3)            around any outer optimizer
     outer = Fragments(lambda part, at: NoLoCo(part, inner_steps=10, offset=at), params, 5, 10)
 
-`window.py` has the window of gamma in which replicas stay together, `pace.py` how long a step takes
-with its messages, `advice.py` which setting suits a network (`bench_sync.py --advise`).
+`window.py` has the window of gamma in which replicas stay together.
 """
 from gossip.delay import Delayed, PhiAhead
 from gossip.fragments import Fragments
