@@ -9,6 +9,7 @@ This file needs nothing of ours: it reads runs/NAME/config.json and metrics.json
 """
 import argparse
 import json
+import math
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -101,13 +102,16 @@ def read_run(folder, colour):
 
 
 def draw(runs):
-    """The figure: two panels in a row, without those for which nothing was measured."""
+    """The figure: two panels in a row, or one beside long names, of what was measured."""
     from matplotlib.figure import Figure
     panels = [panel for panel in PANELS if measured(runs, panel)]
-    rows = (len(panels) + 1) // 2
-    figure = Figure(figsize=(9, 1 + 2.7 * rows), layout="constrained")
+    columns = 2
+    if max(len(run.name) for run in runs) > 16:
+        columns = 1
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(9, 1 + 2.5 * rows), layout="constrained")
     figure.get_layout_engine().set(wspace=0.08, hspace=0.06)
-    axes = figure.subplots(rows, 2, squeeze=False).flat
+    axes = figure.subplots(rows, columns, squeeze=False).flat
     for axis, panel in zip(axes, panels):
         draw_panel(axis, panel, measured(runs, panel))
     for axis in axes[len(panels):]:
