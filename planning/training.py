@@ -55,7 +55,8 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None)
     per origin; it sends as many at once as nodes hold, the rest in further rounds where that
     divides. dead: ranks that are not there; the living may have less room, so then paths become
     shorter where they must. before: a plan from before they died. With more than `regions.WHOLE`
-    ranks only their regions are planned anew (`regions.around`). Raises BadInput where there is no plan."""
+    ranks only their regions are planned anew (`regions.around`). Raises BadInput where there is no
+    plan."""
     rounds = rounds_of(microbatches, min(network.memory))
     kept = min(round((1 - skip) * len(network.stages)), len(living(network.stages, dead)))
     while True:
