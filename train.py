@@ -38,7 +38,6 @@ from gossip import outer_optimizer
 from gossip.sums import SUMS, Average
 from model import Config, Llama
 from noloco import flatten
-from planning.replan import Replanning, TimedBackwards
 from planning.rho import shares
 from planning.training import PLANNERS, idle, measure, plan_paths, read_links
 from plumbing.checkpoints import Checkpoints, begin, go_on, state_of, take_folder
@@ -83,9 +82,6 @@ class Options:
         False, "with --skip, evaluate as the papers do, without the rho rule (planning/)")
     links: str = option(
         None, "JSON with the ranks' delay and compute in seconds, instead of measuring them",
-        planned=True)
-    replan: float = option(
-        0.0, "plan anew where the plan takes this share longer than a new one (0: never)",
         planned=True)
     microbatches: int = option(2, "microbatches per origin and step", least=1)
     batch: int = option(4, "sequences per microbatch", least=1)
@@ -326,7 +322,6 @@ class Routes:
 
     plan: what the checkpoint of a resumed run holds, as `plan_paths` returns it.
     """
-    pace = 1.0          # seconds of ours per second of the plan (tools/emulate.py)
 
     def __init__(self, job, o, pipeline, stages, plan=None):
         self.job, self.o = job, o
@@ -371,9 +366,6 @@ class Routes:
     def living(self):
         """The ranks of each stage: all, unless survive/ goes round the dead."""
         return self.stages
-
-    def renew(self, step):
-        """Nothing, unless --replan plans anew here."""
 
 
 # ---------------------------------------------------------------- one step
@@ -528,10 +520,10 @@ def train(run):
 
 
 def between_steps(run, before, save):
-    """Evaluate, plan anew, save and report, as far as due since step `before`.
+    """Evaluate, save and report, as far as due since step `before`.
 
     None of this counts towards `seconds`. The checkpoint is written before ranks wait to compare
-    weights and report; the evaluation's pipelines, and --replan, have waited before it.
+    weights and report; the evaluation's pipelines have waited before it.
     """
     o = run.o
     ends = run.step == o.steps
@@ -542,10 +534,8 @@ def between_steps(run, before, save):
     run.meter.pause()
     if evaluates:
         row = run.log.take_row(heldout(run))
-        # Before the checkpoint, which has the counts and the plan.
+        # Before the checkpoint, which has the counts.
         count_comparison(run, ends)
-        if not ends:
-            run.routes.renew(run.step)
     if saves:
         save()
     if evaluates:
@@ -553,14 +543,6 @@ def between_steps(run, before, save):
         row |= compare(run, moment, ends, heldout)
         run.log.report(row, moment)
     run.meter.go_on()
-
-
-class TimedPipeline(TimedBackwards, Pipeline):
-    """For --replan."""
-
-
-class ReplanningRoutes(Replanning, Routes):
-    """For --replan."""
 
 
 def main(argv=None):
@@ -576,8 +558,7 @@ def main(argv=None):
         from survive import parts
         return parts.run(job, o, argv)
     job.connect(o)
-    classes = (TimedPipeline, ReplanningRoutes) if o.replan else ()
-    train(build(job, o, *classes))
+    train(build(job, o))
 
 
 if __name__ == "__main__":
