@@ -46,7 +46,6 @@ class RunResult:
         self.final = self.losses[-1]
         self.sent = self.curves["sync_bytes"][-1] / row["ranks"] / 1e6      # MB per rank
         self.shares = row.get("shares")     # losses with stages missing (experiments/skip.py)
-        self.alone = row.get("alone")       # seconds of outer steps alone (experiments/latency.py)
 
     @property
     def seconds(self):

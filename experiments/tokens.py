@@ -52,10 +52,12 @@ def trials():
 
 
 def lessons_of(seeds, steps):
-    """From few tokens to many. steps: of a try, whose steps have few tokens."""
+    """From few tokens to many. steps: of a try, which has few tokens and replicas."""
     counts = OF_A_TRY if steps else TOKENS
+    replicas = 2 if steps else 8
     for tokens, seed, trial in itertools.product(counts, seeds or SEEDS, trials()):
-        yield Lesson(trial, seed, RATE, sequences=tokens // LENGTH, steps=steps or STEPS)
+        yield Lesson(trial, seed, RATE, replicas=replicas, sequences=tokens // LENGTH,
+                     steps=steps or STEPS)
 
 
 def measure(name, part, o):
