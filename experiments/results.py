@@ -38,7 +38,6 @@ class RunResult:
     def __init__(self, row):
         words = row["command"].split()
         given = dict(zip(words, words[1:]))             # of an option given twice the last counts
-        self.wire = given.get("--wire", "fp32")
         self.seed = int(given["--seed"])
         self.curves = row["curves"]
         self.steps = self.curves["step"]
@@ -59,11 +58,6 @@ def results(found):
     for label, rows in found["runs"].items():
         read[label] = [RunResult(row) for row in rows]
     return read
-
-
-def published(part):
-    """{label: [a RunResult per seed]} of a part in this repository's results/."""
-    return results(kept_result(ROOT, f"headline_{part}"))
 
 
 # ---------------------------------------------------------------- runs of the same seeds
