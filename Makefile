@@ -40,7 +40,7 @@ headline: .venv/ready
 # QUICK=1: a try between two by the same clock, into runs/quick
 OUT := $(if $(QUICK),runs/quick,.)
 hosts: .venv/ready
-	$(BIN)/python -m experiments.network $(if $(QUICK),grid --steps 5 --seeds 0) --out $(OUT)
+	$(BIN)/python -m experiments.network $(if $(QUICK),--steps 5 --seeds 0) --out $(OUT)
 	$(BIN)/python -m experiments.points $(if $(QUICK),points --steps 5 --seeds 0) --out $(OUT)
 
 .venv/ready: requirements.txt
