@@ -15,7 +15,6 @@ import torch
 import train
 from experiments.fleet import Fleet, Trial, device, machine
 from experiments import replicas
-from experiments.apart import Apart
 from experiments.replicas import LEARN, LENGTH, SEQUENCES, merged_loss
 from experiments.results import kept_result
 from plumbing.files import replace
@@ -41,7 +40,6 @@ class Lesson:
     replicas: int = 8
     sequences: int = SEQUENCES          # of a replica's step
     steps: int = 600
-    closely: bool = False               # with what experiments/apart.py watches
 
     @property
     def kind(self):
@@ -145,14 +143,10 @@ def train_chunk(chunk, extra):
     trials = list(dict.fromkeys(lesson.trial for lesson in chunk))
     seeds = list(dict.fromkeys(lesson.seed for lesson in chunk))
     fleet = Fleet(train.parse(options.split()), trials, one.replicas, seeds, device())
-    watch = Apart(fleet) if one.closely else None
     start = time.perf_counter()
-    rows = fleet.train(watch)
+    rows = fleet.train()
     seconds = time.perf_counter() - start
-    seen = watch.rows() if watch else [{}] * len(rows)
-    found = {}
-    for row, more in zip(rows, seen):
-        found[Trial(**row["trial"]), row["seed"]] = row | more
+    found = {(Trial(**row["trial"]), row["seed"]): row for row in rows}
     FOLDER.mkdir(parents=True, exist_ok=True)
     for lesson in chunk:
         row = found[lesson.trial, lesson.seed]
