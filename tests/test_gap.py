@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import train
-from experiments import gap
-from experiments.fleet import Batches, Fleet, ManyOuters, Trial
+from experiments import gap, gap_runs
+from experiments.batches import Batches
+from experiments.fleet import Fleet, ManyOuters, Trial
 from noloco import random_groups
 from plumbing.data import load_corpus, reader_of
 
-FULL = gap.SCALES["full"]
+FULL = gap_runs.SCALES["full"]
 
 
 # ---------------------------------------------------------------- which runs
@@ -32,7 +33,8 @@ def test_the_full_scale_has_the_runs_that_were_named_before():
     assert found == named
     assert FULL.settings[0].name == "Adam" and FULL.settings[-1].name == "4096 tokens, 1200 steps"
     adam = FULL.settings[0].trials
-    plain = {(trial.method, trial.every) for trial in adam if trial == Trial(trial.method, trial.every)}
+    plain = {(trial.method, trial.every) for trial in adam
+             if trial == Trial(trial.method, trial.every)}
     assert plain == {("ddp", 1), ("local", 1), ("noloco", 2), ("noloco", 10), ("noloco", 50),
                      ("diloco", 4), ("diloco", 20), ("diloco", 100)}
     rest = set(adam) - {Trial(*pair) for pair in plain}
@@ -42,17 +44,17 @@ def test_the_full_scale_has_the_runs_that_were_named_before():
         Trial("noloco", 50, alpha=0.5, beta=0.7), Trial("diloco", 100, alpha=0.3, beta=0.7)}
 
 
-@pytest.mark.parametrize("name", gap.SCALES)
+@pytest.mark.parametrize("name", gap_runs.SCALES)
 def test_rates_are_chosen_on_seeds_that_measure_nothing_else(name):
-    scale = gap.SCALES[name]
+    scale = gap_runs.SCALES[name]
     measured = {seed for setting in scale.settings for seed in setting.seeds}
     assert not measured & set(scale.rate_seeds)
-    assert {lesson.seed for lesson in gap.rate_lessons(scale)} <= set(scale.rate_seeds)
+    assert {lesson.seed for lesson in gap_runs.rate_lessons(scale)} <= set(scale.rate_seeds)
 
 
 def test_every_trial_of_every_setting_but_one_that_borrows_is_tried_with_three_rates():
     tried = {}
-    for lesson in gap.rate_lessons(FULL):
+    for lesson in gap_runs.rate_lessons(FULL):
         tried.setdefault((lesson.setting, lesson.trial), set()).add(lesson.rate)
     wanted = {(setting.name, trial) for setting in FULL.settings for trial in setting.trials
               if not setting.lender}
@@ -69,20 +71,21 @@ def test_the_best_rate_has_the_lowest_mean_loss_of_both_seeds():
     adam, lender = FULL.settings[0], FULL.settings[3]
     borrows = FULL.settings[-1]
     losses = {}
-    for lesson in gap.rate_lessons(FULL):
+    for lesson in gap_runs.rate_lessons(FULL):
         place = FULL.rates["adam"].index(lesson.rate) if lesson.setting != "Muon" else 0
         # With seed 100 the first rate is best, with both the second; unmerged, the third.
         merged = {100: (1.0, 1.1, 1.5), 101: (2.0, 1.5, 2.0)}[lesson.seed][place]
         losses[lesson] = merged, (3.0, 2.0, 1.0)[place]
     rows = rows_of(losses)
-    assert gap.best_rate(FULL, adam, gap.DDP, rows) == FULL.rates["adam"][1]
-    assert gap.best_rate(FULL, adam, gap.NEVER, rows) == FULL.rates["adam"][2]
-    missing = next(lesson for lesson in gap.rate_lessons(FULL)
-                   if lesson.setting == lender.name and lesson.trial == gap.DDP)
-    assert gap.best_rate(FULL, borrows, gap.DDP, rows) == FULL.rates["adam"][1]
+    assert gap_runs.best_rate(FULL, adam, gap_runs.DDP, rows) == FULL.rates["adam"][1]
+    assert gap_runs.best_rate(FULL, adam, gap_runs.NEVER, rows) == FULL.rates["adam"][2]
+    missing = next(lesson for lesson in gap_runs.rate_lessons(FULL)
+                   if lesson.setting == lender.name and lesson.trial == gap_runs.DDP)
+    assert gap_runs.best_rate(FULL, borrows, gap_runs.DDP, rows) == FULL.rates["adam"][1]
     del rows[missing.label]
-    assert gap.best_rate(FULL, borrows, gap.DDP, rows) is None
-    assert gap.DDP not in {lesson.trial for lesson in gap.measured_lessons(FULL, borrows, rows)}
+    assert gap_runs.best_rate(FULL, borrows, gap_runs.DDP, rows) is None
+    ready = {lesson.trial for lesson in gap_runs.measured_lessons(FULL, borrows, rows)}
+    assert ready == {gap_runs.NOLOCO[10]}
 
 
 # ---------------------------------------------------------------- statistics
@@ -95,17 +98,17 @@ def made_up(losses):
     for (name, trial), values in losses.items():
         setting = next(one for one in scale.settings if one.name == name)
         for seed, value in enumerate(values):
-            lesson = gap.Lesson(name, trial, 1.0, seed, setting.steps)
+            lesson = gap_runs.Lesson(name, trial, 1.0, seed, setting.steps)
             rows |= rows_of({lesson: (value, value + 1)})
     return gap.Found(scale, rows)
 
 
 def test_gaps_are_paired_by_seed_and_equal_what_a_hand_reckons():
-    found = made_up({("Adam", gap.DDP): [1.0, 2.0, 3.0],
-                     ("Adam", gap.NOLOCO[10]): [1.1, 2.3, 3.2]})
-    one = found.over("Adam", gap.NOLOCO[10])
+    found = made_up({("Adam", gap_runs.DDP): [1.0, 2.0, 3.0],
+                     ("Adam", gap_runs.NOLOCO[10]): [1.1, 2.3, 3.2]})
+    one = found.over("Adam", gap_runs.NOLOCO[10])
     assert one.mean == pytest.approx((math.exp(0.1) + math.exp(0.3) + math.exp(0.2)) / 3 - 1)
-    primary = found.primary(("Adam", gap.NOLOCO[10], gap.DDP), None)
+    primary = found.primary(("Adam", gap_runs.NOLOCO[10], gap_runs.DDP), None)
     # Student's t with two degrees: 4.3027 standard errors of 0.1 / sqrt(3).
     assert primary.mean == pytest.approx(0.2)
     assert primary.interval == pytest.approx((0.2 - 0.24841, 0.2 + 0.24841), abs=1e-4)
@@ -113,18 +116,20 @@ def test_gaps_are_paired_by_seed_and_equal_what_a_hand_reckons():
 
 def test_the_gap_with_equal_data_is_a_difference_of_gaps_of_the_same_seed():
     found = made_up({
-        (gap.MAIN, gap.DDP): [1.0, 1.0, 9.0], (gap.MAIN, gap.NOLOCO[10]): [1.2, 1.3, 9.9],
-        (gap.WIDE, gap.DDP): [2.0, 3.0], (gap.WIDE, gap.NOLOCO[10]): [2.1, 3.4]})
+        (gap_runs.MAIN, gap_runs.DDP): [1.0, 1.0, 9.0],
+        (gap_runs.MAIN, gap_runs.NOLOCO[10]): [1.2, 1.3, 9.9],
+        (gap_runs.WIDE, gap_runs.DDP): [2.0, 3.0],
+        (gap_runs.WIDE, gap_runs.NOLOCO[10]): [2.1, 3.4]})
     (gaps,) = [gaps for _, *gaps in gap.PRIMARY if gaps[1]]
     assert found.primary(*gaps).differences == pytest.approx([-0.1, 0.1])
     assert len(gap.PRIMARY) == 7 and found.verdicts() == {}     # six are not there yet
 
 
 def test_bytes_are_those_of_a_ring_and_of_a_pair():
-    assert gap.bytes_of_ddp(gap.DDP, 8) == 1
-    assert gap.bytes_of_ddp(gap.DILOCO[20], 8) == 1 / 20
-    assert gap.bytes_of_ddp(gap.NOLOCO[10], 8) == pytest.approx(4 / 7 / 10)
-    assert gap.bytes_of_ddp(gap.NOLOCO[10], 2) == 1 / 10
+    assert gap.bytes_of_ddp(gap_runs.DDP, 8) == 1
+    assert gap.bytes_of_ddp(gap_runs.DILOCO[20], 8) == 1 / 20
+    assert gap.bytes_of_ddp(gap_runs.NOLOCO[10], 8) == pytest.approx(4 / 7 / 10)
+    assert gap.bytes_of_ddp(gap_runs.NOLOCO[10], 2) == 1 / 10
 
 
 # ---------------------------------------------------------------- chunks, time, the file
@@ -132,12 +137,13 @@ def test_bytes_are_those_of_a_ring_and_of_a_pair():
 
 def test_chunks_hold_every_run_once_and_all_seeds_of_a_trial_have_its_rate():
     setting = FULL.settings[0]
-    missing = [gap.Lesson(setting.name, trial, 1.0, seed, 1200)
-               for seed in setting.seeds for trial in setting.trials if (seed, trial) != (3, gap.DDP)]
+    missing = [gap_runs.Lesson(setting.name, trial, 1.0, seed, 1200)
+               for seed in setting.seeds for trial in setting.trials
+               if (seed, trial) != (3, gap_runs.DDP)]
     trained = []
     while missing:
-        chunk = gap.next_chunk(FULL, setting, missing)
-        learners, seeds = gap.learners_of(chunk), {lesson.seed for lesson in chunk}
+        chunk = gap_runs.next_chunk(FULL, setting, missing)
+        learners, seeds = gap_runs.learners_of(chunk), {lesson.seed for lesson in chunk}
         assert len(chunk) == len(learners) * len(seeds) and len(seeds) <= 5
         trained += chunk
         missing = [lesson for lesson in missing if lesson not in chunk]
@@ -145,26 +151,26 @@ def test_chunks_hold_every_run_once_and_all_seeds_of_a_trial_have_its_rate():
 
 
 def test_no_chunk_begins_that_would_end_too_late(monkeypatch):
-    monkeypatch.setattr(gap.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(gap_runs.time, "monotonic", lambda: 0.0)
     setting = FULL.settings[0]
-    lessons = [gap.Lesson(setting.name, gap.DDP, 1.0, seed, 1200) for seed in range(5)]
-    clock = gap.Clock(1.0)
+    lessons = [gap_runs.Lesson(setting.name, gap_runs.DDP, 1.0, seed, 1200) for seed in range(5)]
+    clock = gap_runs.Clock(1.0)
     clock.warm = True
     clock.saw(setting, lessons, 90.0)           # 18 seconds a run, a fifth more to be safe
     assert [lesson.seed for lesson in clock.fitting(setting, lessons)] == [0, 1]
     clock.end = 10.0
-    with pytest.raises(gap.OutOfTime, match="Adam"):
+    with pytest.raises(gap_runs.OutOfTime, match="Adam"):
         clock.fitting(setting, lessons)
 
 
 def add_one(out, number):
-    gap.Rows(out).add({f"row {number}": dict(digest="x", merged=number)})
+    gap_runs.Rows(out).add({f"row {number}": dict(digest="x", merged=number)})
 
 
 def test_processes_that_add_rows_at_the_same_time_lose_none(tmp_path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         pool.starmap(add_one, [(tmp_path, number) for number in range(20)])
-    rows = gap.Rows(tmp_path)
+    rows = gap_runs.Rows(tmp_path)
     assert len(rows.read()) == 20
     with pytest.raises(SystemExit, match="another text"):
         rows.add({"other": dict(digest="y")})
@@ -182,7 +188,7 @@ def test_a_fleets_outer_steps_are_n1_to_n3(method, alpha, beta):
     own = list(theta[0].clone())
     phi = [vector.clone() for vector in own]
     delta = [torch.zeros(6, dtype=torch.float64) for _ in own]
-    many = ManyOuters(Trial(method, 2, alpha=alpha, beta=beta), theta, [7], [6], 2)
+    many = ManyOuters(Trial(method, 2, alpha=alpha, beta=beta), theta, [7], [6])
     for step in range(1, 7):
         moves = torch.randn(4, 6, dtype=torch.float64)
         theta += moves
@@ -245,7 +251,7 @@ def test_each_trial_trains_with_a_rate_of_its_own(words, optimizer):
 
 
 def test_what_is_there_is_not_trained_again_and_a_stopped_piece_goes_on(tmp_path, monkeypatch):
-    scale = gap.SCALES["try"]
+    scale = gap_runs.SCALES["try"]
     chunks = []
 
     def pretend(scale, setting, chunk, rows):
@@ -254,12 +260,12 @@ def test_what_is_there_is_not_trained_again_and_a_stopped_piece_goes_on(tmp_path
             raise KeyboardInterrupt
         return rows_of({lesson: (1.0, 2.0) for lesson in chunk})
 
-    monkeypatch.setattr(gap, "train_chunk", pretend)
-    rows, clock = gap.Rows(tmp_path), SimpleNamespace(
+    monkeypatch.setattr(gap_runs, "train_chunk", pretend)
+    rows, clock = gap_runs.Rows(tmp_path), SimpleNamespace(
         fitting=lambda setting, lessons: lessons, saw=lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
-        gap.train_all(scale, rows, clock)
-    gap.train_all(scale, rows, clock)
+        gap_runs.train_all(scale, rows, clock)
+    gap_runs.train_all(scale, rows, clock)
     trained = [lesson for number, chunk in enumerate(chunks) if number != 2 for lesson in chunk]
     assert len(trained) == len(set(trained)) == len(rows.read())
     assert gap.Found(scale, rows.read()).is_whole()
