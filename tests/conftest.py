@@ -6,7 +6,6 @@ import pytest
 
 import train
 from tests.harness import LINKS, SMALL, run, write_corpus
-from tools import emulate
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +20,8 @@ def skip_run(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("skip")
     (folder / "links.json").write_text(json.dumps(LINKS))
     run(5, "--stages", "2,1,2", "--skip", 0.33, "--method", "local", "--links", "links.json",
-        "--time-scale", 2, "--microbatches", 4, "--steps", 3, "--warmup", 2, "--data", corpus,
-        "--name", "x", *SMALL, cwd=folder, main=emulate.main)
+        "--microbatches", 4, "--steps", 3, "--warmup", 2, "--data", corpus, "--name", "x", *SMALL,
+        cwd=folder)
     return folder
 
 
