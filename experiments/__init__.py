@@ -9,12 +9,14 @@
                     (claims.py), measured and drawn by plotted.py
 
     losses.py       convergence: DDP, DiLoCo, NoLoCo, local
-    variations.py   the same with a BPE's tokens, the papers' outer step, larger steps
     replicas.py     the gap to DDP against bytes, delays, 2 to 64 replicas (trained by fleet.py)
-    network.py      equal time between hosts (by clock.py); its parts latency.py and cities.py
+    fragments.py    whole messages and fragments (rows kept by fleets.py)
+    tokens.py       the gap to DDP against the tokens of a step
+    points.py       NoLoCo against DiLoCo in equal time between hosts (by clock.py)
     skip.py         SkipPipe: skipped stages, the rho rule, missing stages
+    network.py      SkipPipe's pipeline between hosts (by clock.py)
     together.py     both papers on the published instance
     failure.py      deaths of nodes
-    stability.py    the window of gamma; noise.py: how large the spread is inside it
+    stability.py    the window of gamma
     sync.py         bench_sync.py's tables and pictures
 """

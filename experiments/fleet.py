@@ -58,9 +58,6 @@ class Trial:
     wire: str = "fp32"
     group: int = 2              # n
     fragments: int = 1          # K
-    ends: int = 0               # m of the embedding, the last norm and the head; 0: `every`
-    partners: str = "own"       # of a fragment; "same": all fragments of a round meet the same ones
-    phase: str = "turns"        # of fragments; "together": all are due at the same step
 
 
 # ---------------------------------------------------------------- outer steps
@@ -88,17 +85,15 @@ class ManySums:
 
 
 class ManyOuters:
-    """The outer steps of one trial, or of one of its parts.
+    """The outer steps of one trial, or of one of its fragments.
 
-    theta: (seeds, N, P), which changes in place; lengths: of its tensors. every: its m. offset: so
-    many steps later than others. draw: its partners are those of a NoLoCo with this offset.
+    theta: (seeds, N, P), which changes in place; lengths: of its tensors. offset: so many steps
+    later than others.
     """
 
-    def __init__(self, trial, theta, seeds, lengths, every, offset=0, draw=0):
+    def __init__(self, trial, theta, seeds, lengths, offset=0):
         self.trial = trial
-        self.every = every
         self.offset = offset
-        self.draw = draw
         self.theta = theta
         self.seeds = seeds
         self.lengths = lengths
@@ -112,9 +107,9 @@ class ManyOuters:
         """After an inner step: what arrives is merged, then what is due departs."""
         self.steps += 1
         t = self.trial
-        if self.flying and (self.steps - self.offset - t.delay) % self.every == 0:
+        if self.flying and (self.steps - self.offset - t.delay) % t.every == 0:
             self.land()
-        if (self.steps - self.offset) % self.every == 0:
+        if (self.steps - self.offset) % t.every == 0:
             self.flying = self.theta.clone(), self.means()
             if not t.delay:
                 self.land()
@@ -147,9 +142,9 @@ class ManyOuters:
     def groups(self):
         """(seeds, N, n): the group of each replica."""
         found, count = [], self.theta.shape[1]
-        outer = (self.steps - self.offset) // self.every - 1
+        outer = (self.steps - self.offset) // self.trial.every - 1
         for seed in self.seeds:
-            drawn = f"{seed} {self.draw}" if self.draw else seed        # as NoLoCo.group draws
+            drawn = f"{seed} {self.offset}" if self.offset else seed    # as NoLoCo.group draws
             groups = random_groups(range(count), self.trial.group, outer, drawn)
             of = {i: group for group in groups for i in group}
             found.append([of[i] for i in range(count)])
@@ -171,12 +166,9 @@ class ManyOuters:
 
 
 def outers_of(trial, theta, seeds, lengths):
-    """A trial's ManyOuters: one, one for each of its fragments, or one for the ends and one for the
-    layers."""
-    if trial.ends:
-        return ends_and_layers(trial, theta, seeds, lengths)
+    """A trial's ManyOuters: one, or one for each of its fragments."""
     if trial.fragments == 1:
-        return [ManyOuters(trial, theta, seeds, lengths, trial.every)]
+        return [ManyOuters(trial, theta, seeds, lengths)]
     found = []
     start = 0
     size = theta.shape[-1]
@@ -184,20 +176,10 @@ def outers_of(trial, theta, seeds, lengths):
         # As gossip/ cuts them: all tensors here are as long as a multiple of 16.
         end = size // 16 * (k + 1) // trial.fragments * 16
         turn = k * trial.every // trial.fragments
-        offset = 0 if trial.phase == "together" else turn
-        draw = 0 if trial.partners == "same" else turn
         part = theta[..., start:end]
-        found.append(ManyOuters(trial, part, seeds, [end - start], trial.every, offset, draw))
+        found.append(ManyOuters(trial, part, seeds, [end - start], turn))
         start = end
     return found
-
-
-def ends_and_layers(trial, theta, seeds, lengths):
-    """The embedding, the last norm and the head, which are the last three tensors, meet every
-    `ends` steps, the layers every `every`."""
-    layers = sum(lengths[:-3])
-    return [ManyOuters(trial, theta[..., :layers], seeds, lengths[:-3], trial.every),
-            ManyOuters(trial, theta[..., layers:], seeds, lengths[-3:], trial.ends)]
 
 
 def decoded(codes, scales, own):
@@ -335,17 +317,14 @@ class Fleet:
                 g.add_(gradient[:len(g)], alpha=share)
 
     @torch.no_grad()
-    def evaluate(self, vectors, sequences=None):
-        """Held-out nats per token (...) of the models with weights vectors (..., P).
-
-        sequences: the first ones alone (None: all that are held out)."""
+    def evaluate(self, vectors):
+        """Held-out nats per token (...) of the models with weights vectors (..., P)."""
         weights = self.named(vectors)
-        tokens = self.heldout[:sequences]
         some = max(1, 2 * AT_ONCE[self.device] // self.o.seq_len)       # sequences of a call
         total = 0.0
-        for part in tokens.split(some):
+        for part in self.heldout.split(some):
             total = total + len(part) * self.losses(weights, part)
-        return (total / len(tokens)).view(vectors.shape[:-1])
+        return (total / len(self.heldout)).view(vectors.shape[:-1])
 
     def losses(self, weights, tokens):
         """(models,) mean nats per token."""
@@ -357,14 +336,11 @@ class Fleet:
             found.append(vmap(self.loss, in_dims=(0, None))(part, tokens))
         return torch.cat(found)
 
-    def train(self, watch=None):
+    def train(self):
         """A row for each trial and seed. losses: the last one, the mean over the replicas; merged:
-        that of the model with the mean of their weights. watch(steps done) is called after each
-        step."""
+        that of the model with the mean of their weights."""
         for number in tqdm(range(self.o.steps), dynamic_ncols=True):
             self.step(number)
-            if watch:
-                watch(number + 1)
         last = self.evaluate(self.theta).mean(-1).cpu()             # (trials, seeds)
         merged = self.evaluate(self.theta.mean(2)).cpu()            # (trials, seeds)
         rows = []

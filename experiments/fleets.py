@@ -15,7 +15,6 @@ import torch
 import train
 from experiments.fleet import Fleet, Trial, device, machine
 from experiments import replicas
-from experiments.apart import Apart
 from experiments.replicas import LEARN, LENGTH, SEQUENCES, merged_loss
 from experiments.results import kept_result
 from plumbing.files import replace
@@ -41,7 +40,6 @@ class Lesson:
     replicas: int = 8
     sequences: int = SEQUENCES          # of a replica's step
     steps: int = 600
-    closely: bool = False               # with what experiments/apart.py watches
 
     @property
     def kind(self):
@@ -56,10 +54,6 @@ class Lesson:
         t = self.trial
         words = [t.method, f"m {t.every}", f"K {t.fragments}", f"D {t.delay}", t.wire,
                  f"n {t.group}"]
-        if t.ends:
-            words.append(f"ends {t.ends}")
-        if t.partners != "own" or t.phase != "turns":
-            words.append(f"{t.partners} partners {t.phase}")
         return ", ".join([*words, f"seed {self.seed}", self.kind])
 
     @property
@@ -74,24 +68,14 @@ def kept_rows(name, o):
     return {}
 
 
-def measure_lessons(name, o, lessons):
-    """What a part's `measure` finds: all rows of the part, {label: row}. Trains those of the
-    lessons that --only names, unless OUT/results or runs/fleets has them."""
-    rows = kept_rows(name, o)
-    train_lessons(named(lessons, o), rows)
-    return dict(rows=rows, steps=o.steps)
-
-
 def named(lessons, o):
     """Those that --only names."""
     return [lesson for lesson in lessons if o.only in lesson.label]
 
 
-def train_lessons(lessons, rows, extra=""):
-    """Add to rows, {label: row}, those that are missing: from their files, else by training them.
-
-    extra: options of train.py that no finding has, such as fewer held-out sequences for a try.
-    """
+def train_lessons(lessons, rows):
+    """Add to rows, {label: row}, those that are missing: from their files, else by training
+    them."""
     lessons = list(dict.fromkeys(lessons))
     for lesson in lessons:
         if lesson.label not in rows and lesson.file.exists():
@@ -100,7 +84,7 @@ def train_lessons(lessons, rows, extra=""):
     for chunk in chunks(missing):
         seeds = sorted({lesson.seed for lesson in chunk})
         print(f"{len(chunk)} of {len(missing)} lessons: seeds {seeds}, {chunk[0].kind}", flush=True)
-        train_chunk(chunk, extra)
+        train_chunk(chunk)
         for lesson in chunk:
             rows[lesson.label] = json.loads(lesson.file.read_text())
 
@@ -137,22 +121,18 @@ def of_equal_seeds(lessons):
     return found.values()
 
 
-def train_chunk(chunk, extra):
+def train_chunk(chunk):
     """Train lessons of one kind, some trials with the same seeds, and write a file for each."""
     one = chunk[0]
     options = (f"{LEARN} --batch {one.sequences} --steps {one.steps} --lr {one.lr} "
-               f"--optimizer {one.optimizer} {extra}")
+               f"--optimizer {one.optimizer}")
     trials = list(dict.fromkeys(lesson.trial for lesson in chunk))
     seeds = list(dict.fromkeys(lesson.seed for lesson in chunk))
     fleet = Fleet(train.parse(options.split()), trials, one.replicas, seeds, device())
-    watch = Apart(fleet) if one.closely else None
     start = time.perf_counter()
-    rows = fleet.train(watch)
+    rows = fleet.train()
     seconds = time.perf_counter() - start
-    seen = watch.rows() if watch else [{}] * len(rows)
-    found = {}
-    for row, more in zip(rows, seen):
-        found[Trial(**row["trial"]), row["seed"]] = row | more
+    found = {(Trial(**row["trial"]), row["seed"]): row for row in rows}
     FOLDER.mkdir(parents=True, exist_ok=True)
     for lesson in chunk:
         row = found[lesson.trial, lesson.seed]

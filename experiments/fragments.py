@@ -5,7 +5,6 @@
 fragments   the loss of NoLoCo and DiLoCo, whole (K = 1) and in fragments, at once and delayed: 9
             minutes of an H100, or 14 hours of two cores
 primary     only the comparisons that were named before the runs, on CPUs: 2 hours of two cores
-why         what the replicas differ in (experiments/why.py)
 
 Adam, fp32, 1024 tokens a replica and step, 600 steps, 8 replicas and five seeds, where nothing else
 is said; plain averages. m: steps between an outer step and the next of the same weights; K:
@@ -24,7 +23,6 @@ from experiments.fleets import Lesson, Rows, kept_rows, named, setting_of, train
 from experiments.harness import FIVE, Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, label_ends
 from experiments.replicas import DDP, bytes_of_ddp, in_percent, mean_loss
-from experiments.why import PART as WHY_PART
 from plumbing.drawing import NAMES
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
@@ -42,8 +40,6 @@ ALSO = (        # what the delays of the second one cost, and what is left of it
 )
 IN_PRIMARY = tuple(dict.fromkeys([DDP, *itertools.chain(*PRIMARY)]))
 RATED = {"adam": (*IN_PRIMARY, Trial("diloco", 20)), "muon": (DDP, WHOLE, PARTS_OF_10)}
-# The embedding, the last norm and the head are a fifth of the weights: the bytes of m = 10.
-TWO_PACES = Trial("noloco", 16, ends=4)
 EVERY = 2, 4, 10, 20, 50
 
 
@@ -55,8 +51,6 @@ def name_of(trial):
     words = [NAMES[trial.method]]
     if trial.method != "ddp":
         words.append(f"m {trial.every}")
-    if trial.ends:
-        words.append(f"embedding and head every {trial.ends}")
     if trial.fragments > 1:
         words.append(f"K {trial.fragments}")
     if trial.delay:
@@ -119,7 +113,6 @@ def at_10():
     for count in 1, 10:
         yield Trial("noloco", 10, wire="int8", fragments=count)
         yield Trial("noloco", 10, group=4, fragments=count)
-    yield TWO_PACES
 
 
 SETTINGS = {    # of NoLoCo, m = 10, K = 1 and 10, beside DDP: options of Lesson
@@ -276,8 +269,6 @@ def show_at_10(rows):
                   "merged, over DDP's")
     for trial in at_10():
         base = replace(trial, fragments=1)
-        if trial == TWO_PACES:
-            base = WHOLE
         over_whole = rows.nats_over(trial, base) if trial != base else None
         add_known(table, name_of(trial), rows.mean(trial), over_whole, rows.gap(trial))
     for name, options in SETTINGS.items():
@@ -355,7 +346,6 @@ PARTS = {
                       measure=measure_fragments, is_whole=has_all_grid),
     "primary": Part(None, show_primary, None, {}, measure=measure_primary,
                     is_whole=has_all_primary),
-    "why": WHY_PART,
 }
 
 if __name__ == "__main__":

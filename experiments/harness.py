@@ -33,7 +33,6 @@ from experiments.results import ROOT, kept_result, mean_final, results, save_res
 from plumbing.options import Parser
 from plumbing.processes import BadInput, Job
 from plumbing.files import replace
-from survive import parts as surviving
 
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --save-every 1000000"
@@ -273,9 +272,7 @@ def read_curves(folder):
 
 
 def built(job, argv, **parts):
-    """A train.Run as train.main builds it, with parts of our own; with --survive it has its own."""
+    """A train.Run as train.main builds it, with parts of our own."""
     o = train.Options(**job.agree(train.parse, argv))
-    if o.survive:
-        return surviving.build(job, o, argv)
     job.connect(o)
     return train.build(job, o, **parts)

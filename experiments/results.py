@@ -38,7 +38,6 @@ class RunResult:
     def __init__(self, row):
         words = row["command"].split()
         given = dict(zip(words, words[1:]))             # of an option given twice the last counts
-        self.wire = given.get("--wire", "fp32")
         self.seed = int(given["--seed"])
         self.curves = row["curves"]
         self.steps = self.curves["step"]
@@ -46,7 +45,6 @@ class RunResult:
         self.final = self.losses[-1]
         self.sent = self.curves["sync_bytes"][-1] / row["ranks"] / 1e6      # MB per rank
         self.shares = row.get("shares")     # losses with stages missing (experiments/skip.py)
-        self.alone = row.get("alone")       # seconds of outer steps alone (experiments/latency.py)
 
     @property
     def seconds(self):
@@ -60,11 +58,6 @@ def results(found):
     for label, rows in found["runs"].items():
         read[label] = [RunResult(row) for row in rows]
     return read
-
-
-def published(part):
-    """{label: [a RunResult per seed]} of a part in this repository's results/."""
-    return results(kept_result(ROOT, f"headline_{part}"))
 
 
 # ---------------------------------------------------------------- runs of the same seeds

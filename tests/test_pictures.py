@@ -93,11 +93,6 @@ def test_nodes_of_one_stage_and_city_stand_side_by_side(plt):
     (10, 10, "takes 10 s, the optimum: a node works 50%"), (10, 8, "(no plan takes less than 8 s)"),
     (10, 9.5, "at most 5.3% above the optimum"),
     (10, None, "takes 10 s: a node works 50% of the time")])
-def test_the_title_says_how_much_of_the_time_nodes_wait(makespan, bound, words):
-    tasks = [SimpleNamespace(rank=0, start=0, end=makespan), SimpleNamespace(rank=1, start=3, end=3)]
-    assert words in pictures.finding(SimpleNamespace(makespan=makespan, timeline=tasks), bound)
-
-
 def test_a_trace_holds_every_task_once_in_microseconds():
     found = json.loads(json.dumps(pictures.trace(NETWORK, TIMELINE, NAMES)))["traceEvents"]
     events = [event for event in found if event["ph"] == "X"]

@@ -37,13 +37,10 @@ def outside(told):
 
 def test_a_number_outside_of_its_tolerance_is_told():
     claim = lambda found, judged=True: claims.Claim("a number", found, 0.15, 0.05, judged=judged)
-    assert str(claim(0.19)) == "pass: a number: +19.0% (expected +15.0%, at most 5.0% off)"
-    assert str(claim(0.21)).startswith("outside what was expected: a number: +21.0% ")
     for found, is_outside in ((0.101, False), (0.199, False), (0.09, True), (0.21, True), (None, True),
                               (math.nan, True)):
         assert claim(found).is_outside == is_outside, found
         assert not claim(found, judged=False).is_outside
-    assert str(claim(None, False)) == "a try, not judged: a number: not measured"
 
 
 def test_losses_out_of_order_are_told():
@@ -90,12 +87,6 @@ def test_the_curves_are_the_numbers_saved(plt):
         assert (name in lines(spread)) == (label not in (DDP, DILOCO))      # whose replicas are equal
         if name in lines(spread):
             assert lines(spread)[name][1] == pytest.approx(curves["weight_spread"])
-    words = "NoLoCo ends 16% over DDP's perplexity with 6% of its bytes; never averaging, 26% over"
-    assert words in figure.get_suptitle()
-    assert "3 seeds" in figure.get_suptitle()
-    found["quick"] = True
-    title = plotted.draw_loss(plt, found).get_suptitle()
-    assert "(a try: 200 steps, 8 replicas)" in title and "ends" not in title
 
 
 def test_bars_and_timelines_are_the_simulations(plt):
