@@ -204,20 +204,17 @@ class FirstPlansOfRegions(RegionSearch):
 
 
 def around(plan, network, kept, each, rounds, seed, dead):
-    """(paths, order) of the plan now that nodes are dead, or their compute is another, mended node
-    by node.
+    """(paths, order) of the plan now that nodes are dead, mended node by node.
 
-    plan: dict(paths of all rounds, makespan, network: a Network's fields). None where all paths
-    must be planned anew: if `mend` finds no region, or no plan that is valid and at most 5%
-    longer."""
+    plan: dict(paths of all rounds, makespan). None where all paths must be planned anew: if `mend`
+    finds no region, or no plan that is valid and at most 5% longer."""
     work = (kept, each, rounds, 2)
     paths = [tuple(path) for path in plan["paths"][:len(plan["paths"]) // rounds]]
-    before = plan["network"]["compute"]
-    changed = [r for r, w in enumerate(before) if r in dead or w != network.compute[r]]
+    gone = set()
     try:
-        for i, node in enumerate(changed, 1):
+        for node in sorted(dead):
+            gone.add(node)
             if any(node in path for path in paths):
-                gone = set(dead).intersection(changed[:i])
                 paths = mend(node, paths, RegionSearch(Problem(network, *work, gone), seed))
     except ValueError:          # Infeasible, or no path stays
         return None

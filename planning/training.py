@@ -49,14 +49,14 @@ def living(stages, dead):
 def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None):
     """An iteration's plan: dict(paths (of all rounds), order (every rank's tasks), makespan
     (simulated seconds), network (the fields of the Network it is for), planned (anew, or in
-    regions: only where something has changed since `before`)), which JSON can hold.
+    regions: only around nodes that have died since `before`)), which JSON can hold.
 
     routing: a key of PLANNERS. skip: the share of the stages that a path leaves out. microbatches:
     per origin; it sends as many at once as nodes hold, the rest in further rounds where that
     divides. dead: ranks that are not there; the living may have less room, so then paths become
-    shorter where they must. before: a plan without the dead, or for other compute times. With more
-    than `regions.WHOLE` ranks only the regions that have changed since are planned anew
-    (`regions.around`). Raises BadInput where there is no plan."""
+    shorter where they must. before: a plan from before they died. With more than `regions.WHOLE`
+    ranks only their regions are planned anew (`regions.around`). Raises BadInput where there is no
+    plan."""
     rounds = rounds_of(microbatches, min(network.memory))
     kept = min(round((1 - skip) * len(network.stages)), len(living(network.stages, dead)))
     while True:

@@ -210,7 +210,7 @@ def check(o, given):
         (not o.beta2 < 1, f"--beta2 must be below 1, got {o.beta2}"),
         (o.alpha is not None and not o.alpha < 1, f"--alpha must be below 1, got {o.alpha}"),
         (o.beta is not None and not o.beta > 0, f"--beta must be above 0, got {o.beta}"),
-        (o.survive and (o.replan or o.delay), "--survive goes with neither --replan nor --delay"),
+        (o.survive and o.delay, "--survive does not go with --delay"),
         (o.survive and o.fragments > 1, "--survive does not go with --fragments: a fragment's "
          "partners are drawn among all replicas, dead ones too (docs/failures.md)"),
         (o.wire == "bf16" and o.method == "noloco",

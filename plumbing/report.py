@@ -285,7 +285,7 @@ class Log:
         heldout: the loss of each pipeline of this origin (empty: no origin).
         """
         meter = self.run.meter
-        plan = self.run.routes.in_force()           # a new plan may be made after this
+        plan = self.run.routes.in_force()
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
                    syncs=len(meter.syncs), waited=sum(meter.syncs),
                    iteration=statistics.median_high(meter.iterations),
@@ -343,7 +343,7 @@ class Log:
             gradient_norm=mean([norm for norm in now["norm"] if norm is not None]),
             held=statistics.fmean(ever["waited"]) / seconds, held_max=max(ever["waited"]) / seconds,
             sync_seconds=waited / syncs if syncs else None,
-            iteration_seconds=max(now["iteration"]) / run.routes.pace,
+            iteration_seconds=max(now["iteration"]),
             simulated_seconds=now["simulated"][0],
             tokens_per_second=rate, **gpu_columns(run, rate, now["gpu"]),
             **{key: sum(ever[key]) for key in COUNTS})

@@ -11,8 +11,8 @@ import torch
 from plumbing.data import Reader, load_corpus, load_tokenizer, standard_library
 from plumbing.huggingface import save_tokenizer
 from plumbing.processes import BadInput
-from tests.harness import captured, error_of, options
-from tools import installed, prepare
+from tests.harness import captured, options
+from tools import prepare
 
 
 def write(folder, files):
@@ -194,73 +194,3 @@ def test_shards_without_text_and_too_large_a_vocabulary_are_refused(tmp_path, mo
                         "nulls.json.gz out1": "7 lines without text"}.items():
         code, said = captured(0, 1, prepare.main, argv.split())
         assert code == 2 and error in said.splitlines()[-1] and "Traceback" not in said, said
-
-
-# ---- tools.installed
-
-
-@pytest.fixture
-def packages(tmp_path, monkeypatch):
-    """A folder of packages; the standard library is none here."""
-    folder = tmp_path / "site-packages"
-    for i in range(60):
-        (folder / f"p{i}").mkdir(parents=True)
-        (folder / f"p{i}/a.py").write_text(f"the text of {i}\n" * 5)
-    monkeypatch.setattr(installed, "package_folders", lambda: {folder})
-    monkeypatch.setattr(installed, "standard_library", lambda: (folder, []))
-    return folder
-
-
-def texts_of(out):
-    """The documents of train.bin and of val.bin."""
-    found = []
-    for name in ("train.bin", "val.bin"):
-        tokens = array("H", (out / name).read_bytes()).tolist()
-        *texts, rest = bytes(tokens).decode().split("\0")
-        assert not rest
-        found.append(texts)
-    return found
-
-
-def test_installed_sources_are_each_in_one_part_once_without_licences(packages, tmp_path, monkeypatch):
-    files = {"p0/LICENSE.py": "you may", "p1/license_of_x.md": "you may", "p2/COPYING.rst": "you may",
-             "p3/copy.py": "the text of 3\n" * 5, "p4/empty.py": "\n", "p5/zero.c": "a\0b",
-             "p6/large.py": "x" * (installed.LARGEST + 1), "p7/picture.png": "pixels"}
-    for name, text in files.items():
-        (packages / name).write_text(text)
-    code, said = captured(0, 1, installed.main, [str(tmp_path / "out")])
-    assert code == 0 and "60 files: " in said, said
-    train_, val = texts_of(tmp_path / "out")
-    assert sorted(train_ + val) == sorted(f"the text of {i}\n" * 5 for i in range(60))
-    assert 0 < len(val) < 12
-    corpus = load_corpus(options("--data", tmp_path / "out", "--seq-len", 16, "--eval-sequences", 2))
-    assert len(corpus.heldout) >= 17
-    code, said = captured(0, 1, installed.main, [str(tmp_path / "some"), "--megabytes", "0.003"])
-    some, held = texts_of(tmp_path / "some")
-    assert code == 0 and 20 < len(some + held) < 60 and sum(map(len, some + held)) <= 3000, said
-    assert set(some) < set(train_) and set(held) <= set(val)
-    # elsewhere, with other names, the tokens are the same
-    packages.rename(packages.with_name("lib")).joinpath("p0").rename(packages.with_name("lib") / "z")
-    monkeypatch.setattr(installed, "package_folders", lambda: {packages.with_name("lib")})
-    captured(0, 1, installed.main, [str(tmp_path / "again")])
-    assert texts_of(tmp_path / "again") == [train_, val]
-
-
-def test_a_tokenizer_of_the_installed_sources_is_trained_and_writes_them(packages, tmp_path):
-    pytest.importorskip("tokenizers")
-    file, out = tmp_path / "bpe.json", tmp_path / "out"
-    code, said = captured(0, 1, installed.main, [str(out), "--vocab", "300", "--tokenizer", str(file)])
-    assert code == 0, said
-    tokenizer = load_tokenizer(str(file))
-    tokens = array("H", (out / "train.bin").read_bytes()).tolist()
-    text = tokenizer.inner.decode(tokens, skip_special_tokens=True)
-    assert text.count("the text of") == 5 * tokens.count(tokenizer.end) and len(tokens) < len(text) / 2
-    again = ["--vocab", "300", "--tokenizer", str(file)]
-    assert "exists: give --tokenizer another" in error_of(installed.main, str(tmp_path / "b"), *again)
-    assert "give the file to write" in error_of(installed.main, str(tmp_path / "b"), "--vocab", "300")
-    assert "takes 257" in error_of(installed.main, str(tmp_path / "b"), "--vocab", "9", *again[2:3], "x.json")
-
-
-def test_without_installed_sources_it_says_so(packages, tmp_path, monkeypatch):
-    monkeypatch.setattr(installed, "package_folders", set)
-    assert "only 0 files of source code are installed" in error_of(installed.main, str(tmp_path / "out"))

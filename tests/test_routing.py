@@ -1,6 +1,5 @@
 """Paths in training: the executor beyond test_minimal.py, the rho rule, planned and measured routes."""
 
-import functools
 import itertools
 import json
 import os
@@ -9,9 +8,6 @@ import re
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -24,17 +20,15 @@ from planning import search
 from planning.__main__ import main as planning_main
 from planning.instance import published_network
 from planning.methods import random_valid_paths
-from planning.replan import TimedBackwards
 from planning.rho import scaled, shares, with_stages_missing
 from planning.training import PLANNERS, measure, plan_paths, read_links
 from plumbing.data import load_data
 from plumbing.evaluation import pipelines
-from plumbing.processes import BadInput, Job
+from plumbing.processes import BadInput
 from skippipe import Network, chain, full_paths, random_paths, simulate
-from tests.harness import (LINKS, SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit,
+from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit,
                            metrics, options, processes, run, train_main)
 from tests.oracles import numbered, random_network, reference_logits, replay, through, worst_gradient
-from tools import emulate
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (3, 2, 2), (1, 5), (2, 3, 1, 4)])
@@ -169,20 +163,19 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
     for (theta, _), state in zip(flats, states):
         assert torch.allclose(theta, state["theta"], rtol=0, atol=1e-5)
     line = metrics(skip_run / "runs/x")[-1]
-    assert line["iteration_seconds"] >= line["simulated_seconds"] * 0.999
     assert line["simulated_seconds"] == states[0]["plan"]["makespan"] > 0.05
 
 
 @pytest.mark.parametrize("routing, method", [("dtfm", "ddp"), ("dtfm-skip", "diloco --inner-steps 2"),
                                              ("no-tc2", "noloco --inner-steps 2")])
-def test_every_planned_routing_runs_emulated_with_every_method(routing, method, skip_run, corpus):
+def test_every_planned_routing_runs_with_every_method(routing, method, skip_run, corpus):
     run(5, "--stages", "2,1,2", "--skip", 0.33, "--routing", routing, "--method", *method.split(), "--links",
         "links.json", "--microbatches", 2, "--steps", 3, "--data", corpus, "--name", routing, *SMALL,
-        cwd=skip_run, main=emulate.main)
+        cwd=skip_run)
     line = metrics(skip_run / "runs" / routing)[-1]
     plan = checkpoint(skip_run / "runs" / routing, 3, 0)["plan"]
     assert all(len(path) == (3 if routing == "dtfm" else 2) for path in plan["paths"])
-    assert line["iteration_seconds"] >= plan["makespan"] * 0.999 and line["skipped_steps"] == 0
+    assert line["simulated_seconds"] == plan["makespan"] and line["skipped_steps"] == 0
 
 
 def test_the_routing_without_swaps_keeps_every_path_in_order():
@@ -226,11 +219,19 @@ def test_measure_finds_the_slow_pair_and_the_slow_node():
     assert max(range(4), key=compute.__getitem__) == 0
 
 
-@pytest.mark.parametrize("replan", [0, 100])
-def test_measured_delays_make_a_plan_and_resume_keeps_it(replan, trained, tmp_path):
-    """Only rank 0 knows these, also where it may plan anew."""
-    trained(4, "--stages", "2,1,1", "--skip", 0.33, "--replan", replan, "--steps", 2, "--save-every", 1,
-            "--eval-every", 1)
+def assert_kept(folder, *plans):
+    """plan.json holds these plans, (the step from which it holds, the plan), and no others."""
+    rows = json.loads((folder / "plan.json").read_text())
+    for row, (step, plan) in zip(rows, plans, strict=True):
+        assert row["step"] == step and row["bound"] <= row["makespan"] and row["dead"] == []
+        assert [row[key] for key in ("paths", "order", "makespan", "network")] == [
+            json.loads(json.dumps(plan[key])) for key in ("paths", "order", "makespan", "network")]
+        assert row["stages"] == plan["network"]["stages"] and row["made"]["routing"] == "skippipe"
+
+
+def test_measured_delays_make_a_plan_and_resume_keeps_it(trained, tmp_path):
+    """Only rank 0 knows these."""
+    trained(4, "--stages", "2,1,1", "--skip", 0.33, "--steps", 2, "--save-every", 1, "--eval-every", 1)
     plan = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]
     assert_kept(tmp_path / "runs/x", (0, plan))
     goes_on_to_the_bit(tmp_path / "runs/x", 2)
@@ -271,123 +272,3 @@ def test_the_living_get_shorter_paths_where_they_must():
         assert {len(path) for path in plan_paths(network, routing, 0.0, 2, 0, dead=[1])["paths"]} == {2}
     with pytest.raises(BadInput, match="CC1 cannot be met"):
         plan_paths(network, "skippipe", 0.34, 2, 0, dead=[0])
-
-
-# ---- a node that becomes slow
-
-SLOW = 2        # the rank that becomes three times slower
-FIVE = Network(**LINKS, stages=[[0], [1, 2], [3, 4]])
-
-
-def slowed(network, factor=3):
-    return replace(network, compute=[w * (factor if r == SLOW else 1) for r, w in enumerate(network.compute)])
-
-
-def takes(network, plan):
-    """The simulated iteration of a plan on another network."""
-    return simulate(network, plan["paths"], order=plan["order"]).makespan
-
-
-@functools.cache
-def planned(factor):
-    """What training plans for FIVE when the slow rank takes so many times as long."""
-    return json.loads(json.dumps(plan_paths(slowed(FIVE, factor), "skippipe", 0.0, 4, 0)))
-
-
-class Slowing(emulate.TimedEmulation):
-    """A node becomes slow after eight iterations."""
-
-    def run(self, paths, batches, train=True, order=None):
-        if train and self.runs == 8:
-            self.network = slowed(self.network)
-        return super().run(paths, batches, train, order)
-
-
-def _slowing(argv):
-    emulate.TimedEmulation = Slowing
-    emulate.main(argv)
-
-
-def test_training_goes_round_a_node_that_becomes_slow(trained, tmp_path):
-    (tmp_path / "links.json").write_text(json.dumps(LINKS))
-    out = trained(5, "--stages", "1,2,2", "--routing", "skippipe", "--replan", 0.2, "--links", "links.json",
-                  "--microbatches", 4, "--steps", 16, "--eval-every", 4, "--save-every", 4, "--warmup", 2,
-                  "--inner-steps", 3, main=_slowing)
-    first, slow, folder = planned(1), slowed(FIVE), tmp_path / "runs/x"
-    text, = {json.dumps(checkpoint(folder, 12, r)["plan"]) for r in range(5)}       # all have the same
-    new = json.loads(text)
-    before, after = (sum(SLOW in path for path in plan["paths"]) for plan in (first, new))
-    assert after < before and takes(slow, new) < takes(slow, first) / 1.2
-    said = re.search(r"step 12: .*rank 2 takes (\S+)x its time.*: planned anew, iteration (\S+) s instead of "
-                     r"(\S+) s \(simulated\)", out)
-    assert float(said[1]) > 2 and float(said[2]) < float(said[3]) / 1.2
-    rows = metrics(folder)
-    assert [row["step"] for row in rows if row.get("event") == "planned anew"] == [12]
-    rows = {row["step"]: row for row in rows if "event" not in row}
-    assert [rows[step]["simulated_seconds"] for step in (4, 8, 12)] == [first["makespan"]] * 3
-    assert rows[16]["simulated_seconds"] == new["makespan"]
-    for step, plan in ((12, first), (16, new)):
-        assert rows[step]["iteration_seconds"] > 0.999 * takes(slow, plan)
-    assert_kept(folder, (0, first), (12, new))
-    goes_on_to_the_bit(folder, 16, world=5)         # on the new plan
-    assert_kept(folder, (0, first), (12, new))
-
-
-def assert_kept(folder, *plans):
-    """plan.json holds these plans, (the step from which it holds, the plan), and no others."""
-    rows = json.loads((folder / "plan.json").read_text())
-    for row, (step, plan) in zip(rows, plans, strict=True):
-        assert row["step"] == step and row["bound"] <= row["makespan"] and row["dead"] == []
-        assert [row[key] for key in ("paths", "order", "makespan", "network")] == [
-            json.loads(json.dumps(plan[key])) for key in ("paths", "order", "makespan", "network")]
-        assert row["stages"] == plan["network"]["stages"] and row["made"]["routing"] == "skippipe"
-
-
-class Clocked:
-    """A pipeline whose tasks take what `seconds` says, on the clock `now`."""
-    train, paths, device = True, [(0, 1)], torch.device("cpu")
-    now = seconds = 0.0
-
-    def task(self, u, hop, x):
-        Clocked.now += Clocked.seconds
-
-
-def test_a_rank_knows_by_how_much_its_tasks_became_longer(monkeypatch):
-    pipeline = type("TimedClock", (TimedBackwards, Clocked), {})()
-    monkeypatch.setattr("planning.training.time.perf_counter", lambda: Clocked.now)
-
-    def window(*factors):
-        for factor in factors:
-            for hop in range(5):                # two forwards, the loss, two backwards, which count
-                Clocked.seconds = factor if hop > 2 else 7.0
-                pipeline.task(0, hop, None)
-        return pipeline.slower()
-    assert window(1, 9, 1) == 1.0               # one hiccup
-    assert window(1.05, 0.95, 1.05) == 1.0      # noise
-    pipeline.train = False
-    assert window(3, 3, 3) == 1.0               # an evaluation
-    pipeline.train = True
-    assert window() == 1.0                      # no work
-    assert window(3, 3.5, 3) == pytest.approx(3)
-    before = pipeline.factor
-    assert window(3.1, 2.9, 3.1) == before      # noise round the new figure
-    assert window(1, 1, 1) == pytest.approx(1)
-
-
-@pytest.mark.parametrize("factor, share, anew", [(1.0, 0.2, 0), (1.3, 0.2, 0), (3.0, 0.2, 1), (3.0, 0.5, 0)])
-def test_a_plan_is_made_anew_only_where_it_pays(factor, share, anew, monkeypatch):
-    """Rank 0's routes; what they hear from all ranks is `factors`."""
-    factors = [factor if r == SLOW else 1.0 for r in range(5)]
-    job = Job()
-    job.world = 5
-    job.share = lambda name, text: [str(f) for f in factors] if name.startswith("factor") else [text]
-    o = options("--stages", "1,2,2", "--routing", "skippipe", "--microbatches", 4, "--replan", share)
-    routes = train.ReplanningRoutes(job, o, SimpleNamespace(slower=lambda: 1.0), FIVE.stages, planned(1))
-    slow, another = slowed(FIVE, factor), mock.Mock(return_value=planned(factor))
-    monkeypatch.setattr("planning.replan.plan_paths", another)
-    for step in (10, 20):
-        routes.renew(step)
-    # once, not at every evaluation
-    assert [call.args[0] for call in another.call_args_list] == [slow] * (factor > 1)
-    assert (takes(slow, planned(1)) > (1 + share) * takes(slow, planned(factor))) == anew
-    assert routes.plan == planned(factor if anew else 1) and len(job.news()) == anew

@@ -1,4 +1,4 @@
-"""What one does with a run, or before one: partial inference, export, emulation."""
+"""What one does with a run, or before one: partial inference and export."""
 
 import json
 import re
