@@ -2,11 +2,10 @@
 
     python bench_sync.py --simulate                            for thousands of replicas
     python bench_sync.py --simulate --params 57e6 --mbit 100   for your own model and link
-    python bench_sync.py --advise --help                       which setting suits your network
     torchrun --nproc-per-node 8 bench_sync.py                  real processes: Gloo or NCCL
 
 Tables are printed, numbers written to runs/results (--out). This file needs noloco.py, torch and
-tqdm, --advise gossip/ too.
+tqdm.
 
 n replicas. A message takes t ~ LogNormal(mu, sigma^2), independently of all others:
 
@@ -71,7 +70,6 @@ def parse(argv=None):
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--simulate", action="store_true", help="the simulations")
-    add("--advise", action="store_true", help="before options of its own: --advise --help")
     add("--params", type=float, help="parameters (default: measured 57e6, simulated 125e6)")
     add("--mbit", type=float, default=1000.0, help="simulated: rate of a link (default: 1000)")
     add("--latency-ms", type=float, default=50.0, help="simulated: t_c (default: 50)")
@@ -84,12 +82,10 @@ def parse(argv=None):
     add("--backend", default="auto", choices=["auto", "gloo"], help="auto: NCCL where it can run")
     o = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if o.advise:
-        parser.error("--advise comes first: python bench_sync.py --advise --params 125e6 ...")
     if world > 1 and o.simulate:
         parser.error("--simulate needs no torchrun: python bench_sync.py --simulate")
     if world == 1 and not o.simulate:
-        parser.error("nothing to do: give --simulate, --advise, or use torchrun --nproc-per-node 8")
+        parser.error("nothing to do: give --simulate, or use torchrun --nproc-per-node 8")
     for name, (least, most) in RANGES.items():
         value = getattr(o, name)
         if value is not None and not least <= value <= most:
@@ -435,11 +431,7 @@ def save(out, name, result):
 
 
 def main(argv=None):
-    words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["--advise"]:
-        from gossip import advice           # nothing else here needs gossip/
-        return advice.main(words[1:], OneLineParser)
-    o = parse(words)
+    o = parse(argv)
     if o.simulate:
         simulate(o)
     else:

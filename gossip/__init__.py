@@ -10,8 +10,7 @@
     outer = Checked(NoLoCo(params, inner_steps=10), params)             in a trainer of one's own
 
 `checks.py` warns of what makes outer steps useless, `window.py` has the window of gamma in which
-replicas stay together, `pace.py` how long a step takes with its messages, `advice.py` which setting
-suits a network (`bench_sync.py --advise`).
+replicas stay together.
 """
 from gossip.checks import Checked
 from gossip.delay import Delayed, PhiAhead

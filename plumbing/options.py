@@ -38,8 +38,7 @@ TINY = {
 FIRST = ("method", "stages", "model", "data", "steps", "lr", "inner_steps", "skip", "name",
          "resume")
 # In the order of Config's fields.
-DIMENSIONS = ("vocab", "hidden", "mlp", "layers", "heads", "kv_heads", "rope_theta", "norm_eps",
-              "tied")
+DIMENSIONS = "vocab", "hidden", "mlp", "layers", "heads"
 # A checkpoint fits only a run that agrees in these, and in the hash of its corpus. It has the plan
 # that was made for the links.
 LAYOUT = (*DIMENSIONS, "stages", "layers_per_stage", "method", "delay", "fragments", "model",
@@ -167,8 +166,6 @@ def take_defaults(o, world):
     for name, value in defaults.items():
         if getattr(o, name) is None:
             setattr(o, name, value)
-    if o.kv_heads is None:
-        o.kv_heads = o.heads
     if o.delay == "half":
         o.delay = o.inner_steps // 2
         forbid((o.delay == 0, f"--delay half of --inner-steps {o.inner_steps} is no step: give "
@@ -275,7 +272,7 @@ def read_config(Options, parser, folder):
 def whole_config(o):
     """The whole model's Config."""
     try:
-        return Config(*(getattr(o, name) for name in DIMENSIONS))
+        return Config(*(getattr(o, name) for name in DIMENSIONS), num_key_value_heads=o.heads)
     except ValueError as error:
         raise BadInput(str(error))
 

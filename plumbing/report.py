@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field
 from itertools import chain
 
+import torch
 from tqdm import tqdm
 
 from model import count_parameters
 from gossip.window import gamma_bound
 from plumbing.files import replace
-from plumbing.gpu import gpu_columns, gpu_row
 from plumbing.options import gamma_of
 from plumbing.plans import KeptPlans
 from plumbing.spread import whole_spread
@@ -181,8 +181,7 @@ LAST = dict(
     log_bytes="bytes sent      {:,} to compare weights for the log, all ranks",
     seconds="training        {:.0f} s, without evaluations",
     held="                {:.1%} of it held by synchronisation, mean over ranks",
-    gpu_share="GPU             {:.1%} of its peak in bf16 (docs/speed.md)",
-    gpu_bytes="                {:,} bytes of its memory at most, the rank with most",
+    gpu_bytes="GPU memory      {:,} bytes at most, the rank with most",
     skipped_steps="skipped         {} optimizer steps with a gradient that was not finite",
     lost_microbatches="lost            {} microbatches with ranks that died",
     steps_alone="alone           {} outer steps that a replica did without any partner")
@@ -289,7 +288,7 @@ class Log:
         row = dict(loss=float(meter.loss), home=meter.home, heldout=heldout, norm=meter.norm,
                    syncs=len(meter.syncs), waited=sum(meter.syncs),
                    iteration=statistics.median_high(meter.iterations),
-                   simulated=plan and plan["makespan"], gpu=gpu_row(self.job.device))
+                   simulated=plan and plan["makespan"], gpu=gpu_bytes(self.job.device))
         meter.loss, meter.home = 0.0, 0
         meter.iterations = []
         return row
@@ -324,9 +323,9 @@ class Log:
         ever = by_column(latest)
         waited = sum(ever["waited"])
         syncs = sum(ever["syncs"])
-        rate = sum(ever["tokens"]) / seconds
         home = sum(now["home"])
         pipelines = list(chain.from_iterable(now["heldout"]))
+        on_gpus = [most for most in now["gpu"] if most is not None]
         heldout = mean(pipelines)
         spread, compared = whole_spread(rows, run.stages)
         # An average over some of the replicas is no model that anybody keeps.
@@ -345,7 +344,8 @@ class Log:
             sync_seconds=waited / syncs if syncs else None,
             iteration_seconds=max(now["iteration"]),
             simulated_seconds=now["simulated"][0],
-            tokens_per_second=rate, **gpu_columns(run, rate, now["gpu"]),
+            tokens_per_second=sum(ever["tokens"]) / seconds,
+            gpu_bytes=max(on_gpus, default=None),
             **{key: sum(ever[key]) for key in COUNTS})
 
     def per_byte(self, loss):
@@ -363,6 +363,11 @@ class Log:
             folder = self.run.folder
             self.job.say([*say(line, LAST),
                           f"kept in {folder}; a picture: python -m tools.plot {folder}"])
+
+
+def gpu_bytes(device):
+    """The most bytes of a GPU's memory that this rank has held. None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def by_column(rows):

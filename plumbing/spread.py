@@ -1,8 +1,8 @@
 """How far the replicas of a stage are apart, and the merged model, which is their mean.
 
 At an evaluation the replicas of a stage compare the same SAMPLE weights, which each rank draws once
-from the seed. To compare all weights would send as much as several outer steps. At the end of a run
-they compare all, as with `--spread all` at each evaluation.
+from the seed. To compare all weights would send as much as several outer steps. That they do once,
+at the end of a run.
 
 The mean is taken in float64. There that of equal replicas is exact, so their spread is 0.
 """

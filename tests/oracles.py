@@ -47,9 +47,9 @@ def reference_logits(tokens, w, config, rho=1.0):
     return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
 
 
-def loaded(theta, layers, config=SMALL_CONFIG):
+def loaded(theta, layers):
     """The stage with these layers and these weights, of a checkpoint."""
-    model = Llama(config, layers, ends=0 in layers)
+    model = Llama(SMALL_CONFIG, layers, ends=0 in layers)
     flatten(model.parameters())[0].copy_(theta)
     return model
 

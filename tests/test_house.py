@@ -11,7 +11,7 @@ ROOMS = ("noloco.py", "model.py", "skippipe.py", "train.py", "bench_sync.py", "t
          "gossip", "plumbing", "planning", "survive", "tools", "experiments", "tests")
 IMPORTS = {     # of ours; a room that is not named here may import everything
     "noloco.py": [], "model.py": [],
-    "bench_sync.py": ["noloco", "gossip.advice"],       # gossip.advice by --advise only
+    "bench_sync.py": ["noloco"],
     "skippipe.py": ["planning.__main__"],       # by `python skippipe.py` only
     "gossip": ["noloco", "gossip"],
     "planning": ["skippipe", "planning", "plumbing.processes", "plumbing.drawing"],

@@ -1,4 +1,4 @@
-"""The model beyond test_minimal.py: gradients, memory, stages, sizes, and Hugging Face's form."""
+"""The model beyond test_minimal.py: gradients, stages, sizes, and Hugging Face's form."""
 
 import math
 
@@ -27,28 +27,6 @@ def test_gradients_equal_independent_float64_llama():
         want = w[name].grad
         atol = 1e-4 * float(want.abs().max())
         assert torch.allclose(p.grad.double(), want, rtol=1e-4, atol=atol), name
-
-
-@pytest.mark.parametrize("kv_heads", [4, 1])
-def test_activation_bytes_equal_what_autograd_keeps(kv_heads):
-    config = Config(num_key_value_heads=kv_heads, num_hidden_layers=3)
-    model = Llama(config)
-    x = torch.randn(2, 32, 128, requires_grad=True)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def keep(t):
-        address = t.untyped_storage().data_ptr()
-        if t.is_floating_point() and address not in own:
-            kept[address] = t
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        model.blocks(x)
-    floats = 8 * 128 + 2 * 32 * kv_heads + 4 * 512 + 4 + 2      # a of docs/speed.md
-    angles = 2 * 32 * 32                                        # cos and sin, for all layers
-    total = sum(t.untyped_storage().nbytes() for t in kept.values())
-    assert total == 4 * (64 * 3 * floats + angles)
 
 
 def test_a_model_first_called_under_inference_mode_then_trains():
@@ -88,7 +66,7 @@ def test_model_sizes_are_the_papers():
     sizes = dict(tiny=(1.1, 1.0), small=(310, 113), medium=(2135, 1611), large=(9639, 8590))
     for name, (millions, inner) in sizes.items():
         o = options("--model", name)
-        config = Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.kv_heads)
+        config = Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.heads)
         all_, without = count_parameters(config)
         assert all_ / 1e6 == pytest.approx(millions, rel=0.02)
         assert without / 1e6 == pytest.approx(inner, rel=0.05)

@@ -1,6 +1,5 @@
 """Options: what --help says. Bad input of every program is one line and status 2, from rank 0 alone."""
 
-import gc
 import gzip
 import json
 import re
@@ -10,25 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import bench_sync
 import train
 from experiments import pictures
-from gossip import onebyte
-from model import Llama
-from noloco import flatten
-from plumbing import memory
-from plumbing.inner import muon
-from plumbing.options import gamma_of, whole_config
+from plumbing.options import gamma_of
 from plumbing.processes import BadInput
 from plumbing.report import outer_warnings
-from tests.harness import HERE, SMALL, SMALL_CONFIG, captured, error_of, options, processes, refused
-from tools import export, hosts, partial, prepare
+from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused
+from tools import advise, export, hosts, partial, prepare
 
-PROGRAMS = {main.__module__: main for main in (bench_sync.main, export.main, hosts.read, partial.main,
-                                               prepare.main)}
+PROGRAMS = {main.__module__: main for main in (advise.main, bench_sync.main, export.main, hosts.read,
+                                               partial.main, prepare.main)}
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",
     "hollow/a.bin": b"\1\0" * 2000, "hollow/b.bin": b"", "blank/a.txt": b"", "blank/b.txt": b"",
@@ -37,7 +29,7 @@ FILES = {
     "torn/config.json": b'{"method": "nol', "foreign/config.json": b'{"unknown": 1}',
     "lr/config.json": b'{"lr": "fast"}', "ways/config.json": b'{"method": "fedavg"}',
     "stages/config.json": b'{"stages": [2, "2"]}', "batch/config.json": b'{"batch": 4.0}',
-    "tied/config.json": b'{"tied": 1}', "nothing/config.json": b"{}",
+    "flag/config.json": b'{"unscaled": 1}', "nothing/config.json": b"{}",
     "delayed/config.json": json.dumps(vars(options("--delay", "half"))).encode(),
     "list.json": b"[]", "one.json": b'{"delay": [[0]], "compute": 1}',
     "three.json": json.dumps(dict(delay=[[1] * 3] * 3, compute=1, stages=[[2], [1]])).encode(),
@@ -143,66 +135,6 @@ def test_an_environment_that_no_torchrun_made_is_one_line(environment, error, fi
     for assignment in environment.split():
         monkeypatch.setenv(*assignment.split("="))
     assert error in error_of(train.main)
-
-
-def test_a_run_that_a_machine_cannot_hold_is_refused_before_anything_is_allocated(files, monkeypatch):
-    """The ranks of one machine count together."""
-    monkeypatch.setattr(memory, "free_bytes", lambda: 50e9)
-    monkeypatch.setattr(train, "load_data", None)           # what would come next
-    error = error_of(train.main, "--model", "medium")
-    assert "1 rank needs about 99.5 GB of memory, and 50.0 GB are free" in error
-    # two ranks of 4 vectors, with a microbatch in flight on the second stage
-    line = refused(2, "--model", "small", "--stages", "1,1", cwd=Path(), main=_in_5_gb)
-    assert "2 ranks on one machine need about " in line
-
-
-def _in_5_gb(argv):
-    memory.free_bytes = lambda: 5e9
-    train.main(argv)
-
-
-@pytest.mark.parametrize("argv, megabytes", [("", 61), ("--model small --vocab 32000 --batch 1", 5930)])
-def test_the_memory_reckoned_is_what_speed_md_says(argv, megabytes):
-    """Of a rank that holds all layers, one of several replicas, with one microbatch in flight."""
-    o = options(*argv.split())
-    needed = memory.bytes_needed(o, whole_config(o), o.layers, True, replicas=2, in_flight=1)
-    assert needed / 1e6 == pytest.approx(megabytes, rel=0.01)
-    o.optimizer = "muon"
-    matrices = 4 * sum(p.numel() for p in muon(Llama(whole_config(o))).parts[0].param_groups[0]["params"])
-    with_muon = memory.bytes_needed(o, whole_config(o), o.layers, True, replicas=2, in_flight=1)
-    assert needed - with_muon == matrices
-
-
-@pytest.mark.parametrize("argv, replicas", [
-    ("", 2), ("--wire int8", 2), ("--gamma 0.9", 2), ("--group-size 4 --gamma 0.9", 4),
-    ("--group-size 4 --wire int8", 4), ("--delay 5", 2), ("--method diloco --delay 5", 2),
-    ("--method diloco", 2), ("--fragments 5 --delay 2", 2), ("--method ddp", 2), ("--group-size 4", 1)])
-def test_the_vectors_that_memory_counts_are_those_that_a_rank_keeps(argv, replicas):
-    """Around two outer steps, by what the tensors of its outer optimizer take."""
-    o = options("--model", "tiny", *argv.split())
-    kept = processes(replicas, _vectors_kept, o)
-    assert kept[0] == pytest.approx(memory.vectors(o, replicas), rel=0.02)
-
-
-def _vectors_kept(rank, world, o):
-    dist.init_process_group("gloo")
-    onebyte.BLOCK = 1024                                            # its room for a piece is nothing here
-    model = Llama(SMALL_CONFIG)
-    theta, grad = flatten(model.parameters())
-    outer = train.make_outer(None, o, model.parameters(), list(range(world)), None)
-    if outer:
-        for _ in range(2 * o.inner_steps):
-            theta.add_(1e-3 * (rank + 1))
-            outer.step()
-        outer.settle()
-    dist.barrier()
-    storages = {}
-    for thing in gc.get_objects():
-        if torch.is_tensor(thing):
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    adams = 2
-    return sum(storages.values()) / theta.nbytes + adams
 
 
 @pytest.mark.parametrize("given, gamma", [([], 0.5), (["--gamma", 0.6], 0.6)])

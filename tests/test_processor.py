@@ -1,15 +1,12 @@
-"""plumbing/processor.py: ranks that share a machine, and processors without bf16 arithmetic."""
+"""plumbing/processor.py: ranks that share a machine."""
 import os
-import platform
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from plumbing import processor
-from plumbing.processor import cores, processor_name
-from tests.harness import HERE, SMALL, processes, train_main
+from plumbing.processor import cores
+from tests.harness import SMALL, processes, train_main
 
 STEP = ["--steps", "1", "--warmup", "0", "--name", "x", *SMALL]
 
@@ -61,27 +58,3 @@ def test_cores_are_those_of_a_machine_not_of_a_network(monkeypatch):
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-
-
-def train_alone(tmp_path, corpus, *argv, **environment):
-    """What a new process prints that trains a step."""
-    command = [sys.executable, HERE / "train.py", "--data", corpus, *argv, *STEP]
-    done = subprocess.run([*map(str, command)], cwd=tmp_path, env={**os.environ, **environment},
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's variable is for x86_64")
-def test_bfloat16_on_a_processor_without_it_is_named(tmp_path, corpus):
-    said = train_alone(tmp_path, corpus, "--dtype", "bfloat16", ONEDNN_MAX_CPU_ISA="AVX2")
-    warning = f"warning: --dtype bfloat16 is slow on this processor, {processor_name()}: "
-    assert said.count(warning) == 1
-
-
-@pytest.mark.parametrize("dtype, ratio, warned", [
-    ("bfloat16", 2.0, True), ("bfloat16", 0.7, False), ("float32", 2.0, False)])
-def test_only_bfloat16_where_it_is_slow_is_warned_of(dtype, ratio, warned, monkeypatch, capsys):
-    monkeypatch.setattr(processor, "bfloat16_over_float32", lambda: ratio)
-    processor.warn_of_slow_bfloat16(dtype, torch.device("cpu"))
-    assert ("warning" in capsys.readouterr().out) == warned

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import Config
 from tests.harness import SMALL, checkpoint, error_of, metrics, options, refused, run
 from tests.oracles import heldout_loss, loaded, through
 from tools import export, partial
@@ -16,10 +15,9 @@ from tools import export, partial
 
 def test_export_equals_ours_in_transformers(trained, tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
-    trained(3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local", "--kv-heads", 1,
-            "--rope-theta", 500, "--steps", 6, "--lr", 0.01)
+    trained(3, "--stages", "2,1", "--layers-per-stage", "1,3", "--method", "local",
+            "--steps", 6, "--lr", 0.01)
     monkeypatch.chdir(tmp_path)
-    config = Config(256, 32, 64, 4, 2, 1, 500.0)
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     thetas = [checkpoint(tmp_path / "runs/x", 6, rank)["theta"] for rank in range(3)]
     printed = {}
@@ -27,7 +25,7 @@ def test_export_equals_ours_in_transformers(trained, tmp_path, monkeypatch, caps
         export.main(["runs/x", f"out{choice}", "--replica", choice])
         printed[choice] = float(re.search(rf"replica {choice} +(\S+)", capsys.readouterr().out)[1])
         theta = sum(thetas[rank] for rank in ranks) / len(ranks)
-        ours = [loaded(theta, [0], config), loaded(thetas[2], [1, 2, 3], config)]
+        ours = [loaded(theta, [0]), loaded(thetas[2], [1, 2, 3])]
         theirs = transformers.AutoModelForCausalLM.from_pretrained(f"out{choice}")
         wanted = ours[0].logits(through(ours, tokens))
         assert torch.allclose(theirs(tokens).logits, wanted, rtol=0, atol=1e-5)

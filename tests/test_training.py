@@ -91,16 +91,15 @@ def _few_places(argv):
     train.main(argv)
 
 
-@pytest.mark.parametrize("how", ["sample", "all"])
-def test_replicas_compare_a_sample_of_weights_and_at_the_end_all(how, trained, tmp_path):
+def test_replicas_compare_a_sample_of_weights_and_at_the_end_all(trained, tmp_path):
     """What that sends is counted apart from what synchronises, by a resumed run likewise."""
     trained(3, "--method", "local", "--steps", 6, "--eval-every", 2, "--save-every", 2, "--lr", 0.01,
-            "--spread", how, main=_few_places)
+            main=_few_places)
     folder = tmp_path / "runs/x"
     thetas = {step: [checkpoint(folder, step, rank)["theta"] for rank in range(3)] for step in (4, 6)}
     size = len(thetas[4][0])
-    places = torch.arange(size) if how == "all" else spread.sampled_places(size, 0, FEW)
-    assert len(places) == (size if how == "all" else FEW)
+    places = spread.sampled_places(size, 0, FEW)
+    assert len(places) == FEW
     before, middle, last = metrics(folder)
     some, whole = spread_of(thetas[4], [[0, 1, 2]], places), spread_of(thetas[6], [[0, 1, 2]])
     assert middle["weight_spread"] == pytest.approx(some, rel=1e-6)
