@@ -19,9 +19,6 @@ the chain is due on node j:
 (After hop 0 it is `origin_overhead`.) A node runs one task at a time and holds at most `memory`
 microbatches: a forward takes a slot, the same microbatch's backward frees it.
 
-The file goes in this order: paths; which stages are skipped how often; the simulator; the paper's
-constraints CC1 to CC3, TC1 and TC2; the shortest path of one microbatch; the paper's search; `plan`.
-
     python skippipe.py                      # plans six nodes
     python skippipe.py mine.json --kept 4   # your own delay, compute and stages, as in `Network`
 """
@@ -94,8 +91,8 @@ class Network:
     delay[i][j]: seconds from the end of a task on i to the arrival of its message on j. compute[i]:
     seconds of one forward on i (w). stages: the ranks of each stage, stages[0] the origins. memory:
     microbatches that a node holds at once. compute and memory are one number or one per node.
-    overhead, origin_overhead: seconds (S5). Sets stage_of: rank -> stage. A node of no stage stays
-    idle. Raises ValueError where these do not fit together."""
+    overhead, origin_overhead: seconds (S5). Sets stage_of: rank -> stage. A node of no stage is
+    idle."""
     delay: list
     compute: list
     stages: list
@@ -105,7 +102,7 @@ class Network:
 
     def __post_init__(self):
         nodes = len(self.delay)
-        self.delay = [list(map(float, row)) for row in self.delay]      # arrays become lists
+        self.delay = [list(map(float, row)) for row in self.delay]      # also of arrays
         self.compute = list(map(float, per_node(self.compute, nodes, "compute")))
         self.stages = [list(map(int, stage)) for stage in self.stages]
         self.memory = per_node(self.memory, nodes, "memory")
@@ -117,10 +114,9 @@ class Network:
              f"delay must have as many columns as rows, {nodes}")
         need(all(0 <= x <= 1e9 for x in seconds),
              "delays, compute times and overheads must be seconds from 0 to 1e9")
-        need(all(m in range(10**9) for m in self.memory),
+        need(all(isinstance(m, int) and m >= 0 for m in self.memory),
              f"memory must be whole numbers of microbatches, got {self.memory}")
-        need(ranks and all(self.stages) and set(ranks) <= set(range(nodes))
-             and len(set(ranks)) == len(ranks),
+        need(ranks and all(self.stages) and sorted({*ranks} & {*range(nodes)}) == sorted(ranks),
              f"stages must be non-empty lists of different nodes below {nodes}, got {self.stages}")
         self.stage_of = {r: s for s, stage in enumerate(self.stages) for r in stage}
 
@@ -146,13 +142,10 @@ class Infeasible(ValueError):
 
 @dataclass
 class Schedule:
-    """What `skip_schedule` says of the paths that are to be planned.
-
-    kept: stages that a path visits, the first one included. origins: the origin of each path.
+    """kept: stages that a path visits, the first one included. origins: the origin of each path.
     visits: {stage: how many paths visit it}; all the others skip it. spare: the stages that can
     take one visit more, where not all can have equally many. caps: of each node, the most paths
-    that may run through it. stages: the living nodes of each stage. dead: nodes that are not
-    there."""
+    through it. stages: the living nodes of each stage. dead: nodes that are not there."""
     network: Network
     kept: int
     origins: list
@@ -160,7 +153,7 @@ class Schedule:
     spare: list
     caps: list
     stages: list
-    dead: frozenset = frozenset()
+    dead: frozenset
 
 
 def stages_to_keep(skip, stages):
@@ -180,8 +173,7 @@ def skip_schedule(network, stages_kept, microbatches_per_origin=3, dead=()):
     need(1 <= stages_kept <= most and microbatches_per_origin >= 1,
          f"stages_kept must be 1 to {most}, microbatches_per_origin 1 or more; "
          f"got {stages_kept} and {microbatches_per_origin}")
-    dead, stages = frozenset(dead), without(dead, network.stages)
-    need(dead <= set(range(len(network.delay))), f"dead: {sorted(dead)} are not all nodes")
+    stages = without(dead, network.stages)
     if not stages[0]:
         raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
     if not all(network.memory[origin] for origin in stages[0]):
@@ -205,15 +197,14 @@ def skip_schedule(network, stages_kept, microbatches_per_origin=3, dead=()):
     visits = dict.fromkeys(living, low)
     for s in spare[:extra]:
         visits[s] += 1
-    return Schedule(network, stages_kept, origins, visits, spare, caps, stages, dead)
+    return Schedule(network, stages_kept, origins, visits, spare, caps, stages, frozenset(dead))
 
 
 def node_caps(network, share, dead=()):
-    """For each node the most paths that may run through it, when each stage has `share` visits: its
-    `memory`, or its part of the visits where that is more. A path has one microbatch under way at a
-    time, so with at most `memory` paths a node never waits for memory: the published search's rule.
-    The parts, by memory / compute, see that a plan exists, with fewer paths for slow nodes.
-    `simulate` then sees to what is held at once."""
+    """For each node the most paths through it, when each stage has `share` visits. With at most
+    `memory` paths, the published search's rule, a node never waits for memory, since a path has one
+    microbatch under way at a time. A larger part of the visits, by memory / compute, sees that a
+    plan exists; `simulate` then sees to what is held at once."""
     caps = [0] * len(network.compute)
     for stage in network.stages[1:]:
         power = {r: network.memory[r] / max(network.compute[r], 1e-9)
@@ -261,9 +252,7 @@ def simulate(network, paths, rounds=1, order=None):
     one before is home and the origin usable. order: each rank's (microbatch, hop), in the order to
     keep. Without it a node runs what arrived first, hop 0 last, of equal arrivals the lowest
     microbatch. What arrives at the moment its node becomes usable is already waiting. Raises
-    Deadlock where tasks can never start, ValueError without paths."""
-    if not paths:
-        raise ValueError("there is no path to simulate")
+    Deadlock where tasks can never start."""
     count, slots = len(paths), list(network.memory)
     chains = [chain(path) for path in paths]
     priority = places_in(order) if order else new_ones_last
@@ -271,8 +260,7 @@ def simulate(network, paths, rounds=1, order=None):
     others = [[] for _ in slots]        # the losses and backwards, which need no slot, a heap
     timeline, ran = [], [[] for _ in slots]
     idle = [True] * len(slots)
-    events = [(0.0, ARRIVES, u, 0, path[0]) for u, path in enumerate(paths)]
-    heapq.heapify(events)
+    events = [(0.0, ARRIVES, u, 0, path[0]) for u, path in enumerate(paths)]    # a heap, too
     while events:
         now, event, u, hop, node = heapq.heappop(events)
         if event == USABLE:
@@ -309,8 +297,7 @@ def simulate(network, paths, rounds=1, order=None):
 
 
 def new_ones_last(node, u, hop):
-    """A task's priority where no order is given: 1 for a new microbatch, 0 for all else. Of equal
-    ones the first to arrive comes first."""
+    """A task's priority without an order: 0, but 1 for a new microbatch. Equals go as they came."""
     return int(hop == 0)
 
 
@@ -369,10 +356,9 @@ def visitors_of(paths, place):
 
 
 def cc3(network, paths, dead=()):
-    """CC3: stages are skipped equally often, as far as the numbers allow: visits to any two stages
-    differ by at most one. Stages without a living node do not count. In any valid plan at least one
-    of the bans holds: an over-full stage loses a visitor, and an under-full one gains only where a
-    microbatch leaves a fuller one."""
+    """CC3: stages are skipped equally often, as far as the numbers allow: visits to any two living
+    stages differ by at most one. In any valid plan one of the bans holds, or more: an under-full
+    stage gains only where a microbatch leaves a fuller one."""
     living = [s for s, nodes in enumerate(network.stages) if s and not set(nodes) <= set(dead)]
     visitors = {s: [] for s in living} | visitors_of(paths, network.stage_of.get)
     visits, count = sum(map(len, visitors.values())), max(1, len(visitors))
@@ -389,10 +375,9 @@ def cc3(network, paths, dead=()):
 
 
 def tc1(network, paths, caps):
-    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here it
-    means that at most caps[r] paths run through node r (see `node_caps`), so in any valid plan at
-    least one of the bans holds. Origins are left out: they carry their own microbatches, however
-    many."""
+    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here at
+    most caps[r] paths run through node r (`node_caps`). In any valid plan one of the bans holds, or
+    more. Origins are left out: they carry their own microbatches, however many."""
     for r, users in sorted(visitors_of(paths, lambda r: r).items()):
         if len(users) > caps[r]:
             text = (f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} "
@@ -402,8 +387,8 @@ def tc1(network, paths, caps):
 
 def tc2(network, paths, result):
     """TC2: no two microbatches want the same node at the same time. A soft constraint: `check`
-    leaves it out. Yields a Violation for every task that waited at a node, the longest wait first.
-    At an origin it has no bans, since no microbatch can leave its origin out."""
+    leaves it out. A Violation for every task that waited at a node, the longest wait first; without
+    bans at an origin, which no microbatch can leave out."""
     before, found = {}, []      # before: the microbatch that each node ran last
     for task in result.timeline:
         wait = task.start - task.arrived        # seconds
@@ -419,9 +404,7 @@ def tc2(network, paths, result):
 def check(network, paths, stages_kept=None, swaps=2, dead=()):
     """Every violation of CC1, CC2, CC3 and TC1 as a list of sentences that name microbatch, stage
     and node; empty for valid paths. The list also names paths of another length than stages_kept
-    (default: the first path's), nodes that are dead or in no stage, and the absence of any path."""
-    if not paths:
-        return ["there is no path"]
+    (default: the first path's) and nodes that are dead or in no stage."""
     kept = stages_kept or len(paths[0])
     strangers = set(joined(*paths)) - set(network.stage_of)
     found = [f"microbatch {u} visits {len(path)} stages, not {kept}: {path}"
@@ -491,8 +474,7 @@ def hop_costs(network):
 
 
 def path_finder(schedule, cost, swaps):
-    """shortest(origin, banned, must): as `shortest_path`, off the banned nodes. It remembers what
-    it has found."""
+    """shortest(origin, banned, must): `shortest_path` off the banned nodes, each found once."""
     @cache
     def shortest(origin, banned=frozenset(), must=()):
         stages = without(banned, schedule.stages)
@@ -522,8 +504,7 @@ class Plan:
 
 class Progress:
     """How far a search has come: its limits, the work done (paths planned and simulations run), and
-    the best simulated iteration with its paths. The search is over, too, when its best iteration
-    is as short as `bound`, in seconds, which may be set later."""
+    the best simulated iteration with its paths. bound: seconds of an iteration that will do."""
 
     def __init__(self, network, rounds=1, seconds=None, iterations=None):
         self.network, self.rounds = network, rounds
@@ -574,9 +555,8 @@ class Progress:
 
 
 def farthest_first(schedule, shortest):
-    """All paths in one sweep (ours): valid ones in milliseconds, however large the network. The
-    origin with the longest trip comes first: its path is the longest part of the iteration, and the
-    other paths have slack to give way."""
+    """Valid paths in one sweep (ours). The origin with the longest trip goes first: its path is the
+    longest part of the iteration, and the other paths have slack to give way."""
     trips = [shortest(origin)[0] for origin in schedule.origins]
     order = sorted(range(len(trips)), key=lambda u: -trips[u])
     return one_sweep(schedule, shortest, order)
@@ -598,19 +578,18 @@ def one_sweep(schedule, shortest, order):
     return paths
 
 
-# A node of the search's tree, the best one first. excess: how far its paths are from valid.
-# depth: minus the number of its bans. seconds: of the iteration; of the longest trip while paths
-# are not valid. trips: seconds of all. number: of the branch. bans: for each microbatch the nodes
-# that it keeps off. children: the bans of its first conflict, one of which each child adds
+# A branch of the search; the least comes first. excess: how far its paths are from valid. depth:
+# minus the number of its bans. seconds: of the iteration; of the longest trip while paths are not
+# valid. trips: the seconds of all. bans: for each microbatch the nodes that it keeps off. children:
+# the bans of its first conflict, one of which each child adds
 Branch = namedtuple("Branch", "excess depth seconds trips number bans children")
 
 
 def conflict_based_search(schedule, shortest, progress, limit=math.inf):
     """The paper's method: every microbatch on its own shortest path, then one conflict after the
-    other resolved by branching: which microbatch keeps off? Ends after `limit` paths and
-    simulations. Of equal excess the deepest branch comes first (ours; the paper's order is best
-    first): a full network shifts its last conflict about, and breadth would try all
-    permutations."""
+    other resolved by branching: which microbatch keeps off? Of equal excess the deepest branch
+    comes first (ours; the paper's order is best first): a full network shifts its last conflict
+    about, and breadth would try all permutations. Ends after `limit` paths and simulations."""
     limit += progress.work
     tree, seen = [], set()      # a heap of branches; the bans of all
 
@@ -656,14 +635,13 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
     paths of each living origin, each planned on its own (the released search ties three together).
     rounds: microbatches that an origin sends down each path (2 in the published instance). dead:
     nodes that are not there; a dead origin takes its microbatches with it. seconds: limit of the
-    search, the first plan excepted. iterations: limit in paths planned and simulations run. With
-    seconds=None the plan depends on iterations alone. seed: this search draws nothing, others do.
-    Raises Infeasible exactly where no valid plan exists, ValueError where an argument is wrong.
+    search, the first plan excepted. iterations: limit in paths planned and simulations run. seed:
+    of searches that draw; this one does not. Raises Infeasible exactly where no valid plan exists.
     `planning.search.shorter_plan` takes the same arguments and finds shorter iterations."""
     schedule = skip_schedule(network, stages_kept, microbatches_per_origin, dead)
     progress = Progress(network, rounds, seconds, iterations)
     shortest = path_finder(schedule, hop_costs(network), swaps)
-    progress.bound = slowest_origin(schedule, shortest, rounds)
+    progress.bound = max(origin_bound(schedule, o, rounds, shortest) for o in schedule.stages[0])
     progress.dispatch(farthest_first(schedule, shortest))       # first of all, since it cannot fail
     progress.work += len(schedule.origins)
     conflict_based_search(schedule, shortest, progress)
@@ -673,31 +651,23 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
     """Seconds below which no plan can come, whatever its paths and order."""
     schedule = skip_schedule(network, stages_kept, microbatches_per_origin, dead)
-    return slowest_origin(schedule, path_finder(schedule, hop_costs(network), swaps), rounds)
+    shortest = path_finder(schedule, hop_costs(network), swaps)
+    return max(origin_bound(schedule, o, rounds, shortest) for o in schedule.stages[0])
 
 
-def slowest_origin(schedule, shortest, rounds):
-    """The bound of the origin that needs most for its own microbatches."""
-    origins = schedule.stages[0]
-    paths = len(schedule.origins) // len(origins)       # of each
-    return max(origin_bound(schedule.network, o, paths, rounds, shortest(o)) for o in origins)
-
-
-def origin_bound(network, origin, paths, rounds, trip):
-    """Seconds that an origin alone needs for its microbatches. trip: (seconds, path), its shortest.
-
-    1. It does their forwards, losses and backwards one at a time.
-    2. At most `lanes` of its microbatches are under way at once: as many as it has paths, or memory
-       for. So they form `lanes` chains, in which each begins after the one before it has ended. The
-       longest chain has at least 1 / lanes of them, and each takes the shortest trip or longer."""
+def origin_bound(schedule, origin, rounds, shortest):
+    """Seconds that an origin alone needs for its microbatches. 1. It does their forwards, losses
+    and backwards one at a time. 2. At most `lanes` of them are under way at once: as many as it has
+    paths, or memory for. So they form `lanes` chains, in which each begins after the one before it
+    has ended. The longest has at least 1 / lanes of them, each on the shortest path or a longer."""
+    network, paths = schedule.network, schedule.origins.count(origin)
     own = sum(WORK.values()) * network.compute[origin]
-    away, _ = trip
-    total = paths * rounds
+    away, _ = shortest(origin)
     pause = network.overhead            # the iteration ends before the last task's pause
-    work = own + network.origin_overhead + 2 * pause
+    one = own + network.origin_overhead + 2 * pause
     lanes = min(paths, network.memory[origin])
-    longest_chain = -(-total // lanes)
-    return max(total * work, longest_chain * (own + away + pause)) - pause
+    longest = -(-paths * rounds // lanes)
+    return max(paths * rounds * one, longest * (own + away + pause)) - pause
 
 
 # ---- the command line
@@ -708,9 +678,8 @@ SIX_NODES = dict(delay=[[0.1, 0.9] * 3, [0.9, 0.1] * 3] * 3, compute=0.2,
 
 
 def main(argv=None):
-    """Plan and print. The file is a JSON object of a Network's fields; `names` are left out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", help="JSON of a network (default: six nodes)")
+    parser.add_argument("file", nargs="?", help="JSON of a Network's fields (default: six nodes)")
     parser.add_argument("--kept", type=int, help="stages a path visits (default: two thirds)")
     parser.add_argument("--microbatches", type=int, default=4, help="per origin (default: 4)")
     o = parser.parse_args(argv)

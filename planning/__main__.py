@@ -85,6 +85,8 @@ def understand(o):
     work = (kept, o.microbatches, o.rounds)
     if o.rounds < 1:
         raise ValueError(f"--rounds must be 1 or more, got {o.rounds}")
+    if not set(o.dead) <= set(range(len(network.delay))):
+        raise ValueError(f"--dead {o.dead}: not all are nodes of this network")
     skip_schedule(network, kept, o.microbatches, o.dead)        # refuses what cannot be planned
     prepare_files(o, o.results, o.save)
     return network, names, work

@@ -38,9 +38,8 @@ def tighter_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
     most = max(1, int(2e6 / len(network.delay) ** 2))
     bounds = [crossing_bound(schedule, rounds)]
     for o in sorted(schedule.stages[0], key=lambda o: -sum(network.delay[o]))[:most]:
-        work = network, o, microbatches_per_origin, rounds
-        bounds.append(origin_bound(*work, both_ways(o)))
-        bounds.append(task_bound(*work, out(o), back(o)))
+        bounds.append(origin_bound(schedule, o, rounds, both_ways))
+        bounds.append(task_bound(schedule, o, rounds, out, back))
     return max(bounds)
 
 
@@ -56,9 +55,9 @@ def one_way(network, delay, work):
     return costs
 
 
-def task_bound(network, origin, paths, rounds, out, back):
-    """Seconds that an origin alone needs for its microbatches, task by task. out, back: (seconds,
-    path), the shortest way out and the shortest way back.
+def task_bound(schedule, origin, rounds, out, back):
+    """Seconds that an origin alone needs for its microbatches, task by task. out, back: what finds
+    the shortest way out and the shortest way back.
 
     What remains of its microbatches is forward, loss and backward on the origin itself, with at
     least the ways out and back between them. At most `lanes` of them are under way at once: as many
@@ -69,9 +68,12 @@ def task_bound(network, origin, paths, rounds, out, back):
     Case 1: no chain is longer. Then at least microbatches - lanes (q - 1) chains have q, and
     `one_machine` bounds the time of these alone. Case 2: a chain has q + 1, which alone takes its
     time. This cannot be where the chains are the paths, of `rounds` each."""
+    network, paths = schedule.network, schedule.origins.count(origin)
     w, pause = network.compute[origin], network.overhead
+    away, _ = out(origin)
+    home, _ = back(origin)
     # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
-    tasks = [(w + network.origin_overhead, w + out[0]), (w / 4 + pause, w / 4 + back[0]),
+    tasks = [(w + network.origin_overhead, w + away), (w / 4 + pause, w / 4 + home),
              (1.5 * w + pause, 1.5 * w + pause)]
     lanes, total = min(paths, network.memory[origin]), paths * rounds
     q = -(-total // lanes)
