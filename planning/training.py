@@ -9,15 +9,20 @@ import torch
 from planning.instance import read_instance
 from planning.methods import random_valid_paths
 from planning.regions import WHOLE, around
-from planning.search import shorter_plan
+from planning.search import plan_without_tc2, shorter_plan
 from plumbing.processes import BadInput
-from skippipe import Deadlock, Infeasible, Problem, Search, full_paths, simulate, without
+from skippipe import Deadlock, Infeasible, Progress, full_paths, simulate, stages_to_keep, without
+
+# A budget of work, not of time, so that a plan depends on the network and the seed alone.
+BUDGET = dict(seconds=None, iterations=3000)
 
 
 def planned(network, kept, each, rounds, seed, dead, **options):
-    """A budget of work, not of time, so that a plan depends on the network and the seed alone."""
-    return shorter_plan(network, kept, each, rounds, seconds=None, iterations=3000, seed=seed,
-                        dead=dead, **options)
+    return shorter_plan(network, kept, each, rounds, seed=seed, dead=dead, **BUDGET, **options)
+
+
+def first_valid(network, kept, each, rounds, seed, dead):
+    return plan_without_tc2(network, kept, each, rounds, seed=seed, dead=dead, **BUDGET)
 
 
 def drawn(network, kept, each, rounds, seed, dead):
@@ -35,7 +40,7 @@ def every_stage(network, kept, each, rounds, seed, dead):
 PLANNERS = {
     "skippipe": planned,
     "no-swaps": partial(planned, swaps=0),              # ours: every path in order
-    "no-tc2": partial(planned, collisions=False),
+    "no-tc2": first_valid,
     "dtfm-skip": drawn,
     "dtfm": every_stage,
 }
@@ -58,7 +63,7 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None)
     ranks only their regions are planned anew (`regions.around`). Raises BadInput where there is no
     plan."""
     rounds = rounds_of(microbatches, min(network.memory))
-    kept = min(round((1 - skip) * len(network.stages)), len(living(network.stages, dead)))
+    kept = min(stages_to_keep(skip, network.stages), len(living(network.stages, dead)))
     while True:
         try:
             work = (kept, microbatches // rounds, rounds)
@@ -89,7 +94,7 @@ def plan_of_work(network, routing, work, seed, dead, before):
     if order:
         result = simulate(network, paths, rounds, order)
     else:
-        result = Search(Problem(network, *work, dead=dead)).dispatch(paths)
+        result = Progress(network, rounds).dispatch(paths)
     return dict(paths=paths * rounds, order=result.order, makespan=result.makespan,
                 network=asdict(network), planned="in regions" if found else "anew")
 
