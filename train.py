@@ -32,7 +32,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate, combinations
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from tqdm import tqdm
 from model import Config, Llama
 from noloco import DiLoCo, NoLoCo, flatten
 from skippipe import (BACKWARD, FORWARD, Deadlock, Infeasible, Network, chain, full_paths, kind,
-                      plan, random_paths)
+                      plan, random_paths, stages_to_keep)
 
 # ---------------------------------------------------------------- options
 
@@ -82,9 +82,8 @@ def integers(text):
     return [int(number) for number in text.split(",")]
 
 
-# --routing of planning/: its stronger search, the same without swaps, random valid paths, and every
-# stage.
-PLANNERS = ["stronger", "no-swaps", "dtfm-skip", "dtfm"]
+# --routing by planning/: its stronger search, the same without swaps, and every stage.
+PLANNERS = ["stronger", "no-swaps", "dtfm"]
 
 
 @dataclass
@@ -213,7 +212,6 @@ def parse(argv, world=1, Options=Options, description=__doc__):
         sizes = "x".join(str(size) for size in o.stages)
         o.name = f"{o.method}-{sizes}-{time.strftime('%Y%m%d-%H%M%S')}"
     check(o, given, kept)
-    layout(o, world)
     return o
 
 
@@ -269,17 +267,12 @@ def layout(o, world):
          f"--stages needs {sum(sizes)} processes but got {world} (--nproc-per-node)")
     need(len(depths) == count and min(depths) >= 1 and sum(depths) == o.layers,
          f"{count} stages must share {o.layers} layers, at least one each; got {depths}")
-    need(not o.skip or count >= 3 and stages_kept(o) >= 1,
+    need(not o.skip or count >= 3 and stages_to_keep(o.skip, sizes) >= 1,
          f"--skip needs at least 3 stages and must keep one; got {count} and {o.skip}")
     need(o.routing != "fixed" or sizes[0] * o.microbatches >= max(sizes),
          f"--routing fixed: {sizes[0]} origins with --microbatches {o.microbatches} leave replicas "
          "idle")
     return cuts(sizes), cuts(depths)
-
-
-def stages_kept(o):
-    """How many stages a path visits."""
-    return round((1 - o.skip) * len(o.stages))
 
 
 def cuts(parts):
@@ -907,7 +900,8 @@ class Routes:
             return training.plan_paths(network, o.routing, o.skip, o.microbatches, o.seed)
         rounds = rounds_of(o.microbatches, min(network.memory))
         try:
-            found = plan(network, stages_kept(o), o.microbatches // rounds, rounds, seconds=None,
+            kept = stages_to_keep(o.skip, network.stages)
+            found = plan(network, kept, o.microbatches // rounds, rounds, seconds=None,
                          iterations=3000, seed=o.seed)
         except (Infeasible, Deadlock) as error:
             raise BadInput(f"--routing skippipe: {error}")
@@ -932,16 +926,24 @@ def rounds_of(microbatches, memory):
 
 
 def read_links(file, stages):
-    """The Network of a JSON file with delay and compute of this run's ranks, and maybe memory and
-    overheads. Raises BadInput."""
+    """The Network of a JSON file: delay, compute, and what else a Network has. Rank r is the r-th
+    node of its stages, which are this run's where it has none. Raises BadInput."""
     try:
-        told = json.loads(Path(file).read_text())
+        told = dict(json.loads(Path(file).read_text()))
         told.pop("names", None)
         network = Network(**(dict(stages=stages) | told))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise BadInput(f"--links {file}: {one_line(error)}")
-    need(network.stages == stages, f"--links {file} has stages {network.stages}, this run {stages}")
-    return network
+    sizes = [len(stage) for stage in network.stages]
+    own = [len(stage) for stage in stages]
+    need(sizes == own, f"--links {file} has stages of {sizes} nodes, this run of {own}")
+    nodes = [node for stage in network.stages for node in stage]
+    delay = []
+    for a in nodes:
+        delay.append([network.delay[a][b] for b in nodes])
+    compute = [network.compute[node] for node in nodes]
+    memory = [network.memory[node] for node in nodes]
+    return replace(network, delay=delay, compute=compute, stages=stages, memory=memory)
 
 
 def measure(pipeline, stages, job):
@@ -1055,7 +1057,7 @@ def shares(paths, stages):
 def scaled(model, rho):
     """Stochastic depth's rule (arXiv 1603.09382): a stage that a share rho of the microbatches
     visited in training adds rho times its residuals where all visit it."""
-    matrices = last_matrices(model) if rho < 1 else []
+    matrices = last_matrices(model.model.layers.values()) if rho < 1 else []
     kept = [w.clone() for w in matrices]
     for w in matrices:
         w.mul_(rho)
@@ -1064,10 +1066,10 @@ def scaled(model, rho):
         w.copy_(before)
 
 
-def last_matrices(model):
+def last_matrices(layers):
     """Those with which each residual ends: rho times the matrix makes rho times the residual."""
     found = []
-    for layer in model.model.layers.values():
+    for layer in layers:
         found += [layer.self_attn.o_proj.weight.detach(), layer.mlp.down_proj.weight.detach()]
     return found
 
@@ -1302,12 +1304,13 @@ def per_byte(loss, corpus):
 # ---------------------------------------------------------------- checkpoints
 
 
-def write(path, put):
-    """Write a file as a whole or not at all: put(file) fills it."""
+@contextlib.contextmanager
+def atomic(path):
+    """The file, open to write bytes; it changes as a whole or not at all."""
     half = Path(f"{path}.tmp")
     try:
         with open(half, "wb") as file:
-            put(file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(half, path)
@@ -1315,8 +1318,9 @@ def write(path, put):
         half.unlink(missing_ok=True)            # it is there only after an error
 
 
-def write_json(path, value):
-    write(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
+def write_text(path, text):
+    with atomic(path) as file:
+        file.write(text.encode())
 
 
 class Checkpoints:
@@ -1339,7 +1343,8 @@ class Checkpoints:
         place = self.place(step)
         try:
             place.mkdir(parents=True, exist_ok=True)
-            write(place / f"rank{self.job.rank}.pt", lambda file: torch.save(state, file))
+            with atomic(place / f"rank{self.job.rank}.pt") as file:
+                torch.save(state, file)
         except (OSError, RuntimeError) as error:        # torch hides a full disk behind its own
             cause = one_line(error.__context__ or error)
             raise BadInput(f"cannot write the checkpoint {place}: {cause}")
@@ -1443,16 +1448,26 @@ class Run:
     rho: list = None        # of each stage, by the last step's paths
 
 
+def config_of(o):
+    """Of the whole model. Raises ValueError."""
+    return Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.heads)
+
+
 def make_model(o, layers, stage, device):
     """(the model of this stage, its parameters in one vector whose .grad has their gradients)."""
-    config = Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.heads)
-    model = Llama(config, layers[stage], ends=stage == 0, seed=o.seed, device=device)
+    model = Llama(config_of(o), layers[stage], ends=stage == 0, seed=o.seed, device=device)
     theta = flatten(model.parameters())
-    theta.grad = torch.zeros_like(theta)
+    theta.grad = flat_gradient(model, theta)
+    return model, theta
+
+
+def flat_gradient(model, theta):
+    """A vector like theta, of which the parameters' gradients are views."""
+    grad = torch.zeros_like(theta)
     for p in model.parameters():
         start = (p.data_ptr() - theta.data_ptr()) // 4
-        p.grad = theta.grad[start:start + p.numel()].view(p.shape)
-    return model, theta
+        p.grad = grad[start:start + p.numel()].view(p.shape)
+    return grad
 
 
 def load_data(o, rank, origins):
@@ -1509,7 +1524,7 @@ def claim(folder):
 def build(job, o, Pipeline=Pipeline, Routes=Routes, Checkpoints=Checkpoints,
           make_outer=make_outer):
     """This rank's share of the run. survive/, tools/ and experiments/ bring parts of their own."""
-    stages, layers = layout(o, job.world)
+    stages, layers = job.together(layout, o, job.world)
     stage = next(s for s, ranks in enumerate(stages) if job.rank in ranks)
     corpus, reader = job.together(load_data, o, job.rank, stages[0])
     model, theta = job.together(make_model, o, layers, stage, job.device)
@@ -1536,17 +1551,18 @@ def begin(run):
     """On the first rank, write config.json and plan.json, and keep the lines of metrics.jsonl up to
     this step: training writes the later ones again."""
     o = run.o
-    write_json(run.folder / "config.json", vars(o))
-    if run.routes.plan:
+    write_text(run.folder / "config.json", json.dumps(vars(o), indent=1))
+    if run.routes.first:
         made = dict(by="train.py", routing=o.routing, skip=o.skip, seed=o.seed)
-        write_json(run.folder / "plan.json", dict(run.routes.plan, stages=run.stages, made=made))
+        told = dict(run.routes.first, stages=run.stages, made=made)
+        write_text(run.folder / "plan.json", json.dumps(told))
     kept = []
     log = run.folder / "metrics.jsonl"
     for line in log.read_text(errors="replace").splitlines() if log.exists() else []:
         with contextlib.suppress(ValueError, KeyError):     # a crash may have cut the last one short
             if json.loads(line)["step"] <= run.step:
                 kept.append(line + "\n")
-    write(log, lambda file: file.write("".join(kept).encode()))
+    write_text(log, "".join(kept))
     print(f"{o.method}, stages {o.stages}, {o.routing} routing, {run.job.world} processes on "
           f"{run.job.device.type}, {o.model} model, corpus {run.corpus.digest}")
     if max(o.stages) == 1:

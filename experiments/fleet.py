@@ -23,8 +23,8 @@ from tqdm import tqdm
 import train
 from model import Config, Llama
 from noloco import random_groups
-from plumbing.data import heldout_sequences, load_corpus, reader_of
-from plumbing.inner import Inner, adam, dtype_for, orthogonal
+from gossip.muon import dtype_for, orthogonal
+from train import Reader, heldout_sequences, load_corpus
 from gossip.onebyte import MARGIN
 from gossip.sums import blocks_of, rounded, values
 
@@ -223,14 +223,14 @@ class Fleet:
         self.readers = []                                           # seed by seed, each replica's
         for seed in seeds:
             for place in range(replicas):
-                self.readers.append(reader_of(corpus, o.seq_len, seed, place, replicas))
+                self.readers.append(Reader(corpus, o.seq_len, seed, place, replicas))
         self.make_models()
         self.make_optimizers()
 
     def make_models(self):
         """theta and its gradient: (trials, seeds, N, P). The first weights depend on the seed
         alone."""
-        config = train.whole_config(self.o)
+        config = train.config_of(self.o)
         models = [Llama(config, seed=seed) for seed in self.seeds]
         first = torch.stack([parameters_to_vector(model.parameters()).detach() for model in models])
         self.model = models[0].to(self.device)
@@ -247,7 +247,7 @@ class Fleet:
                                                      self.is_compiled)
 
     def make_optimizers(self):
-        self.adam = Inner(adam([self.theta], self.o.beta2))
+        self.adam = torch.optim.Adam([self.theta], betas=(0.9, self.o.beta2), fused=True)
         self.muon = None
         if self.o.optimizer == "muon":
             theta, grads = self.named(self.theta), self.named(self.grad)
@@ -286,7 +286,8 @@ class Fleet:
         lr = train.schedule(number, self.o)
         if self.muon:
             self.muon.step(lr)
-        self.adam.step(lr)
+        self.adam.param_groups[0]["lr"] = lr
+        self.adam.step()
         for outer in self.outers:
             outer.step()
 

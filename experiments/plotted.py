@@ -238,7 +238,7 @@ def draw_timelines(plt, found):
 
 # ---------------------------------------------------------------- partial
 
-RUNS = {HALF: (0.5, "skippipe"), NONE: (0.0, "dtfm")}       # (share skipped, routing)
+RUNS = {HALF: (0.5, "stronger"), NONE: (0.0, "dtfm")}       # (share skipped, routing)
 SHARES = {"1.0": 100, "0.75": 75, "0.5": 50}                # keys of partial.json's shares: %
 
 

@@ -12,8 +12,7 @@ from experiments.pictures import COLOURS, WIDTH, label_ends, picture
 from experiments.results import kept_result
 from gossip.onebyte import OneByte
 from noloco import NoLoCo
-from plumbing.options import Parser
-from plumbing.processes import Job
+from train import Job, Parser
 
 SHADES = ("#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")    # one per number of replicas
 COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; tables have 4 too

@@ -19,7 +19,7 @@ from planning.instance import published_network, read_instance, spread_network
 from planning.kept import as_json, read_plan
 from planning.methods import compare_methods, print_paths, print_table
 from planning.pictures import trace, write_picture
-from plumbing.drawing import pyplot
+from planning.drawing import pyplot
 from skippipe import plan, skip_schedule, stages_to_keep
 
 WITH_PLAN = "plan", "picture", "trace", "results"       # the options that --plan goes with

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import noloco
 from gossip import Fragments
 from noloco import DiLoCo, NoLoCo, flatten, random_groups
-from plumbing.processes import BadInput, gloo_interface
+from train import BadInput, gloo_interface
 from test_minimal import inner, phi_ahead, small_model
 from tests.harness import HERE, gloo, processes
 
