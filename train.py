@@ -422,16 +422,27 @@ def inner_step(run, batches, paths, order):
 # ---------------------------------------------------------------- a run
 
 
-def make_outer(job, o, params, replicas, inner):
-    """The outer optimizer of this rank's stage (None: ddp, local). survive/'s needs job, inner."""
+def flat_gradient(model, theta):
+    """A vector like theta, of which the parameters' gradients are views."""
+    grad = torch.zeros_like(theta)
+    for p in model.parameters():
+        start = (p.data_ptr() - theta.data_ptr()) // 4
+        p.grad = grad[start:start + p.numel()].view(p.shape)
+    return grad
+
+
+def make_outer(run):
+    """The outer optimizer of this rank's stage (None: ddp, local)."""
+    o = run.o
+    replicas = run.stages[run.stage]
     if o.method in ("ddp", "local"):
         return None
     settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
     if o.method == "noloco":
         settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
     wire = o.wire if len(replicas) > 1 else "fp32"
-    return outer_optimizer(o.method, wire, o.delay, params, replicas, fragments=o.fragments,
-                           **settings)
+    return outer_optimizer(o.method, wire, o.delay, run.model.parameters(), replicas,
+                           theta=run.theta, fragments=o.fragments, **settings)
 
 
 @dataclass
@@ -475,15 +486,15 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, make_outer=make_outer):
         job.together(read_links, o.links, stages)                       # refused before any work
     corpus, reader = job.together(load_data, o, job.rank, stages[0])
     model = Llama(config, layers[stage], ends=stage == 0, seed=o.seed, device=job.device)
-    theta, grad = flatten(model.parameters())
-    theta.grad = grad
+    theta = flatten(model.parameters())
+    theta.grad = grad = flat_gradient(model, theta)
     inner = muon(model, o.beta2) if o.optimizer == "muon" else Inner(adam([theta], o.beta2))
     run = Run(job=job, o=o, stages=stages, stage=stage, config=config, corpus=corpus, reader=reader,
               model=model, theta=theta, grad=grad, inner=inner, folder=take_folder(o, job))
     if o.compile:
         for layer in model.model.layers.values():
             layer.compile()
-    run.outer = make_outer(job, o, model.parameters(), replicas, inner)
+    run.outer = make_outer(run)
     if o.method == "ddp" and len(replicas) > 1:
         run.average = Average(SUMS[o.wire], replicas)
     message_shape = o.batch, o.seq_len, o.hidden

@@ -23,7 +23,7 @@ def vectors(o, replicas):
     if o.method == "noloco" and replicas > 1:
         partners = min(o.group_size, replicas) - 1
         if o.wire == "int8":
-            count += 0.25 * (1 + partners)              # the codes that it sends and receives
+            count += 0.25 * (1 + partners) + partners   # the codes, and what is read of each
         elif gamma_of(o) == o.beta:
             count += partners                           # a theta of each
         else:

@@ -36,8 +36,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import train
-from gossip.onebyte import OneByte
-from noloco import Fp32
+from gossip.onebyte import OneByte, lengths_of
 from plumbing.checkpoints import load, restore
 from plumbing.options import asks_to_join
 from plumbing.processes import BadInput, Job, forbid, one_line
@@ -289,17 +288,21 @@ def build(job, o, argv):
     return run
 
 
-def make_outer(job, o, params, replicas, inner):
+def make_outer(run):
     """As train.make_outer, of a class that outlives its partners. Here phi never goes ahead."""
+    job, o = run.job, run.o
+    replicas = run.stages[run.stage]
     if o.method != "noloco" or job.world == 1:
-        return train.make_outer(job, o, params, replicas, inner)
-    codec = OneByte() if o.wire == "int8" and len(replicas) > 1 else Fp32()
+        return train.make_outer(run)
+    codec = None
+    if o.wire == "int8" and len(replicas) > 1:
+        codec = OneByte(lengths_of(run.model.parameters()))
     return SurvivingNoLoCo(
-        params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
+        run.theta, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
         group_size=o.group_size, seed=o.seed, codec=codec, store=job.store, timeout=job.timeout,
         # In a pipeline all ranks do each iteration together, so no replica may leave out inner
         # steps there.
-        catch_up=len(o.stages) == 1, tell=job.tell, reset=inner.reset, excluded=job.excluded)
+        catch_up=len(o.stages) == 1, tell=job.tell, reset=run.inner.reset, excluded=job.excluded)
 
 
 def join(run):

@@ -189,8 +189,10 @@ def _vectors_kept(rank, world, o):
     dist.init_process_group("gloo")
     onebyte.BLOCK = 1024                                            # its room for a piece is nothing here
     model = Llama(SMALL_CONFIG)
-    theta, grad = flatten(model.parameters())
-    outer = train.make_outer(None, o, model.parameters(), list(range(world)), None)
+    theta = flatten(model.parameters())
+    theta.grad = train.flat_gradient(model, theta)
+    run = SimpleNamespace(o=o, model=model, theta=theta, stages=[list(range(world))], stage=0)
+    outer = train.make_outer(run)
     if outer:
         for _ in range(2 * o.inner_steps):
             theta.add_(1e-3 * (rank + 1))

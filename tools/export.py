@@ -81,7 +81,7 @@ def by_stage(model, layers):
         if "layers" in words:
             stage = stage_of[int(words[words.index("layers") + 1])]
         held[stage].append(p)
-    return [flatten(params)[0] for params in held]
+    return [flatten(params) for params in held]
 
 
 if __name__ == "__main__":
