@@ -200,11 +200,18 @@ class NoLoCo:
         for start in range(0, len(theta), size):
             piece = slice(start, start + size)
             phi = self.phi[piece]
-            mean_theta = mean([vector[piece] for vector in thetas])
-            mean_phi = mean([vector[piece] for vector in phis]) if phis else phi
+            mean_theta = self.mean([vector[piece] for vector in thetas])
+            mean_phi = self.mean([vector[piece] for vector in phis]) if phis else phi
             outer_update(phi, self.delta[piece], mean_theta, mean_phi,
                          self.alpha, self.beta, self.gamma)
             theta[piece].copy_(phi)                             # N3
+
+    def mean(self, vectors):
+        """Summed by rank: the same bits for all replicas."""
+        total = vectors[0]
+        for vector in vectors[1:]:
+            total = total + vector
+        return total / len(vectors)
 
     def state_dict(self):
         """theta is in the model. Every rank needs a checkpoint of its own."""
@@ -238,28 +245,24 @@ class DiLoCo(NoLoCo):
         return 2 * (len(group) - 1) * self.theta.nbytes // len(group)
 
     def exchange(self, theta, group, process_group=None):
-        """One vector comes, the mean. `process_group` is not needed."""
-        total = self.overwritten(theta)
+        """One vector comes, the sum. `process_group` is not needed."""
+        total = self.overwritable(theta)
         if self.everyone:
             dist.all_reduce(total, group=self.everyone)
-        return [total.div_(len(group))], []
+        return [total], []
 
-    def overwritten(self, theta):
-        """A vector with these numbers that may be overwritten: the model's own becomes phi anyway.
+    def overwritable(self, theta):
+        """The model's own theta itself, since it becomes phi anyway; of another vector a copy.
 
-        Another one is that of a message under way (gossip/delay.py), and stays as it is.
+        gossip/delay.py needs what it sent once more.
         """
         if theta is self.theta:
             return theta
         return self.buffer("total", theta, theta.device).copy_(theta)
 
-
-def mean(vectors):
-    """Summed by rank: the same bits for all replicas."""
-    total = vectors[0]
-    for vector in vectors[1:]:
-        total = total + vector
-    return total / len(vectors)
+    def mean(self, vectors):
+        """Of the sum that came."""
+        return vectors[0] / len(self.ranks)
 
 
 def flatten(params):

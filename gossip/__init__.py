@@ -7,12 +7,10 @@
     outer = NoLoCo(params, inner_steps=10, codec=OneByte(lengths_of(params)))       any codec
     outer = Delayed(DiLoCo(params, inner_steps=10), delay=3)            around any outer optimizer
     outer = Fragments(make, flatten(params), lengths_of(params), 5, 10)     make(vector, lengths, k)
-    outer = Checked(NoLoCo(params, inner_steps=10), params)             in a trainer of one's own
 
-`checks.py` warns of what makes outer steps useless, `window.py` has the window of gamma in which
-replicas stay together.
+`checks.py` warns in a trainer of one's own of what makes outer steps useless, `window.py` has the
+window of gamma in which replicas stay together.
 """
-from gossip.checks import Checked
 from gossip.delay import Delayed, PhiAhead
 from gossip.fragments import Fragments
 from gossip.onebyte import OneByte, lengths_of

@@ -146,10 +146,9 @@ class ShortDiLoCo(DiLoCo):
         return self.wire.bytes(len(self.theta))
 
     def exchange(self, theta, group, process_group=None):
-        delta = self.overwritten(theta).sub_(self.phi)
+        delta = self.overwritable(theta).sub_(self.phi)
         self.owed_next = self.wire.add_up(delta, self.owed)
-        total = delta.add_(self.phi, alpha=len(group))
-        return [total.div_(len(group))], []
+        return [delta.add_(self.phi, alpha=len(group))], []
 
     def outer_step(self, theta, thetas, phis):
         self.owed = self.owed_next

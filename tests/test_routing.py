@@ -146,21 +146,22 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
     o = options("--data", corpus, "--steps", 3, "--warmup", 2, *SMALL)
     readers = [load_data(o, i, [0, 1])[1] for i in range(2)]
     models = [Llama(SMALL_CONFIG, layers[s], ends=s == 0) for s, ranks in enumerate(stages) for _ in ranks]
-    flats = [flatten(m.parameters()) for m in models]
+    thetas = [flatten(m.parameters()) for m in models]
+    grads = [train.flat_gradient(*flat) for flat in zip(models, thetas)]
     adams = [torch.optim.Adam(m.parameters(), betas=(0.9, 0.95)) for m in models]
     for step in range(3):
-        for _, grad in flats:
+        for grad in grads:
             grad.zero_()
         for path in paths:
             batch, visited = readers[path[0]].next(o.batch), [models[rank] for rank in path]
             visited[0].loss(through(visited, batch[:, :-1]), batch[:, 1:]).backward()
-        for rank, (_, grad) in enumerate(flats):
+        for rank, grad in enumerate(grads):
             if visits := sum(rank in p for p in paths):
                 grad /= visits * o.batch * o.seq_len
                 grad *= min(1.0, 1.0 / grad.norm().item())
                 adams[rank].param_groups[0]["lr"] = train.schedule(step, o)
                 adams[rank].step()
-    for (theta, _), state in zip(flats, states):
+    for theta, state in zip(thetas, states):
         assert torch.allclose(theta, state["theta"], rtol=0, atol=1e-5)
     line = metrics(skip_run / "runs/x")[-1]
     assert line["simulated_seconds"] == states[0]["plan"]["makespan"] > 0.05
