@@ -25,7 +25,7 @@ parameters and at sigma = 0
     all-reduce by halving and doubling: 2 log2 n t_c + 2 (n - 1) / n B / rate
     NoLoCo: t_c + B / rate                                                                     (B5)
 
-The paper counts two exchanges for a pair. NoLoCo here needs one where gamma = beta (noloco.N2').
+The paper counts two exchanges for a pair. NoLoCo here needs one where gamma = beta (noloco.py says why).
 """
 import argparse
 import json
@@ -316,16 +316,17 @@ class TableRow:
     bytes: int = 0                      # of the last trial
 
 
-def methods(o, params):
-    """{name: TableRow}: floors, then whole outer steps, of all replicas at once."""
-    theta, grad = flatten(params)
+def methods(o, theta, params):
+    """{name: TableRow}: floors, then whole outer steps, of all replicas at once. theta: the vector
+    of the params."""
+    grad = torch.zeros_like(theta)
     world = dist.get_world_size()
     ring = 2 * (world - 1) * theta.nbytes // world          # bytes a rank sends in an all-reduce
-    noloco = NoLoCo(params, inner_steps=1, seed=o.seed)
-    diloco = DiLoCo(params, inner_steps=1)
+    noloco = NoLoCo(theta, inner_steps=1, seed=o.seed)
+    diloco = DiLoCo(theta, inner_steps=1)
     diloco.phi, diloco.delta = noloco.phi, noloco.delta     # their numbers do not change the time
 
-    pair = noloco.group(0)
+    pair = noloco.group()
     copy = lambda: grad.copy_(theta)
     reduce, swap = "all-reduce of theta", "exchange of theta"
     return {
@@ -346,9 +347,9 @@ def measure(o, methods=methods):
     parts = torch.randn(size, device=device).mul_(0.02).tensor_split(min(32, size))
     params = [torch.nn.Parameter(part) for part in parts]
     del parts                           # the parameters soon live in theta
-    theta, _ = flatten(params)
+    theta = flatten(params)
     dist.broadcast(theta, 0)            # NoLoCo expects equal weights at the start
-    rows = methods(o, params)
+    rows = methods(o, theta, params)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     trials = range(o.trials + 1)        # the first warms up
     for _ in tqdm(trials, "measuring", disable=rank != 0, dynamic_ncols=True):

@@ -16,26 +16,30 @@ the chain is due on node j:
     arrival = end + delay[i][j]            links do not contend, sending occupies no node     (S4)
     usable  = end + overhead               when node i may begin its next task                (S5)
 
-(After hop 0 it is `origin_overhead`.) A node runs one task at
-a time and holds at most `memory` microbatches: a forward takes a slot, the same microbatch's
-backward frees it.
+(After hop 0 it is `origin_overhead`.) A node runs one task at a time and holds at most `memory`
+microbatches: a forward takes a slot, the same microbatch's backward frees it.
 
-planning/ holds a stronger search and the command line: `python skippipe.py` plans the published 20
-nodes in 12 cities, `--instance mine.json` your own network.
+    python skippipe.py                      # plans six nodes
+    python skippipe.py mine.json --kept 4   # your own delay, compute and stages, as in `Network`
 """
+import argparse
 import heapq
+import json
 import math
 import random
 import time
 from collections import namedtuple
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from itertools import chain as joined
+from pathlib import Path
 
 WORK = {"forward": 1.0, "loss": 0.25, "backward": 1.5}      # S2
 TAKES = {"forward": 1, "loss": 0, "backward": -1}           # slots, from the task's start on
 FORWARD, LOSS, BACKWARD = WORK
 
+
+# ---- paths
 
 def chain(path):
     """S1: the rank of every hop."""
@@ -78,23 +82,7 @@ def deal(stages, microbatches, shuffle):
     return list(zip(*columns))      # zip ends with the origins; a last deck may hold more cards
 
 
-def plain(value):
-    """Lists and numbers, also where numpy's or torch's were given."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (list, tuple, range)):
-        return [x if type(x) is float else plain(x) for x in value]     # floats are the many
-    return value
-
-
-def per_node(value, nodes, name):
-    """A list of one value per node, where these or one for all are given. nodes: rows of delay."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * nodes
-    if len(value) != nodes:
-        raise ValueError(f"delay has {nodes} rows, {name} {len(value)} values: give one per node")
-    return list(value)
-
+# ---- the network
 
 @dataclass
 class Network:
@@ -103,8 +91,8 @@ class Network:
     delay[i][j]: seconds from the end of a task on i to the arrival of its message on j. compute[i]:
     seconds of one forward on i (w). stages: the ranks of each stage, stages[0] the origins. memory:
     microbatches that a node holds at once. compute and memory are one number or one per node.
-    overhead, origin_overhead: seconds (S5). Arrays and tensors become lists. Sets stage_of: rank ->
-    stage. A node of no stage stays idle. Raises ValueError where these do not fit together."""
+    overhead, origin_overhead: seconds (S5). Sets stage_of: rank -> stage. A node of no stage is
+    idle."""
     delay: list
     compute: list
     stages: list
@@ -113,29 +101,126 @@ class Network:
     origin_overhead: float = None
 
     def __post_init__(self):
-        for name in ("delay", "compute", "stages", "memory", "overhead", "origin_overhead"):
-            setattr(self, name, plain(getattr(self, name)))
         nodes = len(self.delay)
-        if not all(isinstance(row, list) and len(row) == nodes for row in self.delay):
-            raise ValueError(f"delay must have as many columns as rows, {nodes}")
-        self.compute = per_node(self.compute, nodes, "compute")
+        self.delay = [list(map(float, row)) for row in self.delay]      # also of arrays
+        self.compute = list(map(float, per_node(self.compute, nodes, "compute")))
+        self.stages = [list(map(int, stage)) for stage in self.stages]
         self.memory = per_node(self.memory, nodes, "memory")
         if self.origin_overhead is None:
             self.origin_overhead = self.overhead
         seconds = [self.overhead, self.origin_overhead, *self.compute, *joined(*self.delay)]
-        if not all(isinstance(x, (int, float)) and 0 <= x <= 1e9 for x in seconds):
-            raise ValueError("delays, compute times and overheads must be seconds from 0 to 1e9")
-        if not all(isinstance(m, int) and 0 <= m <= 1e9 for m in self.memory):
-            raise ValueError("memory must be whole numbers of microbatches, 0 to 1e9, "
-                             f"got {self.memory}")
-        ranks = []
-        if isinstance(self.stages, list) and all(isinstance(s, list) and s for s in self.stages):
-            ranks = [*joined(*self.stages)]
-        known = all(isinstance(r, int) and 0 <= r < nodes for r in ranks)
-        if not ranks or not known or len(set(ranks)) != len(ranks):
-            raise ValueError(f"stages must be non-empty lists of different nodes below {nodes}, "
-                             f"whole numbers, got {self.stages}")
+        ranks = [*joined(*self.stages)]
+        need(all(len(row) == nodes for row in self.delay),
+             f"delay must have as many columns as rows, {nodes}")
+        need(all(0 <= x <= 1e9 for x in seconds),
+             "delays, compute times and overheads must be seconds from 0 to 1e9")
+        need(all(isinstance(m, int) and m >= 0 for m in self.memory),
+             f"memory must be whole numbers of microbatches, got {self.memory}")
+        need(ranks and all(self.stages) and sorted({*ranks} & {*range(nodes)}) == sorted(ranks),
+             f"stages must be non-empty lists of different nodes below {nodes}, got {self.stages}")
         self.stage_of = {r: s for s, stage in enumerate(self.stages) for r in stage}
+
+
+def per_node(value, nodes, name):
+    """A list of one value per node, where these or one for all are given."""
+    if not hasattr(value, "__len__"):
+        return [value] * nodes
+    need(len(value) == nodes, f"{name} has {len(value)} values, delay {nodes} rows: one per node")
+    return list(value)
+
+
+def need(true, message):
+    if not true:
+        raise ValueError(message)
+
+
+# ---- the skip schedule: which stages are left out, and how often
+
+class Infeasible(ValueError):
+    """No valid plan exists; the message names the constraint that cannot be met."""
+
+
+@dataclass
+class Schedule:
+    """kept: stages that a path visits, the first one included. origins: the origin of each path.
+    visits: {stage: how many paths visit it}; all the others skip it. spare: the stages that can
+    take one visit more, where not all can have equally many. caps: of each node, the most paths
+    through it. stages: the living nodes of each stage. dead: nodes that are not there."""
+    network: Network
+    kept: int
+    origins: list
+    visits: dict
+    spare: list
+    caps: list
+    stages: list
+    dead: frozenset
+
+
+def stages_to_keep(skip, stages):
+    """How many stages a path visits where it skips this share of them: 4 of 6 for a third."""
+    return round((1 - skip) * len(stages))
+
+
+def skip_schedule(network, stages_kept, microbatches_per_origin=3, dead=()):
+    """Which stages may be left out, and how often: a `Schedule`. Raises Infeasible.
+
+    A path visits stages_kept of the stages and skips the rest. The first is never skipped (CC1).
+    The P paths visit each of the S others equally often (CC3): P * (stages_kept - 1) / S times,
+    some once more where that is no whole number. A stage's nodes share its visits (TC1,
+    `node_caps`). A valid plan exists exactly if the visits fit the nodes: then deal the stages out
+    in turn, each path visiting its own in order."""
+    most = len(network.stages)
+    need(1 <= stages_kept <= most and microbatches_per_origin >= 1,
+         f"stages_kept must be 1 to {most}, microbatches_per_origin 1 or more; "
+         f"got {stages_kept} and {microbatches_per_origin}")
+    stages = without(dead, network.stages)
+    if not stages[0]:
+        raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
+    if not all(network.memory[origin] for origin in stages[0]):
+        raise Infeasible("CC1 cannot be met: a node of stage 0 has memory 0")
+    living = [s for s in range(1, most) if stages[s]]
+    if len(living) < stages_kept - 1:
+        raise Infeasible(f"CC3 cannot be met: a path visits {stages_kept - 1} stages after its "
+                         f"origin, living nodes have only {living}")
+    origins = stages[0] * microbatches_per_origin
+    low, extra = divmod(len(origins) * (stages_kept - 1), max(1, len(living)))
+    high = low + 1 if extra else low
+    caps = node_caps(network, high, dead)
+    fits = {}
+    for s in living:
+        fits[s] = sum(caps[r] for r in stages[s])
+    spare = [s for s in living if extra and fits[s] > low]
+    if len(spare) < extra or any(room < low for room in fits.values()):
+        s = min(fits, key=fits.get)
+        raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {high} visits to each stage, "
+                         f"stage {s} (nodes {stages[s]}) has room for {fits[s]}")
+    visits = dict.fromkeys(living, low)
+    for s in spare[:extra]:
+        visits[s] += 1
+    return Schedule(network, stages_kept, origins, visits, spare, caps, stages, frozenset(dead))
+
+
+def node_caps(network, share, dead=()):
+    """For each node the most paths through it, when each stage has `share` visits. With at most
+    `memory` paths, the published search's rule, a node never waits for memory, since a path has one
+    microbatch under way at a time. A larger part of the visits, by memory / compute, sees that a
+    plan exists; `simulate` then sees to what is held at once."""
+    caps = [0] * len(network.compute)
+    for stage in network.stages[1:]:
+        power = {r: network.memory[r] / max(network.compute[r], 1e-9)
+                 for r in stage if r not in dead and network.memory[r]}
+        whole = sum(power.values())
+        for r in power:
+            caps[r] = max(network.memory[r], math.ceil(share * power[r] / whole - 1e-9))
+    return caps
+
+
+def without(nodes, lists):
+    """The lists (stages, paths) without these nodes."""
+    left = []
+    for each in lists:
+        left.append([r for r in each if r not in nodes])
+    return left
 
 
 # ---- the simulator
@@ -167,30 +252,23 @@ def simulate(network, paths, rounds=1, order=None):
     one before is home and the origin usable. order: each rank's (microbatch, hop), in the order to
     keep. Without it a node runs what arrived first, hop 0 last, of equal arrivals the lowest
     microbatch. What arrives at the moment its node becomes usable is already waiting. Raises
-    Deadlock where tasks can never start, ValueError without paths."""
-    if not paths:
-        raise ValueError("there is no path to simulate")
+    Deadlock where tasks can never start."""
     count, slots = len(paths), list(network.memory)
     chains = [chain(path) for path in paths]
-    places = [{} for _ in slots]        # {(microbatch, hop): place in the order} at each node
-    for node, tasks in enumerate(order or []):
-        places[node] = {tuple(task): place for place, task in enumerate(tasks)}
+    priority = places_in(order) if order else new_ones_last
     forwards = [[] for _ in slots]      # at each node the forwards that wait, a heap
     others = [[] for _ in slots]        # the losses and backwards, which need no slot, a heap
     timeline, ran = [], [[] for _ in slots]
     idle = [True] * len(slots)
-    events = [(0.0, ARRIVES, u, 0, path[0]) for u, path in enumerate(paths)]
-    heapq.heapify(events)
+    events = [(0.0, ARRIVES, u, 0, path[0]) for u, path in enumerate(paths)]    # a heap, too
     while events:
         now, event, u, hop, node = heapq.heappop(events)
         if event == USABLE:
             idle[node] = True
         else:
             what = kind(paths[u % count], hop)
-            # Without an order hop 0, a new microbatch, has place 1 and all else 0: it comes last.
-            place = places[node].get((u, hop), math.inf) if order else int(hop == 0)
             waiting = forwards[node] if what == FORWARD else others[node]
-            heapq.heappush(waiting, (place, now, u, hop, what))
+            heapq.heappush(waiting, (priority(node, u, hop), now, u, hop, what))
         if not idle[node]:
             continue
         heap = others[node]
@@ -218,15 +296,23 @@ def simulate(network, paths, rounds=1, order=None):
     return Result(max(task.end for task in timeline), timeline, ran)
 
 
+def new_ones_last(node, u, hop):
+    """A task's priority without an order: 0, but 1 for a new microbatch. Equals go as they came."""
+    return int(hop == 0)
+
+
+def places_in(order):
+    """priority(node, u, hop) where an order is given: the task's place in its node's order."""
+    places = []
+    for tasks in order:
+        places.append({tuple(task): place for place, task in enumerate(tasks)})
+    return lambda node, u, hop: places[node].get((u, hop), math.inf)
+
+
 # ---- the constraints: each function yields Violations
 
-class Infeasible(ValueError):
-    """No valid plan exists; the message names the constraint that cannot be met."""
-
-
-# text: what is wrong. bans: (microbatch, nodes) pairs. For CC3 and TC1 at least one of these
-# microbatches keeps off its nodes in any valid plan; for TC2 each is worth a try. excess: visits or
-# seconds of waiting too many
+# text: what is wrong. bans: the ways out that the search tries, a (microbatch, nodes) pair each:
+# this microbatch keeps off these nodes. excess: visits or seconds of waiting too many
 Violation = namedtuple("Violation", "text bans excess", defaults=((), 1))
 
 
@@ -248,14 +334,16 @@ def cc2(network, paths, swaps=2):
         stages = [network.stage_of[r] for r in path]
         swapped = 0
         for i in range(1, len(path)):
-            a, b = stages[i - 1], stages[i]
-            if b == a - 1:
+            before, now = stages[i - 1], stages[i]
+            if now == before - 1:
                 swapped += 1
-            back = b < a - 1 or (b < a and swapped > swaps)
-            if back or b in stages[:i] or b < max(stages[:i - 1], default=b):   # a in two swaps
+            twice = now in stages[:i]
+            too_many_swaps = now < before and swapped > swaps
+            not_neighbours = now < max([before - 1, *stages[:i - 1]])   # or a stage in two swaps
+            if twice or too_many_swaps or not_neighbours:
                 yield Violation(
-                    f"CC2: microbatch {u} goes from stage {a} (node {path[i - 1]}) to stage {b} "
-                    f"(node {path[i]}): not in order, even with {swaps} swaps of neighbours")
+                    f"CC2: microbatch {u} goes from stage {before} (node {path[i - 1]}) to stage "
+                    f"{now} (node {path[i]}): not in order, even with {swaps} swaps of neighbours")
 
 
 def visitors_of(paths, place):
@@ -268,13 +356,13 @@ def visitors_of(paths, place):
 
 
 def cc3(network, paths, dead=()):
-    """CC3: stages are skipped equally often, as far as the numbers allow: visits to any two stages
-    differ by at most one. Stages without a living node do not count."""
+    """CC3: stages are skipped equally often, as far as the numbers allow: visits to any two living
+    stages differ by at most one. In any valid plan one of the bans holds, or more: an under-full
+    stage gains only where a microbatch leaves a fuller one."""
     living = [s for s, nodes in enumerate(network.stages) if s and not set(nodes) <= set(dead)]
     visitors = {s: [] for s in living} | visitors_of(paths, network.stage_of.get)
     visits, count = sum(map(len, visitors.values())), max(1, len(visitors))
     low, high = visits // count, -(-visits // count)
-    # An under-full stage gains only where a microbatch leaves a fuller one.
     crowded = {s: users for s, users in visitors.items() if len(users) > low}
     leavers = [(u, network.stages[s]) for s, users in crowded.items() for u in users]
     for s, users in sorted(visitors.items(), key=lambda item: -len(item[1])):   # over-full first
@@ -287,9 +375,9 @@ def cc3(network, paths, dead=()):
 
 
 def tc1(network, paths, caps):
-    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here it
-    means that at most caps[r] paths run through node r (see `node_caps`). Origins are left out:
-    they carry their own microbatches, however many."""
+    """TC1: a node holds at most `memory` microbatches at once. `simulate` sees to that; here at
+    most caps[r] paths run through node r (`node_caps`). In any valid plan one of the bans holds, or
+    more. Origins are left out: they carry their own microbatches, however many."""
     for r, users in sorted(visitors_of(paths, lambda r: r).items()):
         if len(users) > caps[r]:
             text = (f"TC1: node {r} (stage {network.stage_of[r]}) carries {len(users)} "
@@ -299,8 +387,8 @@ def tc1(network, paths, caps):
 
 def tc2(network, paths, result):
     """TC2: no two microbatches want the same node at the same time. A soft constraint: `check`
-    leaves it out. Yields a Violation for every task that waited at a node, the longest wait first.
-    A Violation at an origin has no bans, since no microbatch can leave its origin out."""
+    leaves it out. A Violation for every task that waited at a node, the longest wait first; without
+    bans at an origin, which no microbatch can leave out."""
     before, found = {}, []      # before: the microbatch that each node ran last
     for task in result.timeline:
         wait = task.start - task.arrived        # seconds
@@ -313,36 +401,10 @@ def tc2(network, paths, result):
         yield Violation(text, [(user, [rank]) for user in users], wait)
 
 
-def node_caps(network, share, dead=()):
-    """For each node the most paths that may run through it, when each stage has `share` visits: its
-    `memory`, or its part of the visits where that is more. A path has one microbatch under way at a
-    time, so with at most `memory` paths a node never waits for memory: the published search's rule.
-    The parts, by memory / compute, see that a plan exists, with fewer paths for slow nodes.
-    `simulate` then sees to what is held at once."""
-    caps = [0] * len(network.compute)
-    for stage in network.stages[1:]:
-        power = {r: network.memory[r] / max(network.compute[r], 1e-9)
-                 for r in stage if r not in dead and network.memory[r]}
-        whole = sum(power.values())
-        for r in power:
-            caps[r] = max(network.memory[r], math.ceil(share * power[r] / whole - 1e-9))
-    return caps
-
-
-def without(nodes, lists):
-    """The lists (stages, paths) without these nodes."""
-    left = []
-    for each in lists:
-        left.append([r for r in each if r not in nodes])
-    return left
-
-
 def check(network, paths, stages_kept=None, swaps=2, dead=()):
     """Every violation of CC1, CC2, CC3 and TC1 as a list of sentences that name microbatch, stage
     and node; empty for valid paths. The list also names paths of another length than stages_kept
-    (default: the first path's), nodes that are dead or in no stage, and the absence of any path."""
-    if not paths:
-        return ["there is no path"]
+    (default: the first path's) and nodes that are dead or in no stage."""
     kept = stages_kept or len(paths[0])
     strangers = set(joined(*paths)) - set(network.stage_of)
     found = [f"microbatch {u} visits {len(path)} stages, not {kept}: {path}"
@@ -358,7 +420,7 @@ def check(network, paths, stages_kept=None, swaps=2, dead=()):
     return found + [v.text for v in violations]
 
 
-# ---- the search
+# ---- the shortest path of one microbatch
 
 def shortest_path(cost, stages, origin, kept, swaps, must=()):
     """The cheapest path of one microbatch through `kept` stages under CC1 and CC2: (seconds, path)
@@ -386,32 +448,41 @@ def shortest_path(cost, stages, origin, kept, swaps, must=()):
     for s in range(1, count):
         here, after = stages[s], stages[s + 1] if s + 1 < count else []
         for (visits, swapped), ends in layers[s].items():
-            if visits + count - s >= kept and s not in must:    # enough are left to skip this one
+            if visits + count - s >= kept and s not in must:                # skip this stage
                 reach(s + 1, (visits, swapped), ends)
-            if visits + 1 < kept and here:
+            if visits + 1 < kept and here:                                  # visit it
                 reach(s + 1, (visits + 1, swapped), visit(ends, here))
-            if visits + 2 < kept and swapped < swaps and here and after:
+            if visits + 2 < kept and swapped < swaps and here and after:    # the next one first
                 reach(s + 2, (visits + 2, swapped + 1), visit(visit(ends, after), here))
     found = [(seconds + cost[n][origin], path) for (visits, _), ends in layers[count].items()
              for n, (seconds, path) in ends.items() if visits == kept - 1]
     return min(found, default=None)
 
 
-def hop_costs(network, forward=1.0, backward=1.5):
-    """cost[i][j] for `shortest_path`, in seconds: the link there and back, and j's work, `forward`
-    and `backward` times w[j] (0: without that direction). The origin's own work is the same on all
-    its paths and left out."""
+def hop_costs(network):
+    """cost[i][j] for `shortest_path`, in seconds: the link there and back, and j's forward and
+    backward. The origin's own work is the same on all its paths and left out."""
     def hop(i, j):
-        out = network.delay[i][j] if forward and i != j else 0.0
-        back = network.delay[j][i] if backward and i != j else 0.0
+        links = network.delay[i][j] + network.delay[j][i] if i != j else 0.0
         work = network.compute[j] if network.stage_of.get(j) else 0.0
-        return out + back + (forward + backward) * work
+        return links + (WORK[FORWARD] + WORK[BACKWARD]) * work
 
     cost, nodes = [], range(len(network.compute))
     for i in nodes:
         cost.append([hop(i, j) for j in nodes])
     return cost
 
+
+def path_finder(schedule, cost, swaps):
+    """shortest(origin, banned, must): `shortest_path` off the banned nodes, each found once."""
+    @cache
+    def shortest(origin, banned=frozenset(), must=()):
+        stages = without(banned, schedule.stages)
+        return shortest_path(cost, stages, origin, schedule.kept, swaps, must)
+    return shortest
+
+
+# ---- the search
 
 @dataclass
 class Plan:
@@ -431,103 +502,17 @@ class Plan:
         return iter((self.paths, self.order))
 
 
-def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0,
-         *, iterations=None, dead=()):
-    """Paths and dispatch order of one iteration, as short as the paper's search makes it: a `Plan`.
+class Progress:
+    """How far a search has come: its limits, the work done (paths planned and simulations run), and
+    the best simulated iteration with its paths. bound: seconds of an iteration that will do."""
 
-    stages_kept: how many stages a path visits, the origin's included. microbatches_per_origin:
-    paths of each living origin, each planned on its own (the released search ties three together).
-    rounds: microbatches that an origin sends down each path (2 by default on the command line, as
-    in the published instance). dead: nodes that are not there; a dead origin takes its microbatches
-    with it. seconds: limit of the search, the first plan excepted. iterations: limit in paths
-    planned and simulations run. With seconds=None the plan depends on seed and iterations alone.
-    Raises Infeasible exactly where no valid plan exists, ValueError where an argument is wrong.
-    `planning.search.shorter_plan` takes the same arguments and finds shorter iterations."""
-    asked = network, stages_kept, microbatches_per_origin, rounds, swaps, dead
-    return Search(Problem(*asked), seed, seconds, iterations).plan(lower_bound(*asked))
-
-
-class Problem:
-    """What is to be planned, and what CC3 and TC1 make of it: visits, {stage: visits due}; spare,
-    the stages that may get the one visit more; caps, each node's most paths. Raises ValueError, or
-    Infeasible where no valid plan exists."""
-
-    def __init__(self, network, stages_kept, microbatches_per_origin, rounds=1, swaps=2, dead=()):
-        most, counts = len(network.stages), (stages_kept, microbatches_per_origin, rounds, swaps)
-        whole = all(hasattr(count, "__index__") for count in counts)
-        if not whole or min(counts[:3]) < 1 or swaps < 0 or stages_kept > most:
-            raise ValueError(f"stages_kept must be 1 to {most}, microbatches_per_origin and rounds "
-                             f"1 or more, swaps 0 or more, all whole numbers; got {counts}")
-        self.network, self.kept = network, stages_kept
-        self.each, self.rounds = microbatches_per_origin, rounds
-        self.swaps, self.dead = swaps, frozenset(plain(dead))
-        unknown = [*self.dead.difference(range(len(network.compute)))]
-        if unknown:
-            raise ValueError(f"dead: {unknown} are no nodes of a network of {len(network.compute)}")
-        self.stages = without(self.dead, network.stages)
-        self.origins = self.stages[0] * self.each
-        self.share_out_visits()
-
-    @cached_property
-    def cost(self):
-        return hop_costs(self.network)
-
-    def share_out_visits(self):
-        """Set visits, spare, caps, or raise Infeasible. A valid plan exists exactly if the visits
-        fit the nodes: then deal the stages out in turn, each path visiting its own in order."""
-        living = [s for s in range(1, len(self.stages)) if self.stages[s]]
-        if not self.stages[0]:
-            raise Infeasible("CC1 cannot be met: no node of stage 0 is alive")
-        if not all(self.network.memory[o] for o in self.stages[0]):
-            raise Infeasible("CC1 cannot be met: a node of stage 0 has memory 0")
-        if len(living) < self.kept - 1:
-            raise Infeasible(f"CC3 cannot be met: a path visits {self.kept - 1} stages after its "
-                             f"origin, living nodes have only {living}")
-        # Each stage gets low visits, `extra` stages one more.
-        low, extra = divmod(len(self.origins) * (self.kept - 1), max(1, len(living)))
-        high = low + 1 if extra else low
-        self.caps, fits = node_caps(self.network, high, self.dead), {}
-        for s in living:
-            fits[s] = sum(self.caps[r] for r in self.stages[s])
-        self.spare = [s for s in living if extra and fits[s] > low]
-        if len(self.spare) < extra or min(fits.values(), default=low) < low:
-            s = min(fits, key=fits.get)
-            raise Infeasible(f"TC1 cannot be met: CC3 asks for {low} to {high} visits to each "
-                             f"stage, stage {s} (nodes {self.stages[s]}) has room for {fits[s]}")
-        self.visits = dict.fromkeys(living, low)
-        for s in self.spare[:extra]:
-            self.visits[s] += 1
-
-
-class Search:
-    """The paper's search: its problem, its limits, the work done, and the best simulation so far
-    with its paths. Other searches override `find`, `over` and `ends`."""
-    ends = False        # whether it comes to an end without seconds and iterations
-
-    def __init__(self, problem, seed=0, seconds=None, iterations=None):
-        self.problem, self.random = problem, random.Random(f"plan {seed}")
-        for name, limit in (("seconds", seconds), ("iterations", iterations)):
-            if limit is not None and not 0 <= limit < math.inf:
-                raise ValueError(f"{name} must be a finite number from 0, or None, got {limit}")
+    def __init__(self, network, rounds=1, seconds=None, iterations=None):
+        self.network, self.rounds = network, rounds
+        self.bound = 0.0
         self.seconds = math.inf if seconds is None else seconds
         self.iterations = math.inf if iterations is None else iterations
         self.start, self.work = time.perf_counter(), 0
         self.best, self.paths = None, None
-        self.trips, self.bound = {}, 0.0        # trips: what `best_trip` has found
-
-    def plan(self, bound):
-        """Run the search to its end and return the `Plan`. bound: seconds; no plan is faster."""
-        self.bound = bound
-        if self.seconds == self.iterations == math.inf and not self.ends:
-            raise ValueError("plan needs an end: give seconds or iterations")
-        self.find()
-        best, spent = self.best, time.perf_counter() - self.start
-        return Plan(self.paths, best.order, best.makespan, bound, spent, self.work, best)
-
-    def find(self):
-        """Every step of the search in turn, until it is `over`."""
-        self.farthest_first()       # first of all, since it cannot fail
-        self.conflict_based_search()
 
     def late(self):
         return time.perf_counter() - self.start > self.seconds
@@ -540,7 +525,7 @@ class Search:
         """The simulated iteration; None if it deadlocks. The best one is remembered."""
         self.work += 1
         try:
-            result = simulate(self.problem.network, paths, self.problem.rounds, order)
+            result = simulate(self.network, paths, self.rounds, order)
         except Deadlock:
             return None
         if self.best is None or result.makespan < self.best.makespan - 1e-9:
@@ -554,8 +539,8 @@ class Search:
         result, depth = self.simulate(paths), 1
         while result is None:
             depth *= 2
-            order = [[] for _ in self.problem.network.compute]
-            for u in range(self.problem.rounds * len(paths)):
+            order = [[] for _ in self.network.compute]
+            for u in range(self.rounds * len(paths)):
                 for hop, rank in enumerate(chain(paths[u % len(paths)])):
                     order[rank].append((u, hop))
             for tasks in order:
@@ -563,138 +548,153 @@ class Search:
             result = self.simulate(paths, order)
         return result
 
-    def conflict_based_search(self, limit=math.inf):
-        """The paper's method: every microbatch on its own shortest path, then one conflict after
-        the other resolved by branching: which microbatch keeps off? Ends after `limit` paths and
-        simulations. A branch holds its bans: for each microbatch the nodes that it keeps off."""
-        limit += self.work
-        tree, seen = [], set()      # a heap of branches; the bans of all
-        self.grow(tree, seen, (frozenset(),) * len(self.problem.origins))
-        while tree and self.work < limit and not self.over():
-            _, _, bans, children = heapq.heappop(tree)
-            for u, nodes in children:
-                if self.late():
-                    break
-                self.grow(tree, seen, (*bans[:u], bans[u] | frozenset(nodes), *bans[u + 1:]))
-
-    def grow(self, tree, seen, bans):
-        """Add the branch with these bans, unless it is known or leaves a microbatch no path. Its
-        conflict is the first of: an over-full stage (CC3), an over-full node (TC1), a time overlap
-        (TC2). Each child keeps one of the microbatches involved off the stage or the node."""
-        problem = self.problem
-        trips = [self.best_trip(o, banned) for o, banned in zip(problem.origins, bans)]
-        if bans in seen or not all(trips):
-            return
-        seen.add(bans)
-        self.work += 1
-        paths, network = [path for _, path in trips], problem.network
-        conflicts = [*cc3(network, paths, problem.dead), *tc1(network, paths, problem.caps)]
-        excess, (seconds, _) = sum([v.excess for v in conflicts]), max(trips)
-        if not conflicts:
-            result = self.dispatch(paths)
-            seconds = result.makespan
-            conflicts = [v for v in tc2(network, paths, result) if v.bans]
-        children = conflicts[0].bans if conflicts else []
-        # Of equal excess the deepest branch comes first (ours; the paper's order is best first): a
-        # full network shifts its last conflict about, and breadth would try all permutations. Then
-        # the shortest iteration, for which the longest trip stands while paths are not valid.
-        key = excess, -sum(map(len, bans)), seconds, sum([trip for trip, _ in trips])
-        heapq.heappush(tree, (key, len(seen), bans, children))
-
-    def best_trip(self, origin, banned=frozenset()):
-        """(seconds, path) of the origin's shortest path off the banned nodes, or None."""
-        if (origin, banned) not in self.trips:
-            problem, stages = self.problem, without(banned, self.problem.stages)
-            found = shortest_path(problem.cost, stages, origin, problem.kept, problem.swaps)
-            self.trips[origin, banned] = found
-        return self.trips[origin, banned]
-
-    def fill(self, paths, visits, trip, costs=None, noise=0.0):
-        """Plan the missing paths (None), so that each stage gets `visits` more. Never a dead end: a
-        stage due for all that are left is a must. The origin with the longest trip (seconds) comes
-        first: its path is the longest part of the iteration, and the other paths have slack to give
-        way. costs(): for each path anew, the costs of the hops (default: `hop_costs`). noise: how
-        far the order of planning is shuffled."""
-        problem, stage_of = self.problem, self.problem.network.stage_of
-        paths, visits = list(paths), dict(visits)
-        room, todo = list(problem.caps), []
-        for u, origin in enumerate(problem.origins):
-            if paths[u]:
-                for r in paths[u][1:]:
-                    room[r] -= 1
-            else:
-                todo.append((-trip[origin] * (1 + noise * self.random.random()), u, origin))
-        nodes, known = [*joined(*problem.stages[1:])], {}
-        for planned, (_, u, origin) in enumerate(sorted(todo)):
-            must = tuple([s for s, due in visits.items() if due == len(todo) - planned])
-            closed = frozenset([r for r in nodes if room[r] <= 0 or not visits.get(stage_of[r])])
-            choice = origin, closed, must
-            if costs or choice not in known:
-                cost, open_ = costs() if costs else problem.cost, without(closed, problem.stages)
-                found = shortest_path(cost, open_, origin, problem.kept, problem.swaps, must)
-                known[choice] = found[1]
-            paths[u] = known[choice]
-            self.work += 1
-            for r in paths[u][1:]:
-                room[r] -= 1
-                visits[stage_of[r]] -= 1
-        return paths
-
-    def farthest_first(self):
-        """All paths in one sweep: a valid plan in milliseconds, however large the network."""
-        trip = {o: self.best_trip(o)[0] for o in self.problem.stages[0]}
-        paths = self.fill([None] * len(self.problem.origins), self.problem.visits, trip)
-        self.dispatch(paths)
-        return paths
+    def plan(self):
+        spent = time.perf_counter() - self.start
+        return Plan(self.paths, self.best.order, self.best.makespan, self.bound, spent, self.work,
+                    self.best)
 
 
-# ---- how good can a plan be
+def farthest_first(schedule, shortest):
+    """Valid paths in one sweep (ours). The origin with the longest trip goes first: its path is the
+    longest part of the iteration, and the other paths have slack to give way."""
+    trips = [shortest(origin)[0] for origin in schedule.origins]
+    order = sorted(range(len(trips)), key=lambda u: -trips[u])
+    return one_sweep(schedule, shortest, order)
 
-def one_machine(tasks, chains):
-    """A lower bound of the seconds that one machine needs for `chains` equal chains of tasks: the
-    machine works all the time, or a chain runs on undisturbed. tasks: (seconds busy, seconds from a
-    task's start until its chain's next task may start; the last's: until the machine is usable)."""
-    return max(chains * sum(busy for busy, _ in tasks), sum(wait for _, wait in tasks))
+
+def one_sweep(schedule, shortest, order):
+    """The shortest path for each of the schedule's origins, planned in this order. Never a dead
+    end: a node or stage that is full is closed, and a stage due for all that are left is a must."""
+    stage_of, nodes = schedule.network.stage_of, [*joined(*schedule.stages[1:])]
+    room, visits = list(schedule.caps), dict(schedule.visits)
+    paths = [None] * len(order)
+    for planned, u in enumerate(order):
+        must = tuple([s for s, due in visits.items() if due == len(order) - planned])
+        closed = frozenset([r for r in nodes if room[r] <= 0 or not visits.get(stage_of[r])])
+        _, paths[u] = shortest(schedule.origins[u], closed, must)
+        for r in paths[u][1:]:
+            room[r] -= 1
+            visits[stage_of[r]] -= 1
+    return paths
 
 
-def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=(),
-                machine=one_machine, origins=None):
-    """Seconds below which no plan can come, whatever its paths and order: each case drops rules.
+# A branch of the search; the least comes first. excess: how far its paths are from valid. depth:
+# minus the number of its bans. seconds: of the iteration; of the longest trip while paths are not
+# valid. trips: the seconds of all. bans: for each microbatch the nodes that it keeps off. children:
+# the bans of its first conflict, one of which each child adds
+Branch = namedtuple("Branch", "excess depth seconds trips number bans children")
 
-    Take one origin alone. What remains of its microbatches is forward, loss and backward on the
-    origin itself, with at least the shortest way out and the shortest way back between them (each
-    the minimum over all paths that CC1 and CC2 allow). At most `lanes` of them are under way at
-    once: as many as it has paths, or memory for. So they form `lanes` chains, each microbatch
-    beginning after the one before it in its chain has ended, and the longest has at least q, the
-    microbatches / lanes rounded up.
 
-    Case 1: no chain is longer. Then at least microbatches - lanes (q - 1) chains have q, and
-    machine(tasks, chains) bounds the time of these alone (planning/bound.py's is tighter). Case 2:
-    a chain has q + 1, which alone takes its time. This cannot be where the chains are the paths, of
-    `rounds` each. origins: which to look at, default all."""
-    stages = Problem(network, stages_kept, microbatches_per_origin, rounds, swaps, dead).stages
-    total, pause = microbatches_per_origin * rounds, network.overhead
-    there, home = hop_costs(network, 1, 0), hop_costs(network, 0, 1.5)
-    best = 0.0
-    for o in origins or stages[0]:
-        out, _ = shortest_path(there, stages, o, stages_kept, swaps)
-        back, _ = shortest_path(home, stages, o, stages_kept, swaps)
-        w = network.compute[o]
-        # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
-        tasks = [(w + network.origin_overhead, w + out), (w / 4 + pause, w / 4 + back),
-                 (1.5 * w + pause, 1.5 * w + pause)]
-        lanes = min(microbatches_per_origin, network.memory[o])
-        q = -(-total // lanes)
-        bound = machine(tasks * q, total - lanes * (q - 1))
-        if lanes < microbatches_per_origin:
-            bound = min(bound, (q + 1) * sum(wait for _, wait in tasks))
-        best = max(best, bound - pause)         # the iteration ends before the last task's pause
-    return best
+def conflict_based_search(schedule, shortest, progress, limit=math.inf):
+    """The paper's method: every microbatch on its own shortest path, then one conflict after the
+    other resolved by branching: which microbatch keeps off? Of equal excess the deepest branch
+    comes first (ours; the paper's order is best first): a full network shifts its last conflict
+    about, and breadth would try all permutations. Ends after `limit` paths and simulations."""
+    limit += progress.work
+    tree, seen = [], set()      # a heap of branches; the bans of all
+
+    def grow(bans):
+        trips = [shortest(o, banned) for o, banned in zip(schedule.origins, bans)]
+        if bans not in seen and all(trips):
+            seen.add(bans)
+            heapq.heappush(tree, branch(schedule, progress, trips, bans, len(seen)))
+
+    grow((frozenset(),) * len(schedule.origins))
+    while tree and progress.work < limit and not progress.over():
+        first = heapq.heappop(tree)
+        for u, nodes in first.children:
+            if progress.late():
+                break
+            banned = first.bans[u] | frozenset(nodes)
+            grow((*first.bans[:u], banned, *first.bans[u + 1:]))
+
+
+def branch(schedule, progress, trips, bans, number):
+    """The Branch of these trips, (seconds, path) each. Its conflict is the first of: an over-full
+    stage (CC3), an over-full node (TC1), a time overlap (TC2)."""
+    progress.work += 1
+    network, paths = schedule.network, [path for _, path in trips]
+    conflicts = [*cc3(network, paths, schedule.dead), *tc1(network, paths, schedule.caps)]
+    excess, (seconds, _) = sum([v.excess for v in conflicts]), max(trips)
+    if not conflicts:
+        result = progress.dispatch(paths)
+        seconds = result.makespan
+        conflicts = [v for v in tc2(network, paths, result) if v.bans]
+    children = conflicts[0].bans if conflicts else []
+    depth = -sum(map(len, bans))
+    return Branch(excess, depth, seconds, sum([trip for trip, _ in trips]), number, bans, children)
+
+
+# ---- the plan, and how good one can be
+
+def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0,
+         *, iterations=None, dead=()):
+    """Paths and dispatch order of one iteration, as short as the paper's search makes it: a `Plan`.
+
+    stages_kept: how many stages a path visits, the origin's included. microbatches_per_origin:
+    paths of each living origin, each planned on its own (the released search ties three together).
+    rounds: microbatches that an origin sends down each path (2 in the published instance). dead:
+    nodes that are not there; a dead origin takes its microbatches with it. seconds: limit of the
+    search, the first plan excepted. iterations: limit in paths planned and simulations run. seed:
+    of searches that draw; this one does not. Raises Infeasible exactly where no valid plan exists.
+    `planning.search.shorter_plan` takes the same arguments and finds shorter iterations."""
+    schedule = skip_schedule(network, stages_kept, microbatches_per_origin, dead)
+    progress = Progress(network, rounds, seconds, iterations)
+    shortest = path_finder(schedule, hop_costs(network), swaps)
+    progress.bound = max(origin_bound(schedule, o, rounds, shortest) for o in schedule.stages[0])
+    progress.dispatch(farthest_first(schedule, shortest))       # first of all, since it cannot fail
+    progress.work += len(schedule.origins)
+    conflict_based_search(schedule, shortest, progress)
+    return progress.plan()
+
+
+def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
+    """Seconds below which no plan can come, whatever its paths and order."""
+    schedule = skip_schedule(network, stages_kept, microbatches_per_origin, dead)
+    shortest = path_finder(schedule, hop_costs(network), swaps)
+    return max(origin_bound(schedule, o, rounds, shortest) for o in schedule.stages[0])
+
+
+def origin_bound(schedule, origin, rounds, shortest):
+    """Seconds that an origin alone needs for its microbatches. 1. It does their forwards, losses
+    and backwards one at a time. 2. At most `lanes` of them are under way at once: as many as it has
+    paths, or memory for. So they form `lanes` chains, in which each begins after the one before it
+    has ended. The longest has at least 1 / lanes of them, each on the shortest path or a longer."""
+    network, paths = schedule.network, schedule.origins.count(origin)
+    own = sum(WORK.values()) * network.compute[origin]
+    away, _ = shortest(origin)
+    pause = network.overhead            # the iteration ends before the last task's pause
+    one = own + network.origin_overhead + 2 * pause
+    lanes = min(paths, network.memory[origin])
+    longest = -(-paths * rounds // lanes)
+    return max(paths * rounds * one, longest * (own + away + pause)) - pause
+
+
+# ---- the command line
+
+# Two islands of three nodes: links within one take 0.1 s, between the two 0.9 s.
+SIX_NODES = dict(delay=[[0.1, 0.9] * 3, [0.9, 0.1] * 3] * 3, compute=0.2,
+                 stages=[[0, 1], [2, 3], [4, 5]])
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", help="JSON of a Network's fields (default: six nodes)")
+    parser.add_argument("--kept", type=int, help="stages a path visits (default: two thirds)")
+    parser.add_argument("--microbatches", type=int, default=4, help="per origin (default: 4)")
+    o = parser.parse_args(argv)
+    try:
+        fields = json.loads(Path(o.file).read_text()) if o.file else dict(SIX_NODES)
+        fields.pop("names", None)
+        network = Network(**fields)
+        kept = o.kept or stages_to_keep(1 / 3, network.stages)
+        found = plan(network, kept, o.microbatches, iterations=2000)
+    except (OSError, TypeError, ValueError) as error:
+        parser.exit(2, f"error: {error}\n")
+    for path in found.paths:
+        print(*path, sep=" > ")
+    print(f"{found.makespan:.2f} s, at least {found.bound:.2f}")
 
 
 if __name__ == "__main__":
-    from importlib.util import find_spec
-    if not find_spec("planning"):
-        raise SystemExit("error: the command line is in planning/, which is not beside this file")
-    from planning.__main__ import main
-    main(program="python skippipe.py")
+    main()

@@ -14,9 +14,7 @@ import torch.distributed as dist
 
 import train
 from experiments.harness import built
-from plumbing import report
-from plumbing.options import Parser
-from plumbing.processes import Job
+from train import Job, Parser
 
 FIRST, CPU = 20, 0.2            # steps of warm-up; of a processor
 EVALUATIONS = 6                 # of a run
@@ -25,7 +23,7 @@ TINY = "--hidden 128 --mlp 512 --heads 4"       # train.py's own
 
 
 @dataclass
-class Clock(report.Meter):
+class Clock(train.Meter):
     """Gives the run as many steps as fit into `limit` seconds at the slowest rank's pace since half
     of the warm-up.
 
@@ -67,8 +65,8 @@ class Clock(report.Meter):
     def fit(self, key, seconds, steps):
         """All ranks set the numbers that fit the slowest."""
         pace = min(self.run.job.share(f"{key}, each", self.pace(seconds, steps)))
-        agreed = self.run.job.agree_on(key, lambda: self.numbers(pace, seconds, steps))
-        self.run.o.steps, self.run.o.eval_every = agreed
+        agreed = self.run.job.share(key, self.numbers(pace, seconds, steps))
+        self.run.o.steps, self.run.o.eval_every = agreed[0]
 
     def pace(self, seconds, steps):
         """Steps a second of this rank."""
@@ -95,9 +93,8 @@ class Holding(train.Routes):
     """Plans for nodes that hold `memory` microbatches at once."""
     memory = 3
 
-    def links(self):
-        found = super().links()
-        return found and replace(found, memory=self.memory)
+    def network(self, pipeline):
+        return replace(super().network(pipeline), memory=self.memory)
 
 
 def clocked(argv):
@@ -116,7 +113,7 @@ def clocked(argv):
     run.meter = Clock(run=run, limit=own.clock)
     train.train(run)
     if job.rank == 0:       # with the steps that fitted
-        report.replace(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
+        train.write_text(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
 
 
 def clock_parser():

@@ -11,7 +11,7 @@ import train
 from experiments.comparing import Table
 from experiments.harness import MEANS_ONLY, Part, Setting, built, headline
 from experiments.results import finals, mean_final, over_runs, results, spread_of
-from plumbing.processes import Job
+from train import Job
 
 NONE = "0% of the iterations"
 

@@ -24,8 +24,8 @@ import train
 from experiments.batches import Batches
 from model import Config, Llama
 from noloco import outer_update, random_groups
-from plumbing.data import heldout_sequences, load_corpus, reader_of
-from plumbing.inner import adam, orthogonal
+from gossip.muon import orthogonal
+from train import Reader, heldout_sequences, load_corpus
 from gossip.onebyte import MARGIN
 from gossip.sums import blocks_of, rounded, values
 
@@ -253,7 +253,7 @@ class Fleet:
         self.readers = []                                           # seed by seed, each replica's
         for seed in seeds:
             for place in range(replicas):
-                self.readers.append(reader_of(corpus, o.seq_len, seed, place, replicas))
+                self.readers.append(Reader(corpus, o.seq_len, seed, place, replicas))
         self.batches = Batches(corpus, self.readers, replicas, o.seq_len, device)
         self.make_models()
         self.make_optimizers()
@@ -261,7 +261,7 @@ class Fleet:
     def make_models(self):
         """theta and its gradient: (trials, seeds, N, P). The first weights depend on the seed
         alone."""
-        config = train.whole_config(self.o)
+        config = train.config_of(self.o)
         models = [Llama(config, seed=seed) for seed in self.seeds]
         first = torch.stack([parameters_to_vector(model.parameters()).detach() for model in models])
         self.model = models[0].to(self.device)
@@ -288,7 +288,7 @@ class Fleet:
         for vectors, grads in zip(self.theta, self.grad):
             vectors.grad = grads
             groups.append(dict(params=[vectors]))
-        self.adam = adam(groups, self.o.beta2)
+        self.adam = torch.optim.Adam(groups, betas=(0.9, self.o.beta2), fused=True)
         self.muon = None
         if self.o.optimizer == "muon":
             theta, grads = self.named(self.theta), self.named(self.grad)

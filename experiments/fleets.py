@@ -17,7 +17,7 @@ from experiments.fleet import Fleet, Trial, device, machine
 from experiments import replicas
 from experiments.replicas import LEARN, LENGTH, SEQUENCES, merged_loss
 from experiments.results import kept_result
-from plumbing.files import replace
+from train import write_text
 
 FOLDER = Path("runs", "fleets")
 # Trained in one fleet, if a trial with its seeds has no more, so that a process needs little memory
@@ -138,7 +138,7 @@ def train_chunk(chunk):
         row = found[lesson.trial, lesson.seed]
         row |= dict(steps=one.steps, digest=fleet.digest, machine=machine(),
                     torch=torch.__version__, seconds=round(seconds / len(chunk), 2))
-        replace(lesson.file, json.dumps(row))
+        write_text(lesson.file, json.dumps(row))
 
 
 # ---------------------------------------------------------------- what was found

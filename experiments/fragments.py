@@ -23,7 +23,7 @@ from experiments.fleets import Lesson, Rows, kept_rows, named, setting_of, train
 from experiments.harness import FIVE, Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, label_ends
 from experiments.replicas import DDP, bytes_of_ddp, in_percent, mean_loss
-from plumbing.drawing import NAMES
+from planning.drawing import NAMES
 
 RATES = {"adam": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2)}
 WHOLE, PARTS_OF_10 = Trial("noloco", 10), Trial("noloco", 10, fragments=10)

@@ -10,7 +10,6 @@ instances may run at a time, each with an `--only LABEL` (and `--seeds`) of its 
 command then collects all. Results go to OUT/results/headline_PART.json, pictures to OUT/figures
 (default OUT: runs; the README shows those of `.`).
 """
-import argparse
 import itertools
 import json
 import os
@@ -30,9 +29,7 @@ import train
 from experiments.comparing import Table
 from experiments.pictures import picture
 from experiments.results import ROOT, kept_result, mean_final, results, save_result
-from plumbing.options import Parser
-from plumbing.processes import BadInput, Job
-from plumbing.files import replace
+from train import BadInput, Job, Parser, write_text
 
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --save-every 1000000"
@@ -123,7 +120,7 @@ def load_part(part, name, out):
 
 
 def parse_arguments(description, parts):
-    p = Parser(description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description)
     p.add_argument("parts", nargs="*", help=f"{', '.join(parts)} (default: all)")
     p.add_argument("--seeds", nargs="+", type=int, help="one run each of every kind (mostly 0 1 2)")
     p.add_argument("--only", default="",
@@ -238,7 +235,7 @@ def train_once(setting, name, seed):
         row |= setting.after(folder)
     row |= dict(ranks=setting.processes, cpu_hours=(cpu_seconds() - start) / 3600)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    replace(done, json.dumps(row))
+    write_text(done, json.dumps(row))
     return row
 
 
@@ -273,6 +270,6 @@ def read_curves(folder):
 
 def built(job, argv, **parts):
     """A train.Run as train.main builds it, with parts of our own."""
-    o = train.Options(**job.agree(train.parse, argv))
+    o = train.Options(**job.agree_on(train.options_of, argv, job.world))
     job.connect(o)
     return train.build(job, o, **parts)

@@ -32,12 +32,12 @@ PLANS = {               # name: (options, the planner's memory)
     FULL: ("--routing no-swaps", 3),
     "full, planned, memory 6": ("--routing no-swaps", 6),
     "full, planned, five fast hosts alone": ("--routing no-swaps", 3),
-    "25% skipped, rho rule, memory 3": ("--routing skippipe --skip 0.25", 3),
-    "25% skipped, rho rule, memory 4": ("--routing skippipe --skip 0.25", 4),
-    "25% skipped, rho rule, memory 5": ("--routing skippipe --skip 0.25", 5),
-    "25% skipped, rho rule, memory 6": ("--routing skippipe --skip 0.25", 6),
-    "25% skipped, memory 3": ("--routing skippipe --skip 0.25 --unscaled", 3),
-    HALF: ("--routing skippipe --skip 0.5", 3),
+    "25% skipped, rho rule, memory 3": ("--routing stronger --skip 0.25", 3),
+    "25% skipped, rho rule, memory 4": ("--routing stronger --skip 0.25", 4),
+    "25% skipped, rho rule, memory 5": ("--routing stronger --skip 0.25", 5),
+    "25% skipped, rho rule, memory 6": ("--routing stronger --skip 0.25", 6),
+    "25% skipped, memory 3": ("--routing stronger --skip 0.25 --unscaled", 3),
+    HALF: ("--routing stronger --skip 0.5", 3),
 }
 OF_A_TRY = UNPLANNED, FULL, HALF
 DRAWN = {               # name: (in the picture, colour)

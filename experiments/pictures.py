@@ -2,8 +2,8 @@
 import statistics
 from pathlib import Path
 
-from plumbing.drawing import COLOURS, WIDTH, pyplot     # noqa: F401, for all parts
-from plumbing.processes import BadInput
+from planning.drawing import COLOURS, WIDTH, pyplot     # noqa: F401, for all parts
+from train import BadInput
 
 
 def picture(out, name, draw, found):

@@ -14,7 +14,6 @@ or a number is outside. Finished runs of train.py are kept in runs/headline-* an
 --quick: the same on less, in under two minutes, which says little about losses. All are small
 copies of the experiments behind docs/results.md; experiments/claims.py has what is expected.
 """
-import argparse
 import signal
 import sys
 import time
@@ -26,8 +25,7 @@ from experiments import claims, plotted
 from experiments.harness import cpu_seconds
 from experiments.pictures import picture
 from experiments.results import kept_result, save_result
-from plumbing.options import Parser
-from plumbing.processes import BadInput, Job, complain
+from train import BadInput, Job, Parser
 
 
 @dataclass
@@ -49,7 +47,7 @@ PLOTS = {       # the short ones first
 
 def parse_arguments():
     """The command line. Raises BadInput."""
-    p = Parser(__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("parts", nargs="*", help=f"{', '.join(PLOTS)} (default: all)")
     p.add_argument("--quick", action="store_true", help="a try of each, in under two minutes")
     p.add_argument("--plot", action="store_true", help="draw the numbers that DIR has")
@@ -88,7 +86,7 @@ def make_plots(o):
         try:
             told += make_plot(name, o)
         except (BadInput, OSError) as error:
-            complain(f"{name}: {str(error).splitlines()[0]}")
+            print(f"error: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
             failed = True
     print()
     for claim in told:

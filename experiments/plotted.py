@@ -24,7 +24,7 @@ from experiments.results import results
 from planning.instance import published_network
 from planning.methods import compare_methods
 from planning.pictures import draw_timeline
-from skippipe import Problem, Search, Task, full_paths
+from skippipe import Progress, Task, full_paths
 
 
 def title(found, finding, subject):
@@ -189,8 +189,7 @@ def measure_skip(quick):
     seconds = {}
     for name, row in zip(PUBLISHED, rows, strict=True):
         seconds[name] = row["seconds"]
-    search = Search(Problem(network, len(network.stages), 1))
-    full = search.dispatch(full_paths(network.stages, EACH * ROUNDS))
+    full = Progress(network).dispatch(full_paths(network.stages, EACH * ROUNDS))
     timelines = {FULL: full.timeline, PLANNED: plan.result.timeline}
     return dict(seconds=seconds, timelines=timelines)
 
@@ -239,7 +238,7 @@ def draw_timelines(plt, found):
 
 # ---------------------------------------------------------------- partial
 
-RUNS = {HALF: (0.5, "skippipe"), NONE: (0.0, "dtfm")}       # (share skipped, routing)
+RUNS = {HALF: (0.5, "stronger"), NONE: (0.0, "dtfm")}       # (share skipped, routing)
 SHARES = {"1.0": 100, "0.75": 75, "0.5": 50}                # keys of partial.json's shares: %
 
 

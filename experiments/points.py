@@ -21,7 +21,7 @@ from experiments.comparing import Comparison, Table, lower_and_sure
 from experiments.harness import FIVE, Part, Setting, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, counted
 from experiments.results import spread_of
-from plumbing.drawing import NAMES
+from planning.drawing import NAMES
 
 SECONDS = 90
 LEARN = ("--layers 2 --batch 8 --microbatches 1 --warmup 50 --eval-sequences 64 "

@@ -24,7 +24,7 @@ from experiments.fleet import Fleet, Trial, device, machine
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, bars, counted, label_ends
 from experiments.results import kept_result, over, save_result, spread_of
-from plumbing.processes import BadInput
+from train import BadInput
 
 LEARN = ("--hidden 64 --mlp 256 --heads 2 --layers 2 --warmup 50 --microbatches 1 "
          "--eval-sequences 512")

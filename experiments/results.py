@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.comparing import Comparison
-from plumbing.processes import BadInput
+from train import BadInput
 
 ROOT = Path(__file__).parent.parent
 

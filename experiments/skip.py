@@ -28,7 +28,7 @@ from skippipe import Network
 
 FULL = (0.0, "dtfm")
 # (share skipped, routing)
-KINDS = FULL, (0.0, "no-swaps"), (0.25, "no-swaps"), (0.5, "skippipe")
+KINDS = FULL, (0.0, "no-swaps"), (0.25, "no-swaps"), (0.5, "stronger")
 UNSCALED = " --unscaled"
 RHO = " (rho rule)"
 # The nodes of each stage, as `assign_stages` found them for the full pipeline. Pinned, so that the

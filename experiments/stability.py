@@ -23,7 +23,7 @@ from tqdm import tqdm
 from experiments.comparing import Table
 from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH
-from plumbing.options import TINY
+from train import TINY
 from gossip.window import gamma_bound
 
 REPLICAS = 64

@@ -10,19 +10,18 @@ import bench_sync
 from bench_sync import TableRow, quartiles
 from experiments.pictures import COLOURS, WIDTH, label_ends, picture
 from experiments.results import kept_result
-from gossip.onebyte import OneByte
+from gossip.onebyte import OneByte, lengths_of
 from noloco import NoLoCo
-from plumbing.options import Parser
-from plumbing.processes import Job
+from train import Job, Parser
 
 SHADES = ("#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")    # one per number of replicas
 COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; tables have 4 too
 
 
-def methods_and_one_byte(o, params):
+def methods_and_one_byte(o, theta, params):
     """Beside bench_sync's: one byte a weight."""
-    rows = bench_sync.methods(o, params)
-    short = NoLoCo(params, inner_steps=1, seed=o.seed, codec=OneByte())
+    rows = bench_sync.methods(o, theta, params)
+    short = NoLoCo(theta, inner_steps=1, seed=o.seed, codec=OneByte(lengths_of(params)))
     rows["NoLoCo, one byte a weight"] = TableRow(short.step, sent=lambda: short.bytes_sent,
                                                  floor="exchange of theta")
     return rows

@@ -20,7 +20,7 @@ from experiments.harness import Part, headline, title_of
 from experiments.pictures import COLOURS, WIDTH, counted, label_ends
 from experiments.replicas import DDP, LENGTH
 from experiments.results import over
-from plumbing.drawing import NAMES
+from planning.drawing import NAMES
 
 # The NoLoCo paper's small model after 25 000 steps: tokens a replica and step (half a million in
 # all), then FSDP's, DiLoCo's (every 100 steps) and NoLoCo's (every 50) perplexity per token.

@@ -4,47 +4,57 @@
     when it is merged           delay.py: D inner steps later, or only phi ahead of theta
     which weights meet          fragments.py: all, or K parts by turns
 
-    outer = NoLoCo(params, inner_steps=10, codec=OneByte())             any codec
+    outer = NoLoCo(params, inner_steps=10, codec=OneByte(lengths_of(params)))       any codec
     outer = Delayed(DiLoCo(params, inner_steps=10), delay=3)            around any outer optimizer
-    outer = Fragments(lambda part, at: NoLoCo(part, inner_steps=10, offset=at), params, 5, 10)
+    outer = Fragments(make, flatten(params), lengths_of(params), 5, 10)     make(vector, lengths, k)
 
-`window.py` has the window of gamma in which replicas stay together.
+`checks.py` warns in a trainer of one's own of what makes outer steps useless, `window.py` has the
+window of gamma in which replicas stay together.
 """
 from gossip.delay import Delayed, PhiAhead
 from gossip.fragments import Fragments
-from gossip.onebyte import OneByte
+from gossip.onebyte import OneByte, lengths_of
 from gossip.sums import SUMS, ShortDiLoCo
-from noloco import DiLoCo, NoLoCo
+from noloco import DiLoCo, NoLoCo, flatten
 
 
-def outer_optimizer(method, wire, delay, params, ranks=None, *, fragments=1, **settings):
+def outer_optimizer(method, wire, delay, params, ranks=None, *, theta=None, fragments=1,
+                    **settings):
     """The outer optimizer of `--method`, `--wire`, `--delay` and `--fragments`.
 
-    settings: those of NoLoCo or DiLoCo. Raises ValueError where there is none: what should average
-    must never train alone instead.
+    theta: noloco.flatten's vector of the params, if they are in one already. settings: those of
+    NoLoCo or DiLoCo. Raises ValueError where there is none: what should average must never train
+    alone instead.
     """
+    params = list(params)
+    lengths = lengths_of(params)
     if fragments == 1:
-        return travelling(undelayed(method, wire, params, ranks, **settings), delay)
+        whole = params if theta is None else theta
+        return travelling(undelayed(method, wire, whole, lengths, ranks, **settings), delay)
     everyone = None                         # fragments of DiLoCo share one process group
 
-    def make(part, offset):
+    def make(vector, lengths, late):
         nonlocal everyone
-        more = {}
+        more = dict(settings)
         if method == "diloco":
             more["everyone"] = everyone
-        outer = undelayed(method, wire, part, ranks, offset=offset, **more, **settings)
+        elif late:
+            more["seed"] = f"{settings.get('seed', 0)} {late}"          # fragments draw apart
+        outer = undelayed(method, wire, vector, lengths, ranks, **more)
         everyone = getattr(outer, "everyone", None)
         return outer
 
-    return Fragments(make, params, fragments, settings["inner_steps"], delay)
+    if theta is None:
+        theta = flatten(params)
+    return Fragments(make, theta, lengths, fragments, settings["inner_steps"], delay)
 
 
-def undelayed(method, wire, params, ranks, **settings):
+def undelayed(method, wire, params, lengths, ranks, **settings):
     """An outer optimizer whose messages are merged at once."""
     if method == "noloco" and wire == "fp32":
         return NoLoCo(params, ranks, **settings)
     if method == "noloco" and wire == "int8":
-        return NoLoCo(params, ranks, codec=OneByte(), **settings)
+        return NoLoCo(params, ranks, codec=OneByte(lengths), **settings)
     if method == "diloco" and wire == "fp32":
         return DiLoCo(params, ranks, **settings)
     if method == "diloco" and wire in SUMS:

@@ -22,65 +22,73 @@ condition fails.
 """
 import torch
 
+from noloco import padded
+
 MARGIN = 16
 BLOCK = 1 << 18             # weights at most: fewer stay in cache better, but cost more calls
 WHOLE = 1.5 * 2**23         # the last byte of x + WHOLE, |x| < 2^22, is that of round(x)
 
 
 class OneByte:
-    """A codec for NoLoCo (`codec=OneByte()`): theta travels in one byte a weight. phi cannot travel
-    so, since it says nothing of its own about how far replicas are apart: gamma must be beta.
+    """A codec for NoLoCo: theta travels in one byte a weight, `codec=OneByte(lengths_of(params))`.
 
-    Memory beside noloco.Fp32's: the message, a byte a weight. A partner reads rounded weights.
+    lengths: see `lengths_of`. A block is a tensor, or BLOCK weights of a larger one.
     """
-    exact = False
 
-    def fit(self, theta, lengths):
-        """As noloco.Fp32.fit. A piece is a block: a tensor, or BLOCK weights of a larger one."""
-        self.pieces = []
-        start = 0
+    def __init__(self, lengths):
+        self.blocks = []
         for length in lengths:
-            end = start + length
-            while start < end:
-                self.pieces.append(slice(start, min(start + BLOCK, end)))
-                start = self.pieces[-1].stop
-        self.size = len(theta)
-        self.message = torch.empty(self.bytes(self.size), dtype=torch.uint8, device=theta.device)
-        largest_block = max(piece.stop - piece.start for piece in self.pieces)
-        self.room = torch.empty(largest_block, device=theta.device)     # for intermediate results
-        return self.pieces
+            self.blocks += [BLOCK] * (length // BLOCK)
+            if length % BLOCK:
+                self.blocks.append(length % BLOCK)
+        self.message = self.x = torch.empty(0)      # made when the device is known, then used again
 
     def bytes(self, size):
         """Of a message of `size` weights: each weight's k, then each block's s in fp32."""
-        return size + 4 * len(self.pieces)
+        return size + 4 * len(self.blocks)
 
     def scales(self, message):
         """The message's s, one for each block."""
-        return message[self.size:].view(torch.float32)
+        return message[sum(self.blocks):].view(torch.float32)
 
     def encode(self, vector, phi):
-        """M1 and M2."""
-        scales = self.scales(self.message)
-        for piece, s in zip(self.pieces, scales):
-            theta = vector[piece]
-            x = self.room[:len(theta)]
-            step = largest(torch.sub(theta, phi[piece], out=x)).mul_(MARGIN / 256)
+        """M1 and M2. phi: this replica's slow weights, from which `vector` set out."""
+        size = len(vector)
+        self.make_buffers(vector)
+        blocks = zip(vector.split(self.blocks), phi.split(self.blocks),
+                     self.message[:size].split(self.blocks), self.scales(self.message))
+        for theta, own_phi, k, s in blocks:
+            x = self.x[:len(theta)]
+            step = largest(torch.sub(theta, own_phi, out=x)).mul_(MARGIN / 256)
             finest = largest(theta).mul_(2**-22)
             s.copy_(step.maximum(finest).clamp_(min=1e-30))
             torch.div(theta, s, out=x).add_(WHOLE)
-            self.message[piece].copy_(x.view(torch.int32))              # the last byte of each
+            k.copy_(x.view(torch.int32))                                # the last byte of each
         return self.message
 
-    def decode(self, message, number, own):
-        """M3 of one block. A vector in fp32, such as this replica's own, is read as it is."""
-        piece = self.pieces[number]
-        if message.dtype == torch.float32:
-            return message[piece].to(own.device)
-        k = message[piece].to(own.device)
-        s = self.scales(message)[number].to(own.device)
-        x = self.room[:len(own)].copy_(k)
-        y = torch.div(own, 256 * s).sub_(x, alpha=1 / 256).round_()
-        return torch.add(x, y, alpha=256, out=y).mul_(s)
+    def decode(self, message, own, out):
+        """M3, written to `out`. own: the vector that this replica sent itself."""
+        self.make_buffers(own)
+        message = message.to(own.device)
+        blocks = zip(out.split(self.blocks), own.split(self.blocks),
+                     message[:len(own)].split(self.blocks), self.scales(message))
+        for theta, mine, k, s in blocks:
+            x = self.x[:len(mine)].copy_(k)
+            y = torch.div(mine, 256 * s, out=theta).sub_(x, alpha=1 / 256).round_()
+            torch.add(x, y, alpha=256, out=theta).mul_(s)
+        return out
+
+    def make_buffers(self, vector):
+        """Once: the message, and x for what is computed of a block."""
+        if len(self.message) == 0:
+            self.message = torch.empty(self.bytes(len(vector)), dtype=torch.uint8,
+                                       device=vector.device)
+            self.x = torch.empty(max(self.blocks), device=vector.device)
+
+
+def lengths_of(params):
+    """Of each tensor in noloco.flatten's vector, with the gap that follows it."""
+    return [padded(p) for p in dict.fromkeys(params) if p.requires_grad]
 
 
 def largest(x):

@@ -24,7 +24,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from noloco import Arrived, DiLoCo
+from noloco import DiLoCo
 
 BLOCK = 512
 
@@ -145,13 +145,14 @@ class ShortDiLoCo(DiLoCo):
     def cost(self, group):
         return self.wire.bytes(len(self.theta))
 
-    def exchange(self, theta, group, lane=None):
-        delta = theta.sub_(self.phi)
+    def exchange(self, theta, group, process_group=None):
+        delta = self.overwritable(theta).sub_(self.phi)
         self.owed_next = self.wire.add_up(delta, self.owed)
-        return Arrived([delta.add_(self.phi, alpha=len(group))], [], len(group))
+        return [delta.add_(self.phi, alpha=len(group))], []
 
-    def before_merge(self, arrived):
+    def outer_step(self, theta, thetas, phis):
         self.owed = self.owed_next
+        super().outer_step(theta, thetas, phis)
 
     def state_dict(self):
         return dict(super().state_dict(), owed=self.owed)

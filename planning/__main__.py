@@ -19,8 +19,8 @@ from planning.instance import published_network, read_instance, spread_network
 from planning.kept import as_json, read_plan
 from planning.methods import compare_methods, print_paths, print_table
 from planning.pictures import trace, write_picture
-from plumbing.drawing import pyplot
-from skippipe import Problem, Search
+from planning.drawing import pyplot
+from skippipe import plan, skip_schedule, stages_to_keep
 
 WITH_PLAN = "plan", "picture", "trace", "results"       # the options that --plan goes with
 
@@ -81,9 +81,13 @@ def understand(o):
     network, names = read_network(o)
     kept = o.kept
     if kept is None:
-        kept = round(2 / 3 * len(network.stages))
+        kept = stages_to_keep(1 / 3, network.stages)
     work = (kept, o.microbatches, o.rounds)
-    Problem(network, *work, dead=o.dead)        # refuses what cannot be planned
+    if o.rounds < 1:
+        raise ValueError(f"--rounds must be 1 or more, got {o.rounds}")
+    if not set(o.dead) <= set(range(len(network.delay))):
+        raise ValueError(f"--dead {o.dead}: not all are nodes of this network")
+    skip_schedule(network, kept, o.microbatches, o.dead)        # refuses what cannot be planned
     prepare_files(o, o.results, o.save)
     return network, names, work
 
@@ -106,10 +110,9 @@ def first_plans_take(network, work, dead):
     """About how many seconds the first plans take on this machine, whatever --seconds says. They
     grow with the number of microbatches, so FEW are planned and timed."""
     kept, microbatches, rounds = work
-    search = Search(Problem(network, kept, FEW, rounds, dead=dead))
-    search.farthest_first()
+    found = plan(network, kept, FEW, rounds, dead=dead, iterations=0)
     # The full pipeline and a random draw take one such plan each, either SkipPipe two.
-    return 6 * (time.perf_counter() - search.start) * microbatches / FEW
+    return 6 * found.seconds * microbatches / FEW
 
 
 def teller(network, work, dead):
@@ -149,7 +152,7 @@ def plan_and_show(o, network, names, work):
     print_paths(network, names, found.paths, o.dead)
     write_views(o, network, found.paths, found.result, found.bound, names)
     kept, microbatches, rounds = work
-    made = dict(by="python skippipe.py", kept=kept, microbatches=microbatches, rounds=rounds,
+    made = dict(by="python -m planning", kept=kept, microbatches=microbatches, rounds=rounds,
                 dead=o.dead)
     results = as_json(network.stages, found.paths * rounds, found.order, found.makespan,
                       found.bound, made, methods=rows, names=names)
@@ -185,8 +188,8 @@ def read_kept(o):
     return found
 
 
-def main(argv=None, program="python -m planning"):
-    parser = PlanningParser(program, __doc__)
+def main(argv=None):
+    parser = PlanningParser("python -m planning", __doc__)
     for name, kind, default, text in OPTIONS:
         shown = f" (default: {default})" if default else ""
         parser.add_argument("--" + name, type=kind, default=default, help=text + shown)

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from planning.regions import WHOLE, cut
-from skippipe import Problem, Search
+from skippipe import Progress, farthest_first, hop_costs, path_finder, skip_schedule
 
 
 def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0,
@@ -17,8 +17,7 @@ def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
     `plan`."""
     if seconds is None and iterations is None:
         raise ValueError("assign_stages needs an end: give seconds or iterations")
-    problem = Problem(network, stages_kept, microbatches_per_origin, rounds, swaps)
-    limits = Search(problem, seed, seconds, iterations)         # of which no search is made
+    limits = Progress(network, rounds, seconds, iterations)
     sizes = [len(stage) for stage in network.stages]
     if len(network.delay) > WHOLE:
         stage_of = {}
@@ -29,9 +28,10 @@ def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
     def score(nodes):
         """(seconds of the first plan's iteration, the network)"""
         dealt = with_stages(network, dict(zip(nodes, stages)))
-        search = Search(Problem(dealt, stages_kept, microbatches_per_origin, rounds, swaps))
-        search.farthest_first()
-        return search.best.makespan, dealt
+        schedule = skip_schedule(dealt, stages_kept, microbatches_per_origin)
+        shortest = path_finder(schedule, hop_costs(dealt), swaps)
+        first = Progress(dealt, rounds).dispatch(farthest_first(schedule, shortest))
+        return first.makespan, dealt
 
     draw = random.Random(f"stages {seed}")
     stages = []                 # of the first node, the second one, ...

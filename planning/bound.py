@@ -1,11 +1,13 @@
 """The proof that a plan cannot be better: on the published instance none comes below 33.054 s."""
 from itertools import accumulate, combinations
 
-from skippipe import Problem, lower_bound
+from skippipe import hop_costs, origin_bound, path_finder, skip_schedule
 
 
-def tighter_one_machine(tasks, chains):
-    """As `skippipe.one_machine`, and tighter: the largest bound that tasks i to j give, for i <= j.
+def one_machine(tasks, chains):
+    """A lower bound of the seconds that one machine needs for `chains` equal chains of tasks: the
+    largest that tasks i to j give, for i <= j. tasks: (seconds busy, seconds from a task's start
+    until its chain's next task may start; the last's: until the machine is usable).
 
     1. No chain's task i starts before that chain's tasks 0 to i - 1 and their waits are over.
     2. From then on the machine does tasks i to j of every chain, one at a time.
@@ -26,14 +28,59 @@ def tighter_one_machine(tasks, chains):
 
 
 def tighter_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
-    """The larger of `skippipe.lower_bound` with the machine above and of `crossing_bound`. Of
-    hundreds of nodes the first looks at the most remote origins only; what it finds is still a
-    bound."""
-    asked = (network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
-    living = [o for o in network.stages[0] if o not in dead]
+    """Seconds below which no plan can come: `skippipe.lower_bound`, an origin's tasks one by one,
+    or `crossing_bound`, whichever is largest. Of hundreds of nodes only the most remote origins are
+    looked at; what they need is still a bound."""
+    schedule = skip_schedule(network, stages_kept, microbatches_per_origin, dead)
+    both_ways = path_finder(schedule, hop_costs(network), swaps)
+    out = path_finder(schedule, one_way(network, network.delay, 1.0), swaps)
+    back = path_finder(schedule, one_way(network, list(zip(*network.delay)), 1.5), swaps)
     most = max(1, int(2e6 / len(network.delay) ** 2))
-    remote = sorted(living, key=lambda o: -sum(network.delay[o]))[:most]
-    return max(lower_bound(*asked, tighter_one_machine, remote), crossing_bound(*asked))
+    bounds = [crossing_bound(schedule, rounds)]
+    for o in sorted(schedule.stages[0], key=lambda o: -sum(network.delay[o]))[:most]:
+        bounds.append(origin_bound(schedule, o, rounds, both_ways))
+        bounds.append(task_bound(schedule, o, rounds, out, back))
+    return max(bounds)
+
+
+def one_way(network, delay, work):
+    """As `skippipe.hop_costs`, of one direction alone, where a node's task takes work * w[j]."""
+    def hop(i, j):
+        task = work * network.compute[j] if network.stage_of.get(j) else 0.0
+        return task + (delay[i][j] if i != j else 0.0)
+
+    costs, nodes = [], range(len(delay))
+    for i in nodes:
+        costs.append([hop(i, j) for j in nodes])
+    return costs
+
+
+def task_bound(schedule, origin, rounds, out, back):
+    """Seconds that an origin alone needs for its microbatches, task by task. out, back: what finds
+    the shortest way out and the shortest way back.
+
+    What remains of its microbatches is forward, loss and backward on the origin itself, with at
+    least the ways out and back between them. At most `lanes` of them are under way at once: as many
+    as it has paths, or memory for. So they form `lanes` chains, each microbatch beginning after the
+    one before it in its chain has ended, and the longest has at least q, the microbatches / lanes
+    rounded up.
+
+    Case 1: no chain is longer. Then at least microbatches - lanes (q - 1) chains have q, and
+    `one_machine` bounds the time of these alone. Case 2: a chain has q + 1, which alone takes its
+    time. This cannot be where the chains are the paths, of `rounds` each."""
+    network, paths = schedule.network, schedule.origins.count(origin)
+    w, pause = network.compute[origin], network.overhead
+    away, _ = out(origin)
+    home, _ = back(origin)
+    # (seconds busy, seconds from a task's start to the next one's): forward, loss, backward
+    tasks = [(w + network.origin_overhead, w + away), (w / 4 + pause, w / 4 + home),
+             (1.5 * w + pause, 1.5 * w + pause)]
+    lanes, total = min(paths, network.memory[origin]), paths * rounds
+    q = -(-total // lanes)
+    bound = one_machine(tasks * q, total - lanes * (q - 1))
+    if lanes < paths:
+        bound = min(bound, (q + 1) * sum(wait for _, wait in tasks))
+    return bound - pause                    # the iteration ends before the last task's pause
 
 
 class Island:
@@ -45,7 +92,7 @@ class Island:
         self.spare = spare
 
 
-def crossing_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
+def crossing_bound(schedule, rounds=1):
     """Seconds of a path that must leave its island, in every valid plan.
 
     Islands are sets of living nodes, at first single nodes. All pairs of nodes are gone through by
@@ -67,14 +114,14 @@ def crossing_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, sw
     CC2, CC3, waits and overheads only make plans slower, so the bound leaves them out. A path of
     one stage never leaves: 0.
     """
-    problem = Problem(network, stages_kept, microbatches_per_origin, rounds, swaps, dead)
+    network, stages_kept = schedule.network, schedule.kept
     if stages_kept == 1:
         return 0.0
     island_of = {}
-    for stage in problem.stages:
+    for stage in schedule.stages:
         for r in stage:
-            island_of[r] = Island({r}, problem.caps[r])
-    for o in problem.origins:
+            island_of[r] = Island({r}, schedule.caps[r])
+    for o in schedule.origins:
         island_of[o].spare -= stages_kept - 1
     delay, links = network.delay, []
     for i, j in combinations(island_of, 2):

@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 from planning.bound import tighter_bound
+from planning.training import rounds_of
 from skippipe import Infeasible, Network, simulate
 
 
@@ -25,15 +26,15 @@ def bound_of(network, paths, rounds, dead=()):
 
 
 def read_plan(file):
-    """(Network, paths, Result, bound) of a JSON file: the newest plan of a run. Raises OSError, or
-    ValueError with one line."""
+    """(Network, paths, Result, bound) of the plan.json of a run. Raises OSError, or ValueError with
+    one line."""
     try:
-        plans = json.loads(Path(file).read_text())
-        if isinstance(plans, dict):
-            raise ValueError("a file of --results has no network")
-        newest = plans[-1]
-        network = Network(**newest["network"])
-        paths = [tuple(path) for path in newest["paths"]]
-        return network, paths, simulate(network, paths, order=newest["order"]), newest["bound"]
+        kept = json.loads(Path(file).read_text())
+        network = Network(**kept["network"])
+        paths = [tuple(path) for path in kept["paths"]]
+        each = len(paths) // len(network.stages[0])
+        rounds = rounds_of(each, min(network.memory))
+        bound = bound_of(network, paths, rounds)
+        return network, paths, simulate(network, paths, order=kept["order"]), bound
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: is no plan.json of a run ({error})")

@@ -1,10 +1,12 @@
 """The methods side by side on one network, and as text."""
+import random
 import time
 from collections import Counter
 
 from planning.instance import published_network
-from planning.search import shorter_plan
-from skippipe import Problem, Search, full_paths, without
+from planning.neighbourhood import fill, shuffled
+from planning.search import plan_without_tc2, shorter_plan
+from skippipe import Progress, full_paths, shortest_path, skip_schedule, without
 
 DRAWN = 200     # nodes; beyond, a random draw takes minutes
 
@@ -12,19 +14,22 @@ DRAWN = 200     # nodes; beyond, a random draw takes minutes
 def random_valid_paths(network, stages_kept, microbatches_per_origin=3, swaps=2, seed=0, dead=()):
     """DT-FM skip: paths drawn at random, blind to the links, among those that keep to CC1, CC2, CC3
     and TC1."""
-    problem = Problem(network, stages_kept, microbatches_per_origin, 1, swaps, dead)
-    search = Search(problem, seed)
+    schedule = skip_schedule(network, stages_kept, microbatches_per_origin, dead)
+    draw = random.Random(f"plan {seed}")
     nodes = range(len(network.compute))
 
-    def random_costs():
+    def any_path(origin, closed, must):
+        """The shortest path where all hops have random costs."""
         costs = []
         for _ in nodes:
-            costs.append([search.random.random() for _ in nodes])
-        return costs
+            costs.append([draw.random() for _ in nodes])
+        stages = without(closed, schedule.stages)
+        return shortest_path(costs, stages, origin, stages_kept, swaps, must)
 
-    equal = dict.fromkeys(problem.stages[0], 1.0)
-    none = [None] * len(problem.origins)
-    return search.fill(none, problem.visits, equal, random_costs, noise=1.0)
+    equal = dict.fromkeys(schedule.origins, 1.0)
+    none = [None] * len(schedule.origins)
+    order = shuffled(schedule.origins, none, equal, 1.0, draw)
+    return fill(schedule, none, schedule.visits, order, any_path)
 
 
 def compare_methods(network, kept, microbatches_per_origin=3, rounds=1, dead=(), seconds=10.0,
@@ -44,9 +49,10 @@ def compare_methods(network, kept, microbatches_per_origin=3, rounds=1, dead=(),
     rows += full_pipeline(network, microbatches_per_origin * rounds, dead)
     tell("random valid paths")
     rows += random_draws(network, work, dead, lambda: time.perf_counter() - start >= seconds / 4)
-    for method, share, tc2 in (("SkipPipe without TC2", 1 / 4, False), ("SkipPipe", 1, True)):
+    for method, plan, share in (("SkipPipe without TC2", plan_without_tc2, 1 / 4),
+                                ("SkipPipe", shorter_plan, 1)):
         tell(method)
-        found = shorter_plan(network, *work, seconds=left() * share, dead=dead, collisions=tc2)
+        found = plan(network, *work, seconds=left() * share, dead=dead)
         rows.append(row_of(method, len(found.paths) * rounds, found.result, found.seconds))
     return rows, found
 
@@ -63,7 +69,7 @@ def full_pipeline(network, microbatches, dead):
     if not all(alive):
         return []
     paths = full_paths(alive, microbatches)
-    result = Search(Problem(network, len(alive), 1)).dispatch(paths)
+    result = Progress(network).dispatch(paths)
     return [row_of("full pipeline (DT-FM)", len(paths), result)]
 
 
@@ -77,18 +83,17 @@ def random_draws(network, work, dead, late):
     kept, each, rounds = work
     published = network == published_network()[0] and work == (4, 3, 2) and not dead
     if published:
-        corrected, _ = published_network(corrected=True)
-        search = Search(Problem(corrected, *work))
+        on, _ = published_network(corrected=True)
     else:
-        search = Search(Problem(network, *work, dead=dead))
+        on = network
     results = []
     while len(results) < 25 and not (results and late()):
         paths = random_valid_paths(network, kept, each, seed=len(results), dead=dead)
-        results.append(search.dispatch(paths))
+        results.append(Progress(on, rounds).dispatch(paths))
     results.sort(key=lambda result: result.makespan)
     median = results[len(results) // 2]
     method = f"random valid paths (DT-FM skip), median of {len(results)} draws"
-    return [row_of(method, len(search.problem.origins) * rounds, median)]
+    return [row_of(method, len(paths) * rounds, median)]
 
 
 def print_table(network, work, dead, rows, bound):

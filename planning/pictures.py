@@ -1,7 +1,7 @@
 """Pictures of a plan: its simulated timeline, the map of its paths, and a trace for a viewer."""
 from collections import Counter
 
-from plumbing.drawing import WIDTH, pyplot
+from planning.drawing import WIDTH, pyplot
 from skippipe import BACKWARD, FORWARD, LOSS
 
 # The tone of each kind of task. Where a node waits it is white.

@@ -5,11 +5,12 @@ regions run side by side, and an iteration takes as long as the slowest region's
 on that one. After a death only the region around the dead node is planned anew (`around`).
 """
 import math
+import random
 from collections import Counter
-from copy import copy
+from dataclasses import replace
 
-from planning.search import NeighbourhoodSearch, turns_of
-from skippipe import Problem, Search, check, without
+from planning.neighbourhood import NeighbourhoodSearch, turns_of
+from skippipe import Progress, check, hop_costs, skip_schedule, without
 
 WHOLE = 48      # a network of so many nodes is one region
 
@@ -84,17 +85,18 @@ def take_nodes(nearest, due, stage_of):
     return region
 
 
-def problem_within(problem, nodes, visits):
-    """The problem for the origins among these nodes: all other nodes are dead to it. visits: what
+def schedule_within(schedule, nodes, visits):
+    """The schedule for the origins among these nodes: all other nodes are dead to it. visits: what
     the whole leaves to it of each stage."""
-    part = copy(problem)
-    part.cost = problem.cost            # found once for all regions
-    part.dead = problem.dead | set(range(len(problem.caps))) - nodes
-    part.stages = without(part.dead, problem.network.stages)
-    part.origins = part.stages[0] * problem.each
-    part.visits = visits
-    part.spare = ()
-    return part
+    dead = schedule.dead | set(range(len(schedule.caps))) - nodes
+    stages = without(dead, schedule.network.stages)
+    origins = stages[0] * paths_each(schedule)
+    return replace(schedule, dead=dead, stages=stages, origins=origins, visits=visits, spare=[])
+
+
+def paths_each(schedule):
+    """How many paths each origin has."""
+    return len(schedule.origins) // len(schedule.stages[0])
 
 
 class Region:
@@ -104,15 +106,16 @@ class Region:
     has no conflict-based search, since CC3 holds for the whole and not in a region."""
 
     def __init__(self, whole, nodes, visits):
-        problem = problem_within(whole.problem, nodes, visits)
-        self.search = NeighbourhoodSearch(problem, whole.random.random())
-        self.search.start = whole.start
-        self.search.seconds = whole.seconds
-        self.search.iterations = whole.iterations
+        schedule, of_whole = schedule_within(whole.schedule, nodes, visits), whole.progress
+        self.progress = Progress(schedule.network, of_whole.rounds, of_whole.seconds,
+                                 of_whole.iterations)
+        self.progress.start = of_whole.start
+        self.search = NeighbourhoodSearch(schedule, whole.swaps, self.progress, whole.cost,
+                                          whole.random.random())
         self.walk = None        # the paths that the next turn goes on from
 
     def plan_first(self):
-        self.walk = self.search.farthest_first()
+        self.walk = self.search.plan_first()
 
     def take_turn(self):
         self.walk = self.search.large_neighbourhood_search(self.walk, steps=200)
@@ -120,24 +123,30 @@ class Region:
     @property
     def seconds(self):
         """Of the iteration of its best plan."""
-        return self.search.best.makespan
+        return self.progress.best.makespan
 
 
-class RegionSearch(Search):
-    """The search of a network, region by region, always in the slowest."""
+class RegionSearch:
+    """The search of a network, region by region, always in the slowest. Its parts are those of a
+    NeighbourhoodSearch."""
 
-    def find(self):
+    def __init__(self, schedule, swaps, progress, cost, seed=0):
+        self.schedule, self.swaps = schedule, swaps
+        self.progress, self.cost = progress, cost
+        self.random = random.Random(f"plan {seed}")
+
+    def run(self):
         regions = self.plan_regions()
         self.join(regions)
-        for _ in turns_of(self):
+        for _ in turns_of(self.progress):
             slowest = max(regions, key=lambda region: region.seconds)
             slowest.take_turn()
-            self.work = sum(region.search.work for region in regions)
+            self.progress.work = sum(region.progress.work for region in regions)
         self.join(regions)
 
     def plan_regions(self):
         """The regions, each with its first plan."""
-        network = self.problem.network
+        network = self.schedule.network
         sizes = [len(stage) for stage in network.stages]
         parts = [set(part) for part in cut(network.delay, sizes, network.stage_of)]
         visits = self.share_out(parts)
@@ -150,10 +159,10 @@ class RegionSearch(Search):
         return regions
 
     def share_out(self, parts):
-        """The visits that each region's paths make to each stage, which are `problem.visits`
+        """The visits that each region's paths make to each stage, which are `schedule.visits`
         together. None where a region has no living origin, or no room was found for a visit."""
         rooms = [self.most_visits(nodes) for nodes in parts]
-        left = dict(self.problem.visits)
+        left = dict(self.schedule.visits)
         found = []
         for i, nodes in enumerate(parts):
             count = self.paths_of(nodes)
@@ -164,7 +173,7 @@ class RegionSearch(Search):
                 later.update(room)
             spare = {s: later[s] - due for s, due in left.items()}
             visits = Counter()
-            for _ in range(count * (self.problem.kept - 1)):
+            for _ in range(count * (self.schedule.kept - 1)):
                 open_stages = [s for s in left if left[s] and visits[s] < rooms[i][s]]
                 if not open_stages:
                     return None
@@ -177,30 +186,22 @@ class RegionSearch(Search):
 
     def paths_of(self, nodes):
         """How many paths the origins among these nodes have."""
-        return self.problem.each * len(nodes.intersection(self.problem.stages[0]))
+        return paths_each(self.schedule) * len(nodes.intersection(self.schedule.stages[0]))
 
     def most_visits(self, nodes):
         """How many visits to each stage the paths of these nodes' origins can make there."""
         most, room = self.paths_of(nodes), {}
-        for s in self.problem.visits:
-            there = nodes.intersection(self.problem.stages[s])
-            room[s] = min(most, sum(self.problem.caps[r] for r in there))
+        for s in self.schedule.visits:
+            there = nodes.intersection(self.schedule.stages[s])
+            room[s] = min(most, sum(self.schedule.caps[r] for r in there))
         return room
 
     def join(self, regions):
         """Simulate the regions' paths together."""
         paths = []
         for region in regions:
-            paths += region.search.paths
-        self.dispatch(in_turn(paths, self.problem.stages[0]))
-
-
-class FirstPlansOfRegions(RegionSearch):
-    """For a plan without TC2: the regions' first plans, together."""
-    ends = True
-
-    def find(self):
-        self.join(self.plan_regions())
+            paths += region.progress.paths
+        self.progress.dispatch(in_turn(paths, self.schedule.stages[0]))
 
 
 def around(plan, network, kept, each, rounds, seed, dead):
@@ -208,17 +209,19 @@ def around(plan, network, kept, each, rounds, seed, dead):
 
     plan: dict(paths of all rounds, makespan). None where all paths must be planned anew: if `mend`
     finds no region, or no plan that is valid and at most 5% longer."""
-    work = (kept, each, rounds, 2)
     paths = [tuple(path) for path in plan["paths"][:len(plan["paths"]) // rounds]]
     gone = set()
+    cost = hop_costs(network)
     try:
         for node in sorted(dead):
             gone.add(node)
             if any(node in path for path in paths):
-                paths = mend(node, paths, RegionSearch(Problem(network, *work, gone), seed))
+                schedule = skip_schedule(network, kept, each, gone)
+                whole = RegionSearch(schedule, 2, Progress(network, rounds), cost, seed)
+                paths = mend(node, paths, whole)
     except ValueError:          # Infeasible, or no path stays
         return None
-    result = Search(Problem(network, *work, dead)).dispatch(paths)
+    result = Progress(network, rounds).dispatch(paths)
     if result.makespan > 1.05 * plan["makespan"] or check(network, paths, kept, dead=dead):
         return None
     return paths, result.order
@@ -231,7 +234,7 @@ def mend(node, paths, whole, most=1500):
     The region is the idle nodes and the groups (`groups_of`) nearest to the node, as few as have
     room for the visits that CC3 leaves to them. It is searched until it is no slower than the other
     paths, or has tried `most` plans. Raises ValueError if no path stays."""
-    network, groups = whole.problem.network, groups_of(paths)
+    network, groups = whole.schedule.network, groups_of(paths)
     region = set(range(len(network.compute))) - set(groups)
 
     def nearness(r):
@@ -240,21 +243,21 @@ def mend(node, paths, whole, most=1500):
     for near in sorted(groups, key=nearness):
         region |= groups[near]
         stay = [path for path in paths if region.isdisjoint(path)]
-        due = Counter(whole.problem.visits)
+        due = Counter(whole.schedule.visits)
         for path in stay:
             due.subtract([network.stage_of[r] for r in path[1:]])
         room = whole.most_visits(region)
         if all(0 <= visits <= room[s] for s, visits in due.items()):
             break
     part = Region(whole, region, due)
-    part.search.bound = whole.dispatch(stay).makespan
-    part.search.iterations = most
-    if part.search.problem.origins:
+    part.progress.bound = whole.progress.dispatch(stay).makespan
+    part.progress.iterations = most
+    if part.search.schedule.origins:
         part.plan_first()
-        while not part.search.over():
+        while not part.progress.over():
             part.take_turn()
-        stay += part.search.paths
-    return in_turn(stay, whole.problem.stages[0])
+        stay += part.progress.paths
+    return in_turn(stay, whole.schedule.stages[0])
 
 
 def groups_of(paths):

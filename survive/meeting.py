@@ -78,7 +78,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from plumbing.processes import gloo_group
+from train import gloo_interface
 
 
 class Gone(RuntimeError):
@@ -125,6 +125,25 @@ def outliving():
     except RuntimeError as error:
         if not is_loss(error):
             raise
+
+
+def gloo_group(store, key, place, size, timeout):
+    """A new Gloo group of `size` processes, this one at `place`, which find each other under `key`.
+
+    timeout: seconds for each message. To connect, Gloo takes up to five times that.
+    """
+    create = dist.ProcessGroupGloo.create_device
+    default = dist.ProcessGroupGloo.create_default_device
+    # The private names below were tried with torch 2.13, and stand in no other file.
+    options = dist.ProcessGroupGloo._Options()
+    # A group has devices of its own, which end with it. After a timeout Gloo frees the
+    # connection, but a living device still calls it when the partner connects after all: the
+    # process would crash.
+    names = gloo_interface().split(",")
+    options._devices = [create(interface=name) if name else default() for name in names]
+    options._threads = 1
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupGloo(dist.PrefixStore(key, store), place, size, options)
 
 
 def connect(store, key, rank, members, timeout):

@@ -18,10 +18,10 @@ from datetime import timedelta
 
 import torch
 
-from noloco import Arrived, Fp32, NoLoCo, random_groups
-from plumbing.processes import gloo_interface
+from noloco import NoLoCo, random_groups
 from survive.meeting import (absent, announce, come_back, connect, is_loss, mark_absent, members_of,
                              outliving, position)
+from train import gloo_interface
 
 NO_WEIGHT = -torch.inf       # all that a replica sends which joins and has no weights yet
 
@@ -41,7 +41,8 @@ class SurvivingNoLoCo(NoLoCo):
     alone: the number of outer steps done without any partner.
 
     `step` outlives the loss of a partner. It raises DistError when the store is lost, and every
-    other error as it is, such as one of a codec.
+    other error as it is, such as one of a codec. Not for fragments, which would write to the same
+    keys of the store.
     """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=print,
@@ -51,9 +52,6 @@ class SurvivingNoLoCo(NoLoCo):
         self.rank = int(os.environ["RANK"])
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
-        if self.offset:
-            raise ValueError("SurvivingNoLoCo takes no offset, so no fragments: they would write "
-                             "to the same keys of the store")
         self.store, self.timeout = store, timeout
         self.catch_up, self.excluded = catch_up, excluded
         self.name = f"outer/{self.ranks[0]}"
@@ -65,6 +63,11 @@ class SurvivingNoLoCo(NoLoCo):
         self.error = ""             # what torch said when a partner was lost in this outer step
         self.adopted = None         # the partner whose weights were taken in the last outer step
         self.link = None            # the last outer step's process group
+
+    @property
+    def current(self):
+        """The number of the next outer step, from 0."""
+        return self.steps // self.inner_steps
 
     def step(self):
         with outliving():                                   # a lost store is noticed after the step
@@ -138,11 +141,9 @@ class SurvivingNoLoCo(NoLoCo):
 
     # ---- the exchange
 
-    def compare(self):
-        """Not here: replicas may be missing at the first step."""
-
     def meet(self):
         """As NoLoCo.meet, with the partners that came and whose numbers are finite."""
+        self.refuse_moved()
         outer = self.current
         vectors = {"theta": self.theta}
         if self.gamma != self.beta:
@@ -156,7 +157,8 @@ class SurvivingNoLoCo(NoLoCo):
         if missing:
             self.note_missing(outer, missing)
         self.count(len(arrived), set(members) - set(arrived))
-        self.outer_step(self.theta, self.accept(arrived))
+        thetas, phis = self.accept(arrived)
+        self.outer_step(self.theta, thetas, phis)
 
     @contextlib.contextmanager
     def outlive(self):
@@ -212,39 +214,39 @@ class SurvivingNoLoCo(NoLoCo):
                 self.last_stale_list += 1
         self.report("outer step without partners", missing=sorted(missing), error=self.error)
 
-    def post(self, group, vectors, lane):
+    def post(self, group, vectors, process_group):
         """As NoLoCo.swap, but it does not wait. Returns each vector's messages, by rank, and the
-        works as {partner: [...]}. lane: a process group in which ranks are places.
+        works as {partner: [...]}. In this process group a rank is a place in the group.
         """
         partners = [r for r in group if r != self.rank]
         arriving = []
         works = {r: [] for r in partners}
-        codec = self.codec_for(group)
+        codecs = {"theta": self.codec_for(group), "phi": None}
         for tag, (name, vector) in enumerate(vectors.items()):
-            mine = self.staged(name, codec.encode(vector, self.phi))
-            theirs = {r: self.buffer((name, i), mine) for i, r in enumerate(partners)}
+            mine = self.encode(name, vector, codecs[name])
+            theirs = {r: self.buffer((name, r), mine, self.message_device) for r in partners}
             for r in partners:
-                works[r].append(lane.recv([theirs[r]], group.index(r), tag))
+                works[r].append(process_group.recv([theirs[r]], group.index(r), tag))
             for r in partners:
-                works[r].append(lane.send([mine], group.index(r), tag))
+                works[r].append(process_group.send([mine], group.index(r), tag))
             arriving.append([theirs.get(r, vector) for r in group])
             self.bytes_sent += len(partners) * mine.nbytes
         return arriving, works
 
     def codec_for(self, group):
-        """The codec that all of this group use.
+        """The codec that all of this group use (None: fp32).
 
         One byte can only carry a weight that is close to the reader's own. A late replica may be
         far from its partners, so a group with one sends fp32. A replica says that it is late before
         a meeting, and its partners read this before any message leaves: all of them choose alike.
         """
-        if self.codec.exact:
-            return self.codec
+        if not self.codec:
+            return None
         far = [r for r in group if position(self.store, r)[1] == "late"]
         if not far:
             return self.codec
         self.report("fp32 instead of int8", far=far)
-        return Fp32()
+        return None
 
     def report(self, event, **more):
         with outliving():                                   # a lost store is noticed after the step
@@ -269,9 +271,9 @@ class SurvivingNoLoCo(NoLoCo):
                   file=sys.stderr, flush=True)
 
     def accept(self, arrived):
-        """What Arrived of the finite replicas.
+        """(thetas, phis) of the finite replicas.
 
-        arrived: {rank: [theta, phi if it travels]}, by rank.
+        arrived: {rank: messages of [theta, phi if it travels]}, by rank.
 
         A replica that is not finite itself takes a partner's theta as its theta and phi, and delta
         = 0. Without a finite partner it takes its own phi. It does the outer step alone: Delta and
@@ -290,9 +292,12 @@ class SurvivingNoLoCo(NoLoCo):
             self.delta.zero_()
             self.reset()
             finite = [self.rank]
-        thetas = [arrived[r][0] for r in finite]
-        phis = [arrived[r][1] for r in finite] if self.gamma != self.beta else []
-        return Arrived(thetas, phis, len(thetas))
+        thetas, phis = [], []
+        for r in finite:
+            theta, *phi = arrived[r]
+            thetas.append(self.read(("theta", r), theta, self.theta))
+            phis += [self.read(("phi", r), message, self.phi) for message in phi]
+        return thetas, phis
 
     def finite(self, message):
         """Whether the numbers in a message are finite.
@@ -304,12 +309,16 @@ class SurvivingNoLoCo(NoLoCo):
             message = 128 * self.codec.scales(message)
         return bool(torch.isfinite(message.sum()))
 
+    def read(self, key, message, own):
+        """The vector of a message, beside this replica's own. One byte a weight has a codec."""
+        codec = self.codec if message.dtype == torch.uint8 else None
+        return self.decode(key, message, own, codec)
+
     def adopt(self, message):
         """phi becomes a partner's theta. The message is read beside phi, of the last outer step,
         since this replica's own theta is not finite.
         """
-        for number, piece in enumerate(self.pieces):
-            self.phi[piece].copy_(self.codec.decode(message, number, self.phi[piece]))
+        self.phi.copy_(self.read(("theta", self.adopted), message, self.phi))
 
     # ---- coming back
 

@@ -1,4 +1,4 @@
-"""Training with `--survive SECONDS`: train.build with parts that outlive the processes beside them.
+"""train.build and train.train with parts that outlive the processes beside them.
 
 Where a dead peer is handled:
 
@@ -19,8 +19,8 @@ Where a dead peer is handled:
         it takes a replica's weights, or its checkpoint   pipeline.py  take_weights, hand_over
         the other ranks connect to it                     pipeline.py  go_over -> admit
     both: an evaluation misses a rank                     parts.py     SurvivingJob.collect, meet
-        the store is lost, with node 0                    parts.py     rescue -> standby.py move
-        the process ends                                  parts.py     run
+        the store is lost, with node 0                    parts.py     survive -> standby.py move
+        the process ends                                  __main__.py  main
 
 In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage
 declares it dead. survive/meeting.py lists the states. docs/failures.md lists the faults and the
@@ -30,23 +30,22 @@ import contextlib
 import json
 import os
 import sys
-import traceback
+from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 import train
-from gossip.onebyte import OneByte
-from noloco import Fp32
-from plumbing.checkpoints import load, restore
-from plumbing.options import asks_to_join
-from plumbing.processes import BadInput, Job, forbid, one_line
+from gossip.onebyte import OneByte, lengths_of
+from survive.checkpoints import SurvivingCheckpoints
 from survive.meeting import (Gone, Left, absent, come_back, connect, is_loss, members_of,
                              notice_silence, outliving)
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 from survive.standby import accepts, enough, host_standby, move
+from train import BadInput, Job, average_in, need, one_line
 
 EVENTS = {      # the first rank's line for each event, at its next evaluation
     "leapt":
@@ -73,9 +72,9 @@ EVENTS = {      # the first rank's line for each event, at its next evaluation
 class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends.
 
-    timeout: the seconds of --survive.
+    timeout: the seconds of --survive. members: the ranks that share values: all, or after a takeover
+    those that met. joining: whether this process takes its place in a job that is training.
     """
-    needs_all = False
 
     def __init__(self, job, timeout, asks):
         """job: this process's Job, or the SurvivingJob that it had before it built its parts anew.
@@ -83,12 +82,16 @@ class SurvivingJob(Job):
         asks: whether this rank asks a living replica for its weights.
         """
         self.rank, self.world = job.rank, job.world
-        self.store, self.members = job.store, job.members
+        self.store = job.store
+        self.members = getattr(job, "members", range(job.world))
         self.device, self.nccl = job.device, job.nccl
-        self.events = job.events
-        self.calls = {}         # a rank that builds its parts anew reads what others told in theirs
+        # A rank that builds its parts anew reads what others told in theirs.
+        self.calls = Counter()
+        self.log = None                     # the file of the events: metrics.jsonl
         self.timeout = timeout
-        self.patience = timeout / 3         # seconds; less than a partner waits in an outer step
+        # Seconds for a message that only the log waits for: less than a partner waits in an outer
+        # step.
+        self.patience = timeout / 3
         self.asks = asks
         # After a takeover: the step at which the job goes on, and the address of its store.
         self.latest = getattr(job, "latest", -1)
@@ -117,21 +120,33 @@ class SurvivingJob(Job):
         self.addresses[self.rank] = self.standby[1]
         self.known = json.loads(self.store.get("known"))        # meeting.py says what it holds
 
+    def share(self, name, value):
+        """As Job.share, among the members."""
+        self.calls[name] += 1
+        key = f"{name}/{self.calls[name]}"
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        texts = self.store.multi_get([f"{key}/{r}" for r in self.members])
+        return [json.loads(text) for text in texts]
+
     def refuse(self, line):
         if self.joining:                    # the other ranks are training
             print("error: " + line, file=sys.stderr, flush=True)
             sys.exit(2)
         super().refuse(line)
 
-    def outlives(self, error):
-        """After the loss of a peer or the store, and no other error."""
-        return is_loss(error)
+    def leave(self):
+        self.store.set(f"left/{self.rank}", "=")
+        if self.leads:
+            everyone = set(range(self.world))
+            here = self.answers("left", everyone - self.gone() - self.unanswered)
+            self.unanswered = everyone.difference(here)
 
-    def gone(self, store=None):
-        return self.excluded | absent(store or self.store, range(self.world))
+    def gone(self):
+        """The ranks that are dead or absent at this moment, of which each rank has its own view."""
+        return self.excluded | absent(self.store, range(self.world))
 
     def collect(self, name, values):
-        """As Job.collect, from the ranks that answer within `patience`.
+        """As Job.collect, from the ranks that answer within `patience`. The others get {} at once.
 
         If the first rank waited longer, its partner would do the next outer step without it. It
         does so if too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
@@ -139,7 +154,7 @@ class SurvivingJob(Job):
         self.read()             # first: the answer says that this rank knows the newest list
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if not self.leads:
-            return None
+            return {}
         number, last, last_but_one = self.known
         expected = set(range(self.world)) - self.gone() - self.unanswered
         here = self.answers(name, expected)
@@ -152,6 +167,7 @@ class SurvivingJob(Job):
                        "cut off")
         self.store.set("known", json.dumps([number + 1, here, last]))
         self.unanswered = set(range(self.world)) - set(here)
+        self.write_events()
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 
     def answers(self, name, awaited):
@@ -165,16 +181,30 @@ class SurvivingJob(Job):
         event = dict(event, line=EVENTS[event["event"]].format(**event))
         self.store.append("events", json.dumps(event) + "\n")
 
-    def news(self):
+    def write_events(self):
+        """On the first rank: the events since the last call go into the log and onto the screen."""
         if not self.store.check(["events"]):
-            return []
-        lines = self.store.get("events").splitlines()
-        new = lines[self.events_read:]
+            return
+        lines = self.store.get("events").decode().splitlines()
+        with open(self.log, "a") as file:
+            for line in lines[self.events_read:]:
+                file.write(line + "\n")
+                tqdm.write(json.loads(line)["line"])
         self.events_read = len(lines)
-        return [json.loads(line) for line in new]
+
+    def average(self, vector, replicas, key):
+        """As Job.average, over the ranks that come in time; (0.0, 0) where that was in vain."""
+        try:
+            members, self.link = self.meet(key, replicas)   # kept: peers may still read from it
+            if self.link:
+                return average_in(self.link, vector, len(members)), len(members)
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+        return 0.0, 0
 
     def meet(self, key, ranks):
-        """As Job.meet, with the ranks that come in time."""
+        """(the ranks that come in time, their process group for one use)."""
         come_back(self.store, self.rank)
         members = members_of(self.store, key, self.rank, ranks, 2 * self.patience)
         return members, connect(self.store, key, self.rank, members, 2 * self.patience)
@@ -184,103 +214,68 @@ class SurvivingJob(Job):
         super().close()
         late = [r for r in self.unanswered - self.excluded if accepts(self, r)]
         seconds = 5 * self.timeout
-        self.say([f"waiting up to {seconds:g} s for rank {r}, which is late" for r in late])
+        for r in late:
+            self.say(f"waiting up to {seconds:g} s for rank {r}, which is late")
         with outliving():
-            self.store.wait([f"done/{r}" for r in late], timedelta(seconds=seconds))
-
-    @contextlib.contextmanager
-    def rescue(self, run, save):
-        """Around training. On Gone and on a lost store this rank writes a checkpoint.
-
-        save: a function that writes it. Raises Left if this rank goes on at another store.
-        Otherwise it prints one line and ends.
-        """
-        with contextlib.closing(run.pipeline), super().rescue(run, save):
-            try:
-                yield
-            except (Gone, dist.DistError) as error:
-                then = f"go on with --resume {run.folder}"
-                if not run.checkpoints.parts(self.rank):
-                    # Nor do the ranks that died before have one.
-                    then = "the ranks have no checkpoint in common: start again with another --name"
-                with outliving():               # `save` ends with a message to the lost store
-                    save()
-                why = error
-                if not isinstance(error, Gone):
-                    why = "the store is lost, and a standby store too"
-                    with contextlib.suppress(dist.DistError):
-                        why = move(self, run)
-                sys.exit(f"stopped: rank {self.rank} at step {run.step}: {one_line(why)[:200]}; "
-                         f"{then}")
+            self.store.wait([f"left/{r}" for r in late], timedelta(seconds=seconds))
 
 
-def run(job, o, argv):
-    """Train. If argv is the command line, this is the whole program: the process ends here.
+def survive(run):
+    """As train.train. On Gone and on a lost store this rank writes a checkpoint.
 
-    Threads may be left that wait in Gloo for a lost peer, maybe for ever (pipeline.py). If such a
-    wait ends while Python takes the interpreter down, Python ends the thread in the midst of
-    torch's code, and that aborts the process: "terminate called without an active exception",
-    status 134, after all was saved and said. `os._exit` takes nothing down.
+    Raises Left if this rank goes on at another store. Otherwise it prints one line and ends.
     """
-    if argv not in (sys.argv, sys.argv[1:]):
-        return go_through(job, o, argv)
-    status = 1
-    try:
-        go_through(job, o, argv)
-        status = 0
-    except SystemExit as stop:
-        status = status_of(stop)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    job = run.job
+    with contextlib.closing(run.pipeline), train.in_one_line(run):
+        try:
+            train.train(run)
+        except (Gone, dist.DistError) as error:
+            then = f"go on with --resume {run.folder}"
+            if not run.checkpoints.parts():
+                # Nor do the ranks that died before have one.
+                then = "the ranks have no checkpoint in common: start again with another --name"
+            with outliving():               # `save` ends with a message to the lost store
+                run.checkpoints.save(run.step, train.state_of(run))
+            why = error
+            if not isinstance(error, Gone):
+                why = "the store is lost, and a standby store too"
+                with contextlib.suppress(dist.DistError):
+                    why = move(job, run)
+            sys.exit(f"stopped: rank {job.rank} at step {run.step}: {one_line(why)[:200]}; {then}")
+    with contextlib.suppress(RuntimeError):                 # all is saved: the store may go
+        run.checkpoints.seal()
 
 
-def status_of(stop):
-    """The exit status of a SystemExit. A text is printed, as Python does it, and means 1."""
-    if stop.code is None:
-        return 0
-    if isinstance(stop.code, int):
-        return stop.code
-    print(stop.code, file=sys.stderr)
-    return 1
-
-
-def go_through(job, o, argv):
-    """As train.train of `build`. A rank that was silent, so that others left it, joins again."""
+def go_through(job, o, joins):
+    """Build and train. A rank that was silent, so that others left it, joins again."""
     while True:
         try:
-            return train.train(build(job, o, argv))
+            return survive(build(job, o, joins))
         except Left as left:
             print(left.line, file=sys.stderr, flush=True)
-            job = left.job
-            argv = ["--join"] if left.asks else []
-        except dist.DistError as error:             # in `build`, or before `rescue`
+            job, joins = left.job, left.asks
+        except dist.DistError as error:             # in `build`
             sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
                      f"({one_line(error)[:100]}); start again, with --join or --resume")
 
 
-def build(job, o, argv):
-    """As train.build, with surviving parts. With --join this rank takes a replica's weights."""
-    o.join = asks_to_join(argv)
-    job = SurvivingJob(job, o.survive, o.join)
-    if not o.survive:
-        job.refuse("--join is for a run with --survive SECONDS: a run without it needs every "
-                   "process")
-    if o.join and o.method != "noloco" and len(o.stages) == 1:
+def build(job, o, joins=False):
+    """As train.build, with surviving parts. joins: this rank takes a replica's weights."""
+    job = SurvivingJob(job, o.survive, joins)
+    if joins and o.method != "noloco" and len(o.stages) == 1:
         job.refuse("--join has no weights to take: without pipelines, replicas of --method local "
                    "never meet")
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1
-    if o.survive and dist.is_torchelastic_launched() and beside and not job.joining:
-        job.say([f"warning: when a process dies, torchrun ends the {beside} beside it, and "
-                 "--survive cannot help: give each process a torchrun of its own "
-                 "(--nproc-per-node 1)"])
+    if dist.is_torchelastic_launched() and beside and not job.joining:
+        job.say(f"warning: when a process dies, torchrun ends the {beside} beside it, and survive "
+                "cannot help: give each process a torchrun of its own (--nproc-per-node 1)")
     job.connect(o, group=False)
     if job.nccl:
-        job.refuse("--survive needs --backend gloo: with NCCL no process outlives another")
-    run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, make_outer)
+        job.refuse("survive needs --backend gloo: with NCCL no process outlives another")
+    job.stages, _ = train.layout(o, job.world)
+    run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, SurvivingCheckpoints, make_outer)
     job.read()          # it waits for the other ranks: no outer step misses one that builds slower
+    job.log = run.folder / "metrics.jsonl"
     job.vectors = [run.theta]           # what a replica of the stage gives to one that joins
     if run.outer:
         job.vectors += [run.outer.phi, run.outer.delta]
@@ -289,17 +284,26 @@ def build(job, o, argv):
     return run
 
 
-def make_outer(job, o, params, replicas, inner):
-    """As train.make_outer, of a class that outlives its partners. Here phi never goes ahead."""
+def make_outer(run):
+    """As train.make_outer, of a class that outlives its partners."""
+    job, o = run.job, run.o
+    replicas = run.stages[run.stage]
     if o.method != "noloco" or job.world == 1:
-        return train.make_outer(job, o, params, replicas, inner)
-    codec = OneByte() if o.wire == "int8" and len(replicas) > 1 else Fp32()
+        return train.make_outer(run)
+    codec = None
+    if o.wire == "int8" and len(replicas) > 1:
+        codec = OneByte(lengths_of(run.model.parameters()))
+
+    def reset():
+        for optimizer in run.inner:
+            optimizer.state.clear()
+
     return SurvivingNoLoCo(
-        params, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
+        run.theta, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
         group_size=o.group_size, seed=o.seed, codec=codec, store=job.store, timeout=job.timeout,
         # In a pipeline all ranks do each iteration together, so no replica may leave out inner
         # steps there.
-        catch_up=len(o.stages) == 1, tell=job.tell, reset=inner.reset, excluded=job.excluded)
+        catch_up=len(o.stages) == 1, tell=job.tell, reset=reset, excluded=job.excluded)
 
 
 def join(run):
@@ -323,6 +327,7 @@ def join(run):
         outer.steps, outer.late = step, True
     if run.reader and (job.asks or step != run.step):
         run.reader.cursor = step * run.o.microbatches * run.o.batch
+        run.cursor = run.reader.cursor
     run.step = step
 
 
@@ -344,11 +349,10 @@ def join_pipeline(run):
 
 def own_checkpoint(run):
     """Take this rank's newest part of a checkpoint. Without one the process ends with one line."""
-    own = run.checkpoints.parts(run.job.rank)
+    own = run.checkpoints.own()
     try:
-        forbid((not own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a "
-                         "checkpoint"))
-        restore(run, load(own[max(own)]))
+        need(own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint")
+        train.restore(run, train.load_part(own[max(own)]))
     except BadInput as error:
         run.job.refuse(str(error))
     print(f"rank {run.job.rank} has its own weights of step {run.step}", flush=True)

@@ -29,10 +29,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from plumbing.processes import DAY, gloo_group, gloo_interface, one_line
 from skippipe import BACKWARD, kind
-from survive.meeting import Left, Silent, is_loss, notice_silence
-from train import Pipeline, tag
+from survive.meeting import Left, Silent, gloo_group, is_loss, notice_silence
+from train import Pipeline, gloo_interface, one_line, tag
+
+DAY = 86400.0       # seconds: no timeout in practice
 
 # The first element of a LOST marker is a NaN that arithmetic never makes, so a real NaN stays
 # visible.

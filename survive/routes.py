@@ -2,8 +2,7 @@
 it."""
 import json
 
-from planning.training import living
-from plumbing.processes import BadInput
+from planning.training import living, plan_paths
 from skippipe import Network
 from survive.meeting import Gone
 from train import Routes
@@ -12,27 +11,20 @@ from train import Routes
 class SurvivingRoutes(Routes):
     """As Routes, over the ranks that are not in `job.excluded`."""
 
-    def __init__(self, job, o, pipeline, stages, plan=None):
+    def __init__(self, job, o, pipeline, stages, kept=None):
         if job.joining:
-            plan = json.loads(job.store.get("first plan"))
-        super().__init__(job, o, pipeline, stages, plan)
+            kept = json.loads(job.store.get("first plan"))
+        super().__init__(job, o, pipeline, stages, kept)
         if job.leads:
-            job.store.set("first plan", json.dumps(self.plan))
-        if self.plan:
-            # On every rank, so that each plans anew without asking.
-            self.network = Network(**self.plan["network"])
+            job.store.set("first plan", json.dumps(self.first))
+        self.pipeline = pipeline
         self.all_stages = stages
-        self.present_plan = self.plan           # self.plan stays the first one, for checkpoints
 
     def at(self, step):
-        idle = self.present_plan and not self.present_plan["order"][self.job.rank]
+        idle = self.plan and not self.plan["order"][self.job.rank]
         if self.pipeline.begin(step, idle):
             self.go_round(step)
-        plan = self.present_plan
-        return (plan["paths"], plan["order"]) if plan else super().at(step)
-
-    def in_force(self):
-        return self.present_plan
+        return super().at(step)
 
     def go_round(self, step):
         """After a death or a return: new paths. Raises Gone when there are none."""
@@ -45,9 +37,9 @@ class SurvivingRoutes(Routes):
                        "microbatch can leave it out")
         self.stages = living(self.all_stages, dead)
         how = ""
-        if self.present_plan:
+        if self.plan:
             self.plan_round(dead)
-            how = f"; paths planned {self.present_plan['planned']}"
+            how = f"; paths planned {self.plan.get('planned', 'anew')}"
         if dead and self.job.leads:         # a rank that joins tells that itself
             self.job.tell(dict(event="dead", step=step, ranks=dead, stages_left_out=left_out,
                                how=how))
@@ -58,11 +50,13 @@ class SurvivingRoutes(Routes):
         The plan depends on the network, the seed, the first plan and the dead, so all ranks agree.
         """
         if not dead:
-            self.present_plan = self.plan
+            self.plan = self.first
             return
+        o = self.o
         self.pipeline.allow(10 * self.job.timeout)
         try:
-            self.present_plan = self.new_plan(tuple(dead))
-        except BadInput as error:
+            self.plan = plan_paths(Network(**self.first["network"]), o.routing, o.skip,
+                                   o.microbatches, o.seed, tuple(dead), self.first)
+        except ValueError as error:
             raise Gone(str(error))
         self.pipeline.allow(0.0)

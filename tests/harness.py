@@ -24,13 +24,14 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from model import Config, Llama
-from plumbing.processes import Job
+from survive.__main__ import main as surviving
+from train import Job
 
 # Torch asks for the name of each address that connects. A silent name server would hold a store for seconds.
 os.environ["RES_OPTIONS"] = "attempts:0"
 HERE = Path(__file__).parent.parent
 SMALL = ["--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
-         "--eval-sequences", "8", "--device", "cpu"]
+         "--eval-sequences", "8"]
 SMALL_CONFIG = Config(256, 32, 64, 4, 2, 2)     # that of a run with these options
 LINKS = dict(delay=[[0.002 * (i != j) * (1 + (i + j) % 3) for j in range(5)] for i in range(5)], compute=0.01,
              overhead=0.001)    # a network of five nodes
@@ -167,7 +168,7 @@ def gloo(function):
 def connected_job():
     """What a Pipeline made by hand needs: this process's Job, with the default process group."""
     job = Job()
-    job.connect(SimpleNamespace(device="cpu", backend="gloo"))
+    job.connect(SimpleNamespace(backend="gloo"))
     return job
 
 
@@ -184,6 +185,10 @@ def captured(rank, world, main, argv):
 
 def train_main(rank, world, argv):
     return captured(rank, world, train.main, argv)
+
+
+def surviving_main(rank, world, argv):
+    return captured(rank, world, surviving, argv)
 
 
 def run(world, *argv, cwd, main=train.main):

@@ -12,9 +12,9 @@ import skippipe
 import train
 from model import Config, Llama, rotary
 from noloco import flatten
-from plumbing.data import load_corpus
 from skippipe import chain
 from tests.harness import HERE, SMALL_CONFIG, connected_job, processes
+from train import load_corpus
 
 
 def reference_logits(tokens, w, config, rho=1.0):
@@ -47,10 +47,10 @@ def reference_logits(tokens, w, config, rho=1.0):
     return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
 
 
-def loaded(theta, layers):
+def loaded(theta, layers, config=SMALL_CONFIG):
     """The stage with these layers and these weights, of a checkpoint."""
-    model = Llama(SMALL_CONFIG, layers, ends=0 in layers)
-    flatten(model.parameters())[0].copy_(theta)
+    model = Llama(config, layers, ends=0 in layers)
+    flatten(model.parameters()).copy_(theta)
     return model
 
 
@@ -92,7 +92,7 @@ def _gradients(rank, world, stages, sets, shape, dtype):
     layers, config = small_llama(stages, shape)
     stage = next(s for s, ranks in enumerate(stages) if rank in ranks)
     model, job, found = Llama(config, layers[stage], ends=stage == 0), connected_job(), []
-    _, grad = flatten(model.parameters())
+    grad = train.flat_gradient(model, flatten(model.parameters()))
     pipeline = train.Pipeline(model, job, stages, shape, dtype)
     for t, paths in enumerate(sets):
         grad.zero_()

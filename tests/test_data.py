@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from plumbing.data import Reader, load_corpus, load_tokenizer, standard_library
-from plumbing.huggingface import save_tokenizer
-from plumbing.processes import BadInput
 from tests.harness import captured, options
 from tools import prepare
+from tools.export import save_tokenizer
+from train import BadInput, Reader, load_corpus, load_tokenizer, standard_library
 
 
 def write(folder, files):
@@ -62,9 +61,9 @@ def test_nanogpt_tokens_of_several_files_are_mapped_and_read_once_per_epoch(tmp_
     assert data.bytes_per_token is data.end is None
     if Path("/proc/self/maps").exists():  # Linux
         assert all(str(tmp_path / f"train_{i}.bin") in Path("/proc/self/maps").read_text() for i in range(3))
-    reader = Reader(data.train, 128, 0)
+    reader = Reader(data, 128, 0)
     assert reader.next(2).shape == (2, 129) and len(reader.sequences) == 31 + 30  # 50 tokens are no sequence
-    seen, other = [reader.next(1)[0] for _ in range(2 * 61 - 2)][-61:], Reader(data.train, 128, 0)
+    seen, other = [reader.next(1)[0] for _ in range(2 * 61 - 2)][-61:], Reader(data, 128, 0)
     starts = [128 * i for i in range(31)] + [4050 + 128 * i for i in range(30)]
     assert sorted(row.tolist() for row in seen) == sorted(tokens[a : a + 129].tolist() for a in starts)
     other.cursor = reader.cursor        # a resumed run
@@ -91,28 +90,24 @@ def test_tokenizer_file(tmp_path):
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(file)
     assert tokenizer.encode("w7 <|endoftext|> w9").ids == [9, 1, 11]
-    encoded = load_tokenizer(file).encode([b"w7 <|endoftext|> w9", b""])
-    assert [tokens.tolist() for tokens in encoded] == [[9, 0, 0, 0, 11, 1], [1]]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="nowhere")))
-    with pytest.raises(BadInput, match="has no nowhere to end a document"):
-        load_corpus(options(*argv))
+    encode, size, end = load_tokenizer(file)
+    assert (size, end) == (52, 1)
+    encoded = [encode(text).tolist() for text in (b"w7 <|endoftext|> w9", b"")]
+    assert encoded == [[9, 0, 0, 0, 11, 1], [1]]
+    _, other = word_tokenizer(tmp_path, ["[UNK]", "a"])
+    with pytest.raises(BadInput, match="to end a document"):
+        load_tokenizer(other)
 
 
 def test_the_tokenizer_of_an_export_is_one_that_we_read(tmp_path):
     """It ends documents with the same token, and so does transformers'."""
     transformers = pytest.importorskip("transformers")
-    for folder in ("words", "copy"):
-        (tmp_path / folder).mkdir()
-    _, file = word_tokenizer(tmp_path / "words", ["[UNK]", "a", "stop", "</s>"])
-    assert load_tokenizer(file).end == 3
-    save_tokenizer(tmp_path / "copy", file, end=3)      # which no tokenizer_config.json beside it names
-    assert json.loads((tmp_path / "copy/tokenizer_config.json").read_text())["eos_token"] == "</s>"
-    (tmp_path / "words/tokenizer_config.json").write_text(json.dumps(dict(eos_token=dict(content="stop"))))
-    assert load_tokenizer(file).end == 2
-    save_tokenizer(tmp_path / "copy", file, end=2)
-    assert load_tokenizer(str(tmp_path / "copy/tokenizer.json")).end == 2
+    _, file = word_tokenizer(tmp_path, ["[UNK]", "a", "stop", "</s>"])
+    (tmp_path / "copy").mkdir()
+    save_tokenizer(tmp_path / "copy", file, end=3)
+    assert load_tokenizer(str(tmp_path / "copy/tokenizer.json"))[2] == 3
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "copy")
-    assert (theirs.eos_token_id, theirs("a stop").input_ids) == (2, [1, 2])
+    assert (theirs.eos_token_id, theirs("a stop").input_ids) == (3, [1, 2])
 
 
 def test_bytes_that_are_no_utf8_are_replaced(tmp_path):

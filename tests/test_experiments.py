@@ -20,7 +20,7 @@ import train
 from experiments import (clock, comparing, failure, fleet, fleets, fragments, harness, losses, network,
                          points, replicas, results, skip, stability, sync, together, tokens)
 from noloco import outer_update
-from plumbing.options import layout
+from train import layout
 from gossip import sums
 from gossip.window import gamma_bound
 from tests.harness import HERE, SMALL, checkpoint, metrics, options, run

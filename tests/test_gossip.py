@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from functools import partial
 from unittest import mock
 
@@ -14,22 +15,23 @@ import torch
 import torch.distributed as dist
 
 import train
-from gossip import outer_optimizer
+from gossip import outer_optimizer, undelayed
+from gossip.checks import Checked
 from gossip.delay import Delayed
 from gossip.fragments import Fragments, cut
-from gossip.onebyte import BLOCK, MARGIN, OneByte
+from gossip.onebyte import BLOCK, MARGIN, OneByte, lengths_of
 from gossip.sums import BLOCK as SUM_BLOCK
 from gossip.sums import Bf16Sum, Int8Sum, rounded, values
-from noloco import Arrived, NoLoCo, flatten, random_groups
-from survive.outer import SurvivingNoLoCo
+from noloco import NoLoCo, flatten, random_groups
 from test_minimal import _noloco, assert_replicas, brute_force, inner, simulated, small_model
 from tests.harness import (
     SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host,
 )
 
 
-def one_byte(*args, **settings):
-    return NoLoCo(*args, codec=OneByte(), **settings)
+def one_byte(params, *args, **settings):
+    params = list(params)
+    return NoLoCo(params, *args, codec=OneByte(lengths_of(params)), **settings)
 
 
 # ---------------- one byte a weight: M1 to M4 against float64
@@ -40,7 +42,7 @@ def moved(seed, size=1000):
     draw = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(size, generator=draw), 100 * torch.randn(16, generator=draw)]
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)         # does not travel
-    outer = NoLoCo([frozen, *(torch.nn.Parameter(t) for t in tensors)], ranks=[0], codec=OneByte())
+    outer = one_byte([frozen, *(torch.nn.Parameter(t) for t in tensors)], ranks=[0])
     outer.theta.sub_(1e-3 * torch.randn(outer.theta.shape, generator=draw))
     return outer
 
@@ -52,7 +54,7 @@ def written(outer):
 
 def whole(outer, message, own):
     """What is read of a message beside this vector."""
-    return torch.cat([outer.codec.decode(message, i, own[piece]) for i, piece in enumerate(outer.pieces)])
+    return outer.codec.decode(message, own, torch.empty_like(own))
 
 
 @pytest.mark.parametrize("share, size", [(0.0, 1000), (0.3, 1000), (0.999, 1000), (0.999, BLOCK + 8)])
@@ -62,8 +64,7 @@ def test_the_error_is_at_most_half_a_step_up_to_the_bound(share, size):
     message = written(outer)
     assert message.dtype == torch.uint8 and len(message) == len(outer.theta) + 4 * (2 + (size > BLOCK))
     scales = outer.codec.scales(message)
-    lengths = [piece.stop - piece.start for piece in outer.pieces]
-    s = torch.cat([v.expand(n) for v, n in zip(scales, lengths)]).double()
+    s = torch.cat([v.expand(n) for v, n in zip(scales, outer.codec.blocks)]).double()
     sign = torch.randn(len(s), generator=torch.Generator().manual_seed(1)).sign()
     own = (outer.theta.double() + sign * share * 127 * s).float()
     theirs = whole(outer, message, own).double()
@@ -152,19 +153,13 @@ def test_a_method_or_wire_without_a_class_is_an_error(method, wire):
         outer_optimizer(method, wire, 0, [torch.nn.Parameter(torch.ones(3))])
 
 
-def test_what_cannot_be_combined_is_said(monkeypatch):
+def test_what_cannot_be_combined_is_said():
     weight = torch.nn.Parameter(torch.ones(3))
-    rounds = "a codec that rounds sends theta alone: gamma must be beta, not 1.0"
-    with pytest.raises(ValueError, match=rounds):
-        one_byte([weight], gamma=1.0)
-    for delay in (0, 11, 2.5):
+    for delay in (0, 11):
         with pytest.raises(ValueError, match=rf"delay must be from 1 to inner_steps \(10\), not {delay}"):
             Delayed(NoLoCo([weight], inner_steps=10), delay)
     with pytest.raises(ValueError, match="one replica has nothing to sum in fewer bytes: use DiLoCo"):
         outer_optimizer("diloco", "int8", 0, [weight])
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="SurvivingNoLoCo takes no offset, so no fragments"):
-        SurvivingNoLoCo([weight], [0], store=None, inner_steps=2, offset=1)
 
 
 def test_a_delayed_outer_optimizer_loads_the_state_of_one_without_a_delay():
@@ -173,16 +168,6 @@ def test_a_delayed_outer_optimizer_loads_the_state_of_one_without_a_delay():
     delayed = Delayed(NoLoCo([weight], inner_steps=4), 2)
     delayed.load_state_dict(dict(state, steps=7))
     assert delayed.steps == 7 and delayed.flying is None
-
-
-def test_what_takes_memory_is_no_larger_than_the_weights():
-    """Of one byte a weight, and of fragments in a trainer that sets its gradients to None."""
-    weights = [torch.nn.Parameter(torch.ones(size)) for size in (100, 40)]
-    make = lambda part, at: one_byte(part, inner_steps=4, offset=at)
-    outer = Fragments(make, weights, 2, 4)
-    assert [len(part.codec.room) for part in outer.outers] == [80, 48]
-    assert all(piece.grad is None for part in outer.outers for piece in part.params)
-    assert all(weight.grad is not None for weight in weights)
 
 
 def _dies(rank, world, argv):
@@ -215,7 +200,7 @@ def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(mo
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 def test_a_checkpoint_with_a_message_under_way_goes_on_to_the_bit(trained, tmp_path, wire):
     trained(4, "--wire", wire, "--inner-steps", 4, "--delay", "half", "--steps", 10, "--save-every", 1)
-    assert checkpoint(tmp_path / "runs/x", 9, 0)["outer"]["flying"]
+    assert checkpoint(tmp_path / "runs/x", 9, 0)["outer"]["group"]
     goes_on_to_the_bit(tmp_path / "runs/x", 10, options=["--delay", "half"])
 
 
@@ -224,8 +209,8 @@ def test_fragments_with_messages_under_way_go_on_to_the_bit(trained, tmp_path, h
     trained(4, *how.split(), "--fragments", 4, "--inner-steps", 4, "--delay", 2, "--steps", 11,
             "--save-every", 1)
     fragments = checkpoint(tmp_path / "runs/x", 10, 0)["outer"]["fragments"]
-    flying = [fragment["flying"] for fragment in fragments]
-    assert len(flying) == 4 and sum(flying) == 2            # one departs at each step, for two steps
+    flying = [fragment for fragment in fragments if fragment["group"]]
+    assert len(fragments) == 4 and len(flying) == 2         # one departs at each step, for two steps
     whole = [checkpoint(tmp_path / "runs/x", 11, rank)["outer"]["fragments"] for rank in range(4)]
     goes_on_to_the_bit(tmp_path / "runs/x", 11)
     for rank, wanted in enumerate(whole):
@@ -237,8 +222,8 @@ def test_fragments_with_messages_under_way_go_on_to_the_bit(trained, tmp_path, h
 class Mirrored(NoLoCo):
     """One of two replicas, whose partner's weights are always the negative of its own."""
 
-    def exchange(self, theta, group, lane=None):
-        return Arrived([theta, -theta], [], 2)
+    def exchange(self, theta, group, process_group=None):
+        return [theta, -theta], []
 
 
 @pytest.mark.parametrize("m, delay, most", [(2, 1, 0.25), (6, 3, 0.25), (5, 4, 0.5350), (4, 4, 1.0)])
@@ -482,8 +467,9 @@ def test_a_state_is_loaded_to_the_bit_while_other_messages_are_under_way(method,
 
 
 def one_fragment(method, wire, params, **settings):
-    make = lambda part, at: outer_optimizer(method, wire, 0, part, offset=at, **settings)
-    return Fragments(make, params, 1, settings["inner_steps"])
+    params = list(params)
+    make = lambda vector, lengths, late: undelayed(method, wire, vector, lengths, None, **settings)
+    return Fragments(make, flatten(params), lengths_of(params), 1, settings["inner_steps"])
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
@@ -496,24 +482,79 @@ def test_one_fragment_is_the_plain_outer_step_to_the_bit(method, wire):
         assert sent == bytes_sent and all((a == b).all() for a, b in zip(tensors, wanted))
 
 
-def test_fragments_are_equal_views_of_the_weights_and_what_cannot_be_is_said():
-    model, *_ = small_model(0)
-    theta, grad = flatten(model.parameters())
-    parts = cut(model.parameters(), 3)
-    assert [sum(p.numel() for p in part) for part in parts] == [16, 16, 32]
-    assert [p.data_ptr() for part in parts for p in part] == [theta.data_ptr() + 64 * i for i in range(4)]
-    assert [p.grad.data_ptr() for part in parts for p in part] == [grad.data_ptr() + 64 * i for i in range(4)]
-    make = lambda part, at: NoLoCo(part, inner_steps=3, offset=at)
-    for count in (0, 4, 2.0):
-        with pytest.raises(ValueError, match=rf"fragments must be from 1 to inner_steps \(3\), not {count}"):
-            Fragments(make, model.parameters(), count, 3)
-    with pytest.raises(ValueError, match="give the model's parameters: model.parameters()"):
-        Fragments(make, model, 2, 3)
-    with pytest.raises(ValueError, match="5 fragments are too many for 64 weights"):
-        Fragments(make, model.parameters(), 5, 5)
-    outer = Fragments(make, model.parameters(), 3, 3)
-    with pytest.raises(RuntimeError, match="a state of 0 fragments, not of 3"):
-        outer.load_state_dict(NoLoCo(model.parameters()).state_dict())
-    model[0].weight.data = model[0].weight.data.clone()  # what .to() does
-    with pytest.raises(RuntimeError, match="moved"):
-        outer.step()
+def test_fragments_are_equal_parts_of_theta_and_what_cannot_be_is_said():
+    params = list(small_model(0)[0].parameters())
+    theta, lengths = flatten(params), lengths_of(params)
+    parts = []
+
+    def make(vector, its, late):
+        parts.append((vector.data_ptr() - theta.data_ptr(), its, late))
+        return NoLoCo(vector, inner_steps=3)
+
+    outer = Fragments(make, theta, lengths, 3, 3)
+    assert parts == [(0, [16], 0), (64, [16], 1), (128, [16, 16], 2)]
+    with pytest.raises(KeyError, match="fragments"):
+        outer.load_state_dict(NoLoCo(theta).state_dict())
+    with pytest.raises(ValueError, match="shorter"):
+        outer.load_state_dict({"fragments": outer.state_dict()["fragments"][:2]})
+    for count, m in ((0, 3), (4, 3), (5, 5)):
+        with pytest.raises(ValueError, match=rf"from 1 to inner_steps \({m}\), .*, not {count}"):
+            Fragments(make, theta, lengths, count, m)
+
+
+def test_a_tensors_pieces_in_the_fragments_are_as_long_as_it():
+    lengths = [16, 160, 32]
+    bounds = [0, 64, 128, 208]
+    pieces = [cut(lengths, *ends) for ends in zip(bounds, bounds[1:])]
+    assert pieces == [[16, 48], [64], [48, 32]]
+
+
+# ---------------- checks for other people's trainers
+
+
+@gloo
+def _checked(rank, world, kind, fault):
+    """What the first and the other ranks are warned of in ten steps."""
+    model, xs, ys = small_model(0 if fault == "averaged" else rank)
+    if fault == "seeds" and rank == 2:
+        model[0].weight.data.add_(1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        params = list(model.parameters())
+        outer = Checked(kind(params, inner_steps=2), params)
+        if fault == "replaced":
+            model[2] = torch.nn.Linear(5, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(10):
+            inner(model, optimizer, xs[step], ys[step])
+            outer.step()
+        outer.settle()
+    return [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("kind", [
+    NoLoCo, partial(outer_optimizer, "noloco", "int8", 1, fragments=2),
+    partial(outer_optimizer, "diloco", "fp32", 0)], ids=["pairs", "delayed fragments", "DiLoCo"])
+@pytest.mark.parametrize("fault, lines", [
+    ("none", []),
+    ("seeds", ["replicas began with different weights: seed all alike"]),
+    ("averaged", ["replicas hold equal weights before they meet: is something else averaging "
+                  "gradients? DDP?"]),
+    ("replaced", ["2 of 4 trainable parameters do not move, first number 2: does the model still use "
+                  "them? (Not after load_state_dict(assign=True), a replaced layer or a deepcopy.)"]),
+])
+def test_each_fault_of_a_foreign_trainer_is_said_once_and_of_a_healthy_run_nothing(kind, fault, lines):
+    assert processes(4, _checked, kind, fault) == [lines, [], [], []]
+
+
+def test_a_replica_alone_is_warned_of_nothing_and_checks_pass_on_what_a_trainer_uses():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = torch.nn.Parameter(torch.ones(3))
+        outer = Checked(NoLoCo([weight], inner_steps=2), [weight])
+        for _ in range(4):
+            weight.data.add_(1)
+            outer.step()
+    assert (outer.steps, outer.bytes_sent, set(outer.state_dict())) == (4, 0, {"phi", "delta", "steps"})
+    outer.steps = 7
+    assert outer.outer.steps == 7

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plumbing.processes import Job
+from train import Job
 from survive.outer import SurvivingNoLoCo
 from tests.harness import (SMALL, assert_same, checkpoint, metrics, patience, processes, run, train_main,
                            wait_until)

@@ -3,8 +3,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import Config, Llama
-from plumbing import inner
-from plumbing.inner import Muon, muon
+from gossip import muon as inner
+from gossip.muon import Muon, muon
 
 SHAPES = [(24, 8), (8, 24), (16, 16)]
 

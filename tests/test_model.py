@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model import Config, Llama, count_parameters, rotary
-from plumbing.huggingface import save_pretrained
+from tools.export import save_pretrained
 from tests.harness import options
 from tests.oracles import reference_logits, through
 

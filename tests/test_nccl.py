@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import train
 from gossip import outer_optimizer
-from plumbing.options import layout
+from train import layout
 from test_minimal import assert_replicas, inner, simulated, small_model
 from tests.harness import LINKS, SMALL, metrics, processes, run
 from tests.test_gossip import M, PLAIN, STEPS, flat, modulo, simulated_fragments

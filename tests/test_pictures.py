@@ -124,7 +124,7 @@ def test_the_command_line_draws_and_writes_the_plan_that_it_made(tmp_path, monke
     assert (tmp_path / "new/plan.png").read_bytes().startswith(b"\x89PNG")
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["stages"] == NETWORK.stages and plan["names"] == NAMES
-    assert plan["made"] == dict(by="python skippipe.py", kept=4, microbatches=3, rounds=2, dead=[])
+    assert plan["made"] == dict(by="python -m planning", kept=4, microbatches=3, rounds=2, dead=[])
     # The file alone gives another program the same iteration: all rounds are in it.
     paths = [tuple(path) for path in plan["paths"]]
     result = simulate(NETWORK, paths, order=plan["order"])

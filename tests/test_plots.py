@@ -9,8 +9,8 @@ import train
 from experiments import claims, harness, plots, plotted
 from experiments.claims import DDP, DILOCO, FRAGMENTS, FULL, HALF, NEVER, NOLOCO, NONE, PLANNED
 from planning.instance import published_network
-from plumbing.options import layout
-from plumbing.processes import BadInput
+from train import layout
+from train import BadInput
 
 ENDS = {DDP: 2.0, DILOCO: 2.14, NOLOCO: 2.15, FRAGMENTS: 2.13, NEVER: 2.23}
 BYTES = {DDP: 1.0, DILOCO: 1 / 20, NOLOCO: 1 / 17.5, FRAGMENTS: 1 / 17.5, NEVER: 0.0}    # of 8 replicas

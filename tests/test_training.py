@@ -307,7 +307,7 @@ def test_torchrun_launch_line(corpus, tmp_path):
 
 def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
     model = Llama(Config(num_hidden_layers=1))
-    theta, grad = flatten(model.parameters())
+    grad = train.flat_gradient(model, flatten(model.parameters()))
     grad.normal_(generator=torch.Generator().manual_seed(0))
     before, lr = copy.deepcopy(model.state_dict()), 1e-3
     muon(model).step(lr)
@@ -328,7 +328,8 @@ def test_a_reset_muon_is_a_new_one_and_takes_no_settings_from_a_state():
     def moved(reset):
         """By the second step, of another gradient."""
         model = Llama(Config(num_hidden_layers=1))
-        theta, theta.grad = flatten(model.parameters())
+        theta = flatten(model.parameters())
+        theta.grad = train.flat_gradient(model, theta)
         optimizer, draw = muon(model, 0.5), torch.Generator().manual_seed(0)
         for step in range(2):
             before = copy.deepcopy(model.state_dict())

@@ -3,23 +3,19 @@
     python -m tools.export runs/NAME OUT [--replica mean]
 
 It prints the held-out loss of each replica and of the mean, whichever is written. Where paths left
-stages out the rho rule (planning/rho.py) is in the weights that are written, unless the run was
+stages out, the rule of `train.scaled` is in the weights that are written, unless the run was
 --unscaled.
 """
+import json
 from pathlib import Path
 
 import torch
 
 from model import Llama
 from noloco import flatten
-from planning.rho import multiply
-from plumbing.checkpoints import Checkpoints, load, rho_of
-from plumbing.data import load_data
-from plumbing.evaluation import evaluate, pipelines
-from plumbing.huggingface import save_pretrained, save_tokenizer
-from plumbing.options import Parser, empty_folder, layout, whole_config
-from plumbing.processes import Job, forbid
-from train import Pipeline, parse
+from tools import empty_folder
+from train import (Job, Parser, Pipeline, config_of, evaluate, last_matrices, layout, load_data,
+                   load_part, need, parse, pipelines)
 
 
 def main(argv=None):
@@ -33,25 +29,26 @@ def export(argv, job):
     parser.add_argument("out", type=empty_folder, help="a folder that is empty, or not there yet")
     parser.add_argument("--replica", default="mean", help="0, 1, ..., or the mean of all (default)")
     a = parser.parse_args(argv)
-    forbid((job.world > 1, "tools.export runs in one process, without torchrun"))
+    need(job.world == 1, "tools.export runs in one process, without torchrun")
     o = parse(["--resume", a.run])
     stages, layers = layout(o, sum(o.stages))
     replicas = {}                                           # name: the ranks of each of its stages
     for i, route in enumerate(pipelines(stages)):
         replicas[str(i)] = [[r] for r in route]
     replicas["mean"] = stages
-    forbid((a.replica not in replicas, f"--replica takes {', '.join(replicas)}, not {a.replica}"))
+    need(a.replica in replicas, f"--replica takes {', '.join(replicas)}, not {a.replica}")
     replicas[a.replica] = replicas.pop(a.replica)           # the last one stays in the model
-    step, parts = newest(job, Path(a.run), stages)
+    step, parts = newest(Path(a.run), stages)
     corpus, _ = load_data(o, 0, [0])
-    model = Llama(whole_config(o), device=job.device)
-    flat, rho = by_stage(model, layers), rho_of(o, parts[0])
+    model = Llama(config_of(o), device=job.device)
+    flat = by_stage(model, layers)
     pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
     print(f"{a.run}, step {step}; held-out loss in nats per token, corpus {corpus.digest}")
     for name, chosen in replicas.items():
         for s, ranks in enumerate(chosen):
             flat[s].copy_(sum(parts[r]["theta"] for r in ranks) / len(ranks))
-            multiply(rho[s], [model.model.layers[str(i)] for i in layers[s]])
+            if not o.unscaled:
+                scale(model, layers[s], parts[0]["rho"][s])
         (loss,) = evaluate(pipeline, [[0]], corpus, o)
         print(f"replica {name:<9}{loss:.6f}")
     save_pretrained(model, a.out, o.seq_len, corpus.end)
@@ -60,15 +57,24 @@ def export(argv, job):
     print(f"{a.replica}, written to {a.out}")
 
 
-def newest(job, folder, stages):
-    """(step, {rank: its part}) of the newest checkpoint of which all parts are here."""
-    checkpoints = Checkpoints(job, folder)
-    held = {r: checkpoints.parts(r, ranks) for ranks in stages for r in ranks}
-    step, lacking = checkpoints.whole(held)
-    forbid((step < 0, f"{folder} has no checkpoint with the parts of all {len(held)} ranks: "
-                      "bring those that are on other machines here"))
-    job.say(f"warning: {why}; step {step} is taken instead" for why in lacking)
-    return step, {r: load(files[step]) for r, files in held.items()}
+def newest(folder, stages):
+    """(step, {rank: its part}) of the newest checkpoint of which all parts are here.
+
+    Where a rank was dead (survive/checkpoints.py), a replica's part does for its own.
+    """
+    for place in sorted(folder.glob("checkpoints/*"), reverse=True):
+        files = {}
+        for ranks in stages:
+            for r in ranks:
+                usable = [r, *ranks] if (place / f"rank{r}.dead").exists() else [r]
+                there = [place / f"rank{u}.pt" for u in usable]
+                files |= {r: file for file in reversed(there) if file.exists()}
+        if len(files) == sum(len(ranks) for ranks in stages):
+            return int(place.name), {r: load_part(file) for r, file in files.items()}
+        print(f"warning: {place} lacks the part of some rank: an older one is taken instead")
+    count = sum(len(ranks) for ranks in stages)
+    need(False, f"{folder} has no checkpoint with the parts of all {count} ranks: bring those that "
+         "are on other machines here")
 
 
 def by_stage(model, layers):
@@ -81,7 +87,48 @@ def by_stage(model, layers):
         if "layers" in words:
             stage = stage_of[int(words[words.index("layers") + 1])]
         held[stage].append(p)
-    return [flatten(params)[0] for params in held]
+    return [flatten(params) for params in held]
+
+
+def scale(model, layers, rho):
+    """Put the rule of `train.scaled` into the weights of these layers, for good."""
+    for w in last_matrices([model.model.layers[str(i)] for i in layers]):
+        w.mul_(rho)
+
+
+# ---- the folders of transformers
+
+
+def save_pretrained(model, folder, positions, end=None):
+    """Write a whole model as a folder that transformers loads unchanged.
+
+    positions: tokens per sequence. end: the token that ends a document. Raises BadInput without
+    safetensors.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        need(False, "this needs the safetensors package: pip install '.[hf]'")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
+                  torch_dtype="float32", max_position_embeddings=positions, bos_token_id=None,
+                  eos_token_id=end, pad_token_id=None, **vars(model.config))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # the package makes it readable by its owner alone
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
+
+
+def save_tokenizer(folder, tokenizer, end):
+    """The run's tokenizer beside the model, as tokenizer.json and tokenizer_config.json."""
+    from tokenizers import Tokenizer
+    name = Tokenizer.from_file(tokenizer).id_to_token(end)
+    (folder / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
+                  eos_token=name)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

@@ -3,32 +3,29 @@
     torchrun --nproc-per-node 6 -m tools.partial runs/NAME --shares 1,0.75,0.5 [--dead 3,5]
 
 It needs as many processes as the run has ranks; each loads its part of the newest checkpoint. Stage
-0 always runs. Of the others all choices run, or 16 drawn ones, with the scale of planning/rho.py
-unless the run was --unscaled. The numbers are kept in runs/NAME/partial.json.
+0 always runs. Of the others all choices run, or 16 drawn ones, with the scale of
+`with_stages_missing` unless the run was --unscaled. The numbers are kept in runs/NAME/partial.json.
 """
 import json
 import math
 import random
+from itertools import combinations
 
-from planning.rho import scaled, some_choices, with_stages_missing
-from plumbing.evaluation import evaluate
-from plumbing.options import Parser, integers
-from plumbing.processes import BadInput, Job
-from plumbing.files import replace
-from train import Options, build, parse
+from train import (BadInput, Job, Options, Parser, build, evaluate, integers, options_of, scaled,
+                   write_text)
 
 
 def main(argv=None):
-    job = Job(argv)
+    job = Job()
     parser = Parser(__doc__)
     parser.add_argument("run", help="its folder")
     parser.add_argument("--shares", type=shares, default=[1.0, 0.75, 0.5],
                         help="of the stages")
     parser.add_argument("--dead", type=integers, default=[], help="ranks that no path visits")
     a = job.together(parser.parse_args, argv)
-    o = Options(**job.agree(parse, ["--resume", a.run]))
+    o = Options(**job.agree_on(options_of, ["--resume", a.run], job.world))
     job.connect(o)
-    run = build(job, o, make_outer=lambda *_, **more: None)
+    run = build(job, o, make_outer=lambda run: None)
     alive = []                                                  # the ranks of each stage that run
     for ranks in run.stages:
         alive.append([r for r in ranks if r not in a.dead])
@@ -40,7 +37,7 @@ def main(argv=None):
     for kept in dict.fromkeys(numbers):                         # each number once
         rows += some_stages(run, alive, kept)
     if job.rank == 0:
-        replace(run.folder / "partial.json", json.dumps(rows, indent=1))
+        write_text(run.folder / "partial.json", json.dumps(rows, indent=1))
     job.close()
 
 
@@ -52,6 +49,25 @@ def shares(text):
     return found
 
 
+def with_stages_missing(rho, there):
+    """What takes rho's place where only so many of the stages run, stage 0 among them.
+
+    Each adds more, so that on average over the choices of stages the sum is what it was in
+    training; but none adds more than it has learnt.
+    """
+    later = sum(share > 0 for share in rho) - 1
+    more = max(1.0, later / max(1, there - 1))
+    return [min(1.0, share * more) for share in rho]
+
+
+def some_choices(stages, count, draw):
+    """All choices of `count` of these stages, or 16 drawn ones where there are more."""
+    if math.comb(len(stages), count) <= 16:
+        return list(combinations(stages, count))
+    drawn = [tuple(sorted(draw.sample(stages, count))) for _ in range(64)]
+    return list(dict.fromkeys(drawn))[:16]
+
+
 def some_stages(run, alive, kept):
     """On rank 0 a row for each choice of `kept` stages, else []. alive: the ranks of each stage."""
     later = [s for s in range(1, len(alive)) if alive[s]]
@@ -59,10 +75,12 @@ def some_stages(run, alive, kept):
     for choice in some_choices(later, min(kept - 1, len(later)), random.Random(run.o.seed)):
         stages = [0, *choice]
         rho = with_stages_missing(run.rho, len(stages))
+        if run.o.unscaled:
+            rho = [1.0] * len(rho)
         with scaled(run.model, rho[run.stage]):
             own = evaluate(run.pipeline, [alive[s] for s in stages], run.corpus, run.o)
         losses = run.job.collect(f"partial/{choice}", own)
-        if losses:
+        if run.job.leads:
             found = [loss for r in alive[0] for loss in losses[r]]
             mean = sum(found) / len(found)
             rows.append(dict(stages=stages, heldout_loss=mean, perplexity=math.exp(min(mean, 700))))

@@ -6,21 +6,19 @@
 SOURCE is a folder of shards (.json.gz, a JSON document a line), or one shard. Tokens are uint16.
 The tokenizer's end token follows every document. val.bin gets the shards with val or validation
 in their name. Without such names it gets a 20th of the shards, chosen by a hash of their path; of
-fewer than 20 shards, every 20th line of each. Memory holds 256 documents at a time.
+fewer than 20 shards, every 20th line of each.
 """
 import gzip
 import json
+import re
 import zlib
 from array import array
 from contextlib import suppress
-from itertools import islice
 
 from tqdm import tqdm
 
-from plumbing.data import find_files, load_tokenizer, named_heldout, split
-from plumbing.options import Parser, empty_folder
-from plumbing.processes import Job, forbid
-from plumbing.files import atomic
+from train import HELDOUT, Job, Parser, atomic, find_files, load_tokenizer, need, split
+from tools import empty_folder
 
 
 def main(argv=None):
@@ -34,46 +32,41 @@ def prepare(argv):
                         help="a folder that does not exist yet, or is empty")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer.json (default: bytes)")
     a = parser.parse_args(argv)
-    root, files, _ = find_files(a.source)
-    tokenizer = load_tokenizer(a.tokenizer)
+    root, files = find_files(a.source)
+    encode, size, _ = load_tokenizer(a.tokenizer)
     strange = [path for path in files if not path.name.endswith(".json.gz")]
-    forbid((strange,
-            f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data"))
-    forbid_large_vocabulary(a.tokenizer, tokenizer)
+    need(not strange,
+         f"{a.source} holds no .json.gz shards: give text and .bin files to train.py as --data")
+    need(size <= 1 << 16,
+         f"{a.tokenizer} has {size} tokens: a .bin file holds at most 65536 (uint16)")
     a.out.mkdir(parents=True, exist_ok=True)
     with atomic(a.out / "train.bin") as train, atomic(a.out / "val.bin") as val:
-        bad = write_tokens(documents(files, heldout_shards(root, files)), tokenizer, train, val)
+        bad = write_tokens(documents(files, heldout_shards(root, files)), encode, train, val)
         counts = train.tell() // 2, val.tell() // 2
         said = (f"{a.source}: {counts[0]} training and {counts[1]} held-out tokens; "
                 f"{bad} lines without text")
-        forbid((0 in counts, f"{said}: neither part may be empty"))
+        need(0 not in counts, f"{said}: neither part may be empty")
     print(f"{said}; written to {a.out}")
 
 
-def forbid_large_vocabulary(file, tokenizer):
-    forbid((tokenizer.size > 1 << 16,
-            f"{file} has {tokenizer.size} tokens: a .bin file holds at most 65536 (uint16)"))
-
-
-def write_tokens(found, tokenizer, train, val):
+def write_tokens(found, encode, train, val):
     """Write the documents' tokens to the open files. Returns how many lines had no text.
 
     found: (held out or not, text) of each.
     """
     bad = 0
-    while some := list(islice(found, 256)):
-        encoded = tokenizer.encode([text for _, text in some])
-        for (held, text), tokens in zip(some, encoded):
-            if text:
-                array("H", tokens.tolist()).tofile(val if held else train)
-            else:
-                bad += 1
+    for held, text in found:
+        if text:
+            array("H", encode(text).tolist()).tofile(val if held else train)
+        else:
+            bad += 1
     return bad
 
 
 def heldout_shards(root, files):
     """The shards that are held out as a whole; none if they are so few that every 20th line is."""
-    if named_heldout(files) or len(files) >= 20:
+    named = [path for path in files if re.search(HELDOUT, path.name.lower())]
+    if 0 < len(named) < len(files) or len(files) >= 20:
         return split(root, files)[1]
     return []
 

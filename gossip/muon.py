@@ -1,51 +1,18 @@
-"""The inner optimizer: Adam on a rank's flat vector, or Muon (`--optimizer muon`).
+"""Muon for the layers' matrices (`--optimizer muon`).
 
 Neither paper uses Muon, but with it NoLoCo came nearer to DDP (docs/results.md). Adam divides each
 number of a gradient by the noise of that replica's own small batches. Muon makes a matrix's update
 orthogonal instead (kellerjordan.github.io/posts/muon).
 """
-import copy
-
 import torch
 
 
-class Inner:
-    """torch optimizers that step together, each on parameters of its own."""
-
-    def __init__(self, *parts):
-        self.parts = parts
-
-    def step(self, lr):
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = lr
-            part.step()
-
-    def reset(self):
-        for part in self.parts:
-            part.state.clear()
-
-    def state_dict(self):
-        """Without the settings: a run that loads it keeps its own, such as a new --beta2."""
-        return [part.state_dict()["state"] for part in self.parts]
-
-    def load_state_dict(self, states):
-        for part, state in zip(self.parts, states):
-            # This is a copy, since the state may be mapped from a file that will be removed.
-            part.load_state_dict(dict(part.state_dict(), state=copy.deepcopy(state)))
-
-
-def adam(params, beta2=0.95):
-    """torch's Adam in its fastest form. params: a list of parameters, or of one flat vector."""
-    return torch.optim.Adam(params, betas=(0.9, beta2), fused=True)
-
-
 def muon(model, beta2=0.95):
-    """An Inner for a Llama: Muon for the matrices of its layers, Adam for all else."""
+    """[Muon for the matrices of a Llama's layers, Adam for all else]: they step together."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     taken = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in taken]
-    return Inner(Muon(matrices), adam(rest, beta2))
+    return [Muon(matrices), torch.optim.Adam(rest, betas=(0.9, beta2), fused=True)]
 
 
 class Muon(torch.optim.Optimizer):

@@ -1,0 +1,29 @@
+"""What wraps an outer optimizer is used in its place: this passes on what a trainer uses."""
+
+
+class Around:
+    """Subclasses have `step`, and whatever else they change."""
+
+    def __init__(self, outer):
+        self.outer = outer
+
+    @property
+    def steps(self):
+        return self.outer.steps
+
+    @steps.setter
+    def steps(self, steps):
+        self.outer.steps = steps
+
+    @property
+    def bytes_sent(self):
+        return self.outer.bytes_sent
+
+    def settle(self):
+        self.outer.settle()
+
+    def state_dict(self):
+        return self.outer.state_dict()
+
+    def load_state_dict(self, state):
+        self.outer.load_state_dict(state)

@@ -1,0 +1,82 @@
+"""Train with replicas and pipelines that outlive lost processes: train.py's options, and two more.
+
+    torchrun --nnodes 8 --nproc-per-node 1 --node-rank I --master-addr HOST0 -m survive
+    ... -m survive --survive 30         a partner that is silent for 30 seconds is given up
+    ... -m survive --join               a process that was lost comes back
+
+Each process needs a torchrun of its own, or none: torchrun ends all processes beside one that dies.
+A process that comes back is started with the same RANK and --join, and takes its options from the
+others. docs/failures.md says what is survived, and how long it takes.
+"""
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+
+from survive.parts import go_through
+from train import Job, Options, need, option, parse
+
+
+@dataclass
+class SurvivingOptions(Options):
+    survive: float = option(60.0, "seconds to wait for a partner", least=1e-3)
+
+
+def surviving_options(argv, world):
+    """{name: value}. Raises BadInput."""
+    o = parse(argv, world, SurvivingOptions, __doc__)
+    need(o.method in ("noloco", "local"), f"survive trains with noloco or local, not {o.method}")
+    need(not o.delay and o.fragments == 1,
+         "survive goes with neither --delay nor --fragments: a message under way, or a fragment's "
+         "partners, would be lost with the dead (docs/failures.md)")
+    return vars(o)
+
+
+def train_surviving(argv):
+    job = Job()
+    if not job.leads and {"-h", "--help"} & set(argv):
+        sys.exit(0)
+    joins = "--join" in argv
+    if joins and job.leads:     # without a word to other ranks: it would stay in their store
+        print("error: --join is for a process that comes back to a running job, never for rank 0",
+              file=sys.stderr, flush=True)
+        sys.exit(2)
+    argv = [word for word in argv if word != "--join"]
+    go_through(job, SurvivingOptions(**job.agree_on(surviving_options, argv, job.world)), joins)
+
+
+def main(argv=None):
+    """argv: the command line. None: that of this process, which ends here.
+
+    Threads may be left that wait in Gloo for a lost peer, maybe for ever (pipeline.py). If such a
+    wait ends while Python takes the interpreter down, Python ends the thread in the midst of
+    torch's code, and that aborts the process: "terminate called without an active exception",
+    status 134, after all was saved and said. `os._exit` takes nothing down.
+    """
+    if argv is not None:
+        return train_surviving(argv)
+    status = 1
+    try:
+        train_surviving(sys.argv[1:])
+        status = 0
+    except SystemExit as stop:
+        status = status_of(stop)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def status_of(stop):
+    """The exit status of a SystemExit. A text is printed, as Python does it, and means 1."""
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    main()
