@@ -28,7 +28,7 @@ class Checked(Around):
         self.rank, self.ranks = core.rank, core.ranks
         self.every, self.message_device = core.inner_steps, core.message_device
         self.count = 0                          # inner steps since this was made
-        self.before = bits(self.params)         # of each parameter before the step that is looked at
+        self.before = bits(self.params)         # before the step that is looked at
         self.still = torch.zeros_like(self.before)      # how many looks have found it unmoved
 
     @torch.no_grad()
