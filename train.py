@@ -1113,6 +1113,8 @@ def heldout(run):
 
 def sample_of(size, seed):
     """Where in a vector of `size` weights the sample lies: the same for all ranks of a stage."""
+    if size <= SAMPLE:
+        return torch.arange(size)
     generator = torch.Generator().manual_seed(random.Random(f"spread {seed} {size}").getrandbits(63))
     return torch.randint(size, (SAMPLE,), generator=generator).sort().values
 
