@@ -25,7 +25,7 @@ parameters and at sigma = 0
     all-reduce by halving and doubling: 2 log2 n t_c + 2 (n - 1) / n B / rate
     NoLoCo: t_c + B / rate                                                                     (B5)
 
-The paper counts two exchanges for a pair. NoLoCo here needs one where gamma = beta (noloco.py says why).
+The paper counts two exchanges for a pair. NoLoCo here needs one where gamma = beta (see noloco.py).
 """
 import argparse
 import json

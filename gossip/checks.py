@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from gossip.around import Around
 
+LOOKS = 4           # so many inner steps in which a parameter did not move, an outer step apart
+
 
 class Checked(Around):
     """Around any outer optimizer, used in its place: `Checked(NoLoCo(params), params)`.
@@ -15,8 +17,8 @@ class Checked(Around):
     * replicas hold equal weights just before they meet: something else averages gradients;
     * a parameter does not move: most often the model does not use it any more.
 
-    The first two compare one sum of bits a replica, 8 bytes each: at the first inner step, and
-    before the second outer step.
+    For the first two each replica sends the sum of its weights' bits, at the first inner step and
+    before the second outer step. For the third it looks at every m-th inner step.
     """
 
     def __init__(self, outer, params):
@@ -26,35 +28,34 @@ class Checked(Around):
         self.rank, self.ranks = core.rank, core.ranks
         self.every, self.message_device = core.inner_steps, core.message_device
         self.count = 0                          # inner steps since this was made
-        self.sums = bits(self.params)           # of each parameter, at the last look
-        self.still = set()                      # those that had not moved by then
-        self.said = False                       # of a parameter that does not move
+        self.before = bits(self.params)         # before the step that is looked at
+        self.still = torch.zeros_like(self.before)      # how many looks have found it unmoved
 
     @torch.no_grad()
     def step(self):
         self.count += 1
-        if self.count == 1 and self.all_equal(self.sums) is False:
+        if self.count == 1 and self.all_equal(self.before) is False:
             warnings.warn("replicas began with different weights: seed all alike")
         if self.count % self.every == 0:
             self.look()
-        if self.count == 2 * self.every:
-            moved = len(self.still) < len(self.params)
-            if self.all_equal(self.sums) and moved:
-                warnings.warn("replicas hold equal weights before they meet: is something "
-                              "else averaging gradients? DDP?")
-        return self.outer.step()
+        did = self.outer.step()
+        if (self.count + 1) % self.every == 0:
+            self.before = bits(self.params)
+        return did
 
     def look(self):
-        """Warn of parameters that have not moved from look to look, twice running."""
-        sums = bits(self.params)
-        still = set((sums == self.sums).nonzero().flatten().tolist())
-        twice = still & self.still
-        if twice and not self.said and self.rank == self.ranks[0]:
-            warnings.warn(f"{len(twice)} of {len(self.params)} trainable parameters do not move, "
-                          f"first number {min(twice)}: does the model still use them? (Not after "
+        """Compare the weights before and after the last step of the inner optimizer."""
+        after = bits(self.params)
+        unmoved = after == self.before
+        self.still = (self.still + 1) * unmoved
+        if self.count == 2 * self.every and self.all_equal(after) and not unmoved.all():
+            warnings.warn("replicas hold equal weights before they meet: is something else "
+                          "averaging gradients? DDP?")
+        stuck = (self.still == LOOKS).nonzero().flatten().tolist()
+        if stuck and self.rank == self.ranks[0]:
+            warnings.warn(f"{len(stuck)} of {len(self.params)} trainable parameters do not move, "
+                          f"first number {stuck[0]}: does the model still use them? (Not after "
                           "load_state_dict(assign=True), a replaced layer or a deepcopy.)")
-            self.said = True
-        self.sums, self.still = sums, still
 
     def all_equal(self, sums):
         """Whether all replicas have these sums, which the first one knows. None: of no others, and

@@ -279,7 +279,7 @@ class SurvivingNoLoCo(NoLoCo):
         = 0. Without a finite partner it takes its own phi. It does the outer step alone: Delta and
         delta are 0, so N1 to N3 change nothing. `adopted` is this partner, or None.
         """
-        finite = [r for r, vectors in arrived.items() if all(self.finite(v) for v in vectors)]
+        finite = [r for r, messages in arrived.items() if self.finite(messages)]
         adopts = self.rank not in finite
         refused = [r for r in arrived if r not in finite and not joins(arrived[r][0])]
         self.adopted = finite[0] if adopts and finite else None
@@ -299,15 +299,18 @@ class SurvivingNoLoCo(NoLoCo):
             phis += [self.read(("phi", r), message, self.phi) for message in phi]
         return thetas, phis
 
-    def finite(self, message):
-        """Whether the numbers in a message are finite.
+    def finite(self, messages):
+        """Whether all numbers in a replica's messages are finite.
 
         One byte a weight is judged by its scales s, before it is read: its weights are at most
         B / 2 = 128 s from the vector beside which it is read.
         """
-        if message.dtype == torch.uint8:
-            message = 128 * self.codec.scales(message)
-        return bool(torch.isfinite(message.sum()))
+        for message in messages:
+            if message.dtype == torch.uint8:
+                message = 128 * self.codec.scales(message)
+            if not torch.isfinite(message.sum()):
+                return False
+        return True
 
     def read(self, key, message, own):
         """The vector of a message, beside this replica's own. One byte a weight has a codec."""

@@ -49,7 +49,7 @@ def test_an_equations_number_is_defined_once():
 
 
 # Alarms with room to spare: what is longer is hardly read once. Files in tests/ may be longer.
-LINES = {"skippipe.py": 700, "train.py": 600, "noloco.py": 500, "test_minimal.py": 700}
+LINES = {"skippipe.py": 700, "train.py": 800, "test_minimal.py": 700}
 
 
 def own_files():
