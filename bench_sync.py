@@ -25,7 +25,7 @@ parameters and at sigma = 0
     all-reduce by halving and doubling: 2 log2 n t_c + 2 (n - 1) / n B / rate
     NoLoCo: t_c + B / rate                                                                     (B5)
 
-The paper counts two exchanges for a pair. NoLoCo here needs one where gamma = beta (see noloco.py).
+The paper counts two exchanges for a pair. NoLoCo here needs one where gamma = beta (noloco.py).
 """
 import argparse
 import json
@@ -33,43 +33,26 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from noloco import DiLoCo, NoLoCo, flatten
+from noloco import DiLoCo, NoLoCo
 
 COUNTS = (4, 16, 64, 256, 1024, 4096)
 SPREADS = (0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5)
 INNER_STEPS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 120)
 OUTER_STEPS = (250, 500)
-# The smallest and largest value of an option. With more than 5 of spread the draws get many.
-RANGES = {"params": (1, 1e15), "mbit": (1e-6, 1e15), "latency_ms": (0, 1e15), "latency_std": (0, 5),
-          "draws": (1e-3, 1e15), "trials": (2, 1e15)}
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line, from rank 0."""
-
-    def error(self, message):
-        if int(os.environ.get("RANK", 0)):
-            time.sleep(1)               # torchrun stops all processes when the first leaves
-        else:
-            print(f"error: {message} (see --help)", file=sys.stderr)
-        sys.exit(2)
 
 
 def parse(argv=None):
-    parser = OneLineParser(description=__doc__, allow_abbrev=False,
-                           formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--simulate", action="store_true", help="the simulations")
+    add("--simulate", action="store_true", help="the simulations, in one process")
     add("--params", type=float, help="parameters (default: measured 57e6, simulated 125e6)")
     add("--mbit", type=float, default=1000.0, help="simulated: rate of a link (default: 1000)")
     add("--latency-ms", type=float, default=50.0, help="simulated: t_c (default: 50)")
@@ -78,25 +61,11 @@ def parse(argv=None):
     add("--trials", type=int, default=11, help="measurements of each (default: 11)")
     add("--seed", type=int, default=0, help="of all drawn times and groups")
     add("--out", default="runs", help="folder of results/ (default: runs)")
-    add("--device", default="auto", choices=["auto", "cpu"], help="auto: a GPU where there is one")
-    add("--backend", default="auto", choices=["auto", "gloo"], help="auto: NCCL where it can run")
+    add("--device", default="auto", choices=["auto", "cpu"],
+        help="auto: GPUs and NCCL where each process has one of its own, else CPUs and Gloo")
     o = parser.parse_args(argv)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world > 1 and o.simulate:
-        parser.error("--simulate needs no torchrun: python bench_sync.py --simulate")
-    if world == 1 and not o.simulate:
-        parser.error("nothing to do: give --simulate, or use torchrun --nproc-per-node 8")
-    for name, (least, most) in RANGES.items():
-        value = getattr(o, name)
-        if value is not None and not least <= value <= most:
-            option = "--" + name.replace("_", "-")
-            parser.error(f"{option} must be from {least} to {most:g}, got {value:g}")
-    if int(os.environ.get("RANK", 0)) == 0:             # it writes the results, after half a minute
-        try:
-            Path(o.out, "results").mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=Path(o.out, "results")).close()
-        except OSError as error:
-            parser.error(f"--out {o.out}: no results can be written there ({error.strerror})")
+    if not o.simulate and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        parser.error("give --simulate, or use torchrun --nproc-per-node 8")
     return o
 
 
@@ -300,77 +269,67 @@ def print_simulated(r):
 # ---------------------------------------------------------------- measured
 
 
-@dataclass
-class TableRow:
-    """What is timed, and what the table says of it.
-
-    before: runs before each trial, untimed. sends: bytes a rank sends in each trial; 0 where `sent`
-    counts all it has sent so far. floor: the name of the row below which this one cannot come.
+def methods(o, size, device):
+    """(vectors, rows) of a model with so many weights. The rows: (name, function, bytes that a rank
+    sends), each method below the bare messages that it needs. vectors: what the functions change.
     """
-    run: Callable
-    before: Callable = lambda: None
-    sends: int = 0
-    sent: Callable = lambda: 0
-    floor: str = None
-    seconds: list = field(default_factory=list)
-    bytes: int = 0                      # of the last trial
+    rank, world = dist.get_rank(), dist.get_world_size()
+    weights = equal_weights(o, size, device), equal_weights(o, size, device)
+    noloco = NoLoCo([weights[0]], inner_steps=1, seed=o.seed)
+    diloco = DiLoCo([weights[1]], inner_steps=1)
+    noloco.step()                       # the first step connects, and tells the bytes
+    diloco.step()
+    theta, other = weights[0].detach(), torch.empty_like(weights[1].detach())
+
+    def exchange():
+        partner = rank ^ 1
+        if partner < world:
+            both = [dist.P2POp(dist.irecv, other, partner), dist.P2POp(dist.isend, theta, partner)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+    ring = 2 * (world - 1) * theta.nbytes // world
+    rows = [("memcpy of theta", lambda: other.copy_(theta), 0),
+            ("exchange of theta", exchange, theta.nbytes),
+            ("NoLoCo", noloco.step, noloco.bytes_sent),
+            ("all-reduce of theta", lambda: dist.all_reduce(other), ring),
+            ("DiLoCo", diloco.step, diloco.bytes_sent)]
+    return [each.detach() for each in weights], rows
 
 
-def methods(o, theta, params):
-    """{name: TableRow}: floors, then whole outer steps, of all replicas at once. theta: the vector
-    of the params."""
-    grad = torch.zeros_like(theta)
-    world = dist.get_world_size()
-    ring = 2 * (world - 1) * theta.nbytes // world          # bytes a rank sends in an all-reduce
-    noloco = NoLoCo(theta, inner_steps=1, seed=o.seed)
-    diloco = DiLoCo(theta, inner_steps=1)
-    diloco.phi, diloco.delta = noloco.phi, noloco.delta     # their numbers do not change the time
-
-    pair = noloco.group()
-    copy = lambda: grad.copy_(theta)
-    reduce, swap = "all-reduce of theta", "exchange of theta"
-    return {
-        "memcpy of theta": TableRow(copy),
-        swap: TableRow(lambda: noloco.exchange(theta, pair), sends=noloco.cost(pair)),
-        reduce: TableRow(lambda: dist.all_reduce(grad), before=copy, sends=ring),
-        "DiLoCo": TableRow(diloco.step, sent=lambda: diloco.bytes_sent, floor=reduce),
-        "NoLoCo": TableRow(noloco.step, sent=lambda: noloco.bytes_sent, floor=swap),
-    }
+def equal_weights(o, size, device):
+    """A vector of them, the same on all ranks."""
+    torch.manual_seed(o.seed)
+    return torch.nn.Parameter(torch.randn(size, device=device).mul_(0.02))
 
 
 def measure(o, methods=methods):
     """All rows by turns, each time the slowest rank's. Rank 0 prints the table and saves it."""
     load = os.getloadavg()[0]
-    device = make_process_group(o)
-    rank = dist.get_rank()
-    size = int(o.params or 57e6)
-    parts = torch.randn(size, device=device).mul_(0.02).tensor_split(min(32, size))
-    params = [torch.nn.Parameter(part) for part in parts]
-    del parts                           # the parameters soon live in theta
-    theta = flatten(params)
-    dist.broadcast(theta, 0)            # NoLoCo expects equal weights at the start
-    rows = methods(o, theta, params)
+    device, name = make_process_group(o)
+    rank, size = dist.get_rank(), int(o.params or 57e6)
+    vectors, rows = methods(o, size, device)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    trials = range(o.trials + 1)        # the first warms up
-    for _ in tqdm(trials, "measuring", disable=rank != 0, dynamic_ncols=True):
-        for row in rows.values():
-            theta.mul_(1.001 + 0.001 * rank)            # Delta is not zero, replicas differ
-            row.before()
-            sent = row.sent()
+    table = [[] for _ in rows]          # seconds of each row
+    for _ in tqdm(range(o.trials + 1), "measuring", disable=rank != 0, dynamic_ncols=True):
+        for (_, run, _), seconds in zip(rows, table):
+            for vector in vectors:
+                vector.mul_(1.001 + 0.001 * rank)       # Delta is not zero, replicas differ
             wait()
             dist.barrier()
             clock = time.perf_counter()
-            row.run()
+            run()
             wait()
-            row.seconds.append(time.perf_counter() - clock)
-            row.bytes = row.sends or row.sent() - sent
-    found = slowest_rank(rows, device)
-    name = f"{os.cpu_count()} cores {os.uname().machine}"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+            seconds.append(time.perf_counter() - clock)
+    slowest = torch.tensor(table, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     if rank == 0:
+        found, floor = {}, None         # the floor of a row is the row above
+        for (row, _, sent), seconds in zip(rows, slowest[:, 1:].tolist()):      # the first warms up
+            found[row] = dict(seconds=seconds, bytes=sent, floor=floor)
+            floor = row
         result = dict(
-            replicas=dist.get_world_size(), params=size, bytes_of_theta=theta.nbytes,
+            replicas=dist.get_world_size(), params=size, bytes_of_theta=vectors[0].nbytes,
             trials=o.trials, load_before=load, backend=dist.get_backend(), device=name,
             torch=torch.__version__, python=sys.version.split()[0], rows=found)
         print_measured(result)
@@ -378,29 +337,16 @@ def measure(o, methods=methods):
     dist.destroy_process_group()
 
 
-def slowest_rank(rows, device):
-    """{name: its seconds in each trial, its bytes, its floor}: the largest numbers of all ranks."""
-    table = [[*row.seconds[1:], row.bytes] for row in rows.values()]
-    on = device if dist.get_backend() == "nccl" else "cpu"
-    slowest = torch.tensor(table, dtype=torch.float64, device=on)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    found = {}
-    for (name, row), numbers in zip(rows.items(), slowest.tolist()):
-        found[name] = dict(seconds=numbers[:-1], bytes=int(numbers[-1]), floor=row.floor)
-    return found
-
-
 def make_process_group(o):
-    """NCCL where each process has a GPU of its own, else Gloo. Returns the device."""
-    local = int(os.environ["LOCAL_RANK"])
+    """NCCL where each process has a GPU of its own, else Gloo: (the device, its name)."""
     gpus = torch.cuda.device_count() if o.device != "cpu" else 0
-    nccl = gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) and o.backend != "gloo"
-    device = torch.device("cpu")
-    if gpus:
-        device = torch.device("cuda", local % gpus)
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if nccl else "gloo")
-    return device
+    if gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        dist.init_process_group("gloo")
+        return torch.device("cpu"), f"{os.cpu_count()} cores {os.uname().machine}"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    return device, torch.cuda.get_device_name(device)
 
 
 def quartiles(x):
@@ -427,6 +373,7 @@ def print_measured(r):
 
 def save(out, name, result):
     path = Path(out, "results", f"{name}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
 

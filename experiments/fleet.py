@@ -191,7 +191,7 @@ def decoded(codes, scales, own):
 
 
 class ManyMuons:
-    """The Muon of plumbing/inner.py, for the matrices of many models at once."""
+    """The Muon of gossip/muon.py, for the matrices of many models at once."""
 
     def __init__(self, matrices, grads):
         dtype = dtype_for(matrices[0].device)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import bench_sync
-from bench_sync import TableRow, quartiles
+from bench_sync import quartiles
 from experiments.pictures import COLOURS, WIDTH, label_ends, picture
 from experiments.results import kept_result
 from gossip.onebyte import OneByte, lengths_of
@@ -18,13 +18,17 @@ SHADES = ("#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")    # one per nu
 COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; tables have 4 too
 
 
-def methods_and_one_byte(o, theta, params):
-    """Beside bench_sync's: one byte a weight."""
-    rows = bench_sync.methods(o, theta, params)
-    short = NoLoCo(theta, inner_steps=1, seed=o.seed, codec=OneByte(lengths_of(params)))
-    rows["NoLoCo, one byte a weight"] = TableRow(short.step, sent=lambda: short.bytes_sent,
-                                                 floor="exchange of theta")
-    return rows
+def methods_and_one_byte(o, size, device):
+    """Beside bench_sync's: one byte a weight, below NoLoCo in fp32."""
+    vectors, rows = bench_sync.methods(o, size, device)
+    weights = bench_sync.equal_weights(o, size, device)
+    codec = OneByte(lengths_of([weights]))
+    short = NoLoCo([weights], inner_steps=1, seed=o.seed, codec=codec)
+    short.step()
+    names = [name for name, _, _ in rows]
+    rows.insert(names.index("NoLoCo") + 1,
+                ("NoLoCo, one byte a weight", short.step, short.bytes_sent))
+    return [*vectors, weights.detach()], rows
 
 
 # ---------------------------------------------------------------- the simulated picture

@@ -88,5 +88,5 @@ def read_instance(file, stages=None):
     try:
         network = Network(**data)
         return network, names and per_node(names, len(network.delay), "names")
-    except ValueError as error:
+    except (TypeError, ValueError) as error:        # TypeError: null where a number should be
         raise ValueError(f"{file}: {error}")

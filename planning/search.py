@@ -32,16 +32,19 @@ def shorter_plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swap
 def plan_without_tc2(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2,
                      seconds=10.0, seed=0, *, iterations=None, dead=()):
     """As `shorter_plan`, but the first valid paths of the paper's search, wherever microbatches
-    meet. Of more than `regions.WHOLE` nodes these are the paths of `farthest_first`. It draws
-    nothing, whatever the seed."""
+    meet; in regions their first plans."""
     schedule = skip_schedule(network, stages_kept, microbatches_per_origin, dead)
     progress = Progress(network, rounds, seconds, iterations)
     progress.bound = math.inf           # the search is over with whatever is valid
-    shortest = path_finder(schedule, hop_costs(network), swaps)
-    if len(network.delay) <= regions.WHOLE:
+    cost = hop_costs(network)
+    if len(network.delay) > regions.WHOLE:
+        search = regions.RegionSearch(schedule, swaps, progress, cost, seed)
+        search.join(search.plan_regions())
+    else:
+        shortest = path_finder(schedule, cost, swaps)
         conflict_based_search(schedule, shortest, progress, limit=5000)
-    if not progress.best:
-        progress.dispatch(farthest_first(schedule, shortest))
+        if not progress.best:
+            progress.dispatch(farthest_first(schedule, shortest))
     progress.bound = tighter_bound(network, stages_kept, microbatches_per_origin, rounds, swaps,
                                    dead)
     return progress.plan()

@@ -310,6 +310,7 @@ def test_the_command_lines_errors_name_what_is_wrong(tmp_path, monkeypatch, caps
     for name, more in dict(mine={}, flat=dict(delay=3), memory=dict(memory=2.5), typo=dict(memroy=3)).items():
         write_network(tmp_path / f"{name}.json", [[0, 1], [2], [3]], **more)
     (tmp_path / "no.json").write_text("delay: 3")
+    (tmp_path / "null.json").write_text('{"delay": [[null]], "compute": 1, "stages": [[0]]}')
     for argv, words in (
         (["--instance", "mine.json", "--sizes", "2,1,1"], "leave out --sizes"),
         (["--nodes", 42], "--nodes 42: give --sizes that add up to as many (42: 7,5,5,5,5,5,5,5)"),
@@ -324,6 +325,7 @@ def test_the_command_lines_errors_name_what_is_wrong(tmp_path, monkeypatch, caps
         (["--instance", "typo.json"], "typo.json: must hold an object with delay and compute, and only"),
         (["--instance", "flat.json"], "flat.json: delay must be a list of rows"),
         (["--instance", "memory.json"], "memory.json: memory must be whole numbers"),
+        (["--instance", "null.json"], "null.json: float() argument must be a string or a real number"),
         (["--save", "."], "Is a directory: '.'"),
     ):
         assert words in error_of(capsys, *argv, "--results", ""), argv
