@@ -151,8 +151,9 @@ def draw(plt, found):
     axes[1].set(title="in fragments, by turns")
     title = title_of(found, finding(by_trial, base), "The gap to DDP against tokens")
     figure.suptitle(f"{title}\n(equal steps, 8 replicas, {seeds_of(base)}; bars: range; hollow: "
-                    "the paper's 125M, every 50 and 100, after\n25 000 steps, with 4 to 16 replicas; "
-                    "squares C4, triangles Reddit; four bytes a token)", x=0.01, ha="left")
+                    "the paper's 125M, every 50 and 100, after\n25 000 steps, with 4 to 16 "
+                    "replicas; squares C4, triangles Reddit; four bytes a token)",
+                    x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)
     lowest = 0.0
