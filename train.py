@@ -199,6 +199,8 @@ def parse(argv, world=1, Options=Options, description=__doc__):
                 more["help"] += f" (default: {f.default})"
         parser.add_argument(flag(f.name), **more)
     given = vars(parser.parse_args(argv))
+    for name, value in given.items():
+        need(value != "", f"{flag(name)} is empty: give a value, or leave it out")
     kept = read_config(Options, given["resume"]) if "resume" in given else {}
     o = Options(**(kept | given))
     defaults = MODELS[o.model] | METHODS[o.method] | dict(stages=[world])
@@ -241,7 +243,6 @@ def check(o, given, kept):
              f"{flag(name)} {value} differs from the {kept.get(name)} of {o.resume}: drop it")
         need(name not in METHODS["noloco"] or name in METHODS[o.method],
              f"--method {o.method} has no {flag(name)}")
-        need(value != "", f"{flag(name)} is empty: give a value, or leave it out")
     for f in fields(o):
         value, least = getattr(o, f.name), f.metadata["least"]
         if f.type in (int, float) and value is not None:
@@ -252,6 +253,8 @@ def check(o, given, kept):
     planned = o.routing not in ("random", "fixed")
     need(planned or not o.links, "--links is for planned paths: give --skip or --routing skippipe")
     need(planned or not o.skip, f"--skip needs a planned routing, not --routing {o.routing}")
+    need(o.wire != "bf16" or o.method != "noloco",
+         "--wire bf16 rounds updates of NoLoCo's theta away: give --wire int8")
     need(not kept or "name" not in given, f"--name: --resume goes on in {o.resume}: drop it")
     need(Path(o.name).name == o.name != "..", f"--name {o.name}: takes a name without a path")
 
@@ -1113,6 +1116,8 @@ def heldout(run):
 
 def sample_of(size, seed):
     """Where in a vector of `size` weights the sample lies: the same for all ranks of a stage."""
+    if size <= SAMPLE:
+        return torch.arange(size)
     generator = torch.Generator().manual_seed(random.Random(f"spread {seed} {size}").getrandbits(63))
     return torch.randint(size, (SAMPLE,), generator=generator).sort().values
 

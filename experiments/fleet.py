@@ -206,7 +206,7 @@ def decoded(codes, scales, own):
 
 
 class ManyMuons:
-    """The Muon of plumbing/inner.py, for the matrices of many models at once, in fp32.
+    """The Muon of gossip/muon.py, for the matrices of many models at once, in fp32.
 
     matrices, grads: each (models, rows, columns). rates: (models,), of each model over the rate
     that `step` gets.

@@ -150,9 +150,10 @@ def draw(plt, found):
                 title="whole messages (names, steps between outer steps)")
     axes[1].set(title="in fragments, by turns")
     title = title_of(found, finding(by_trial, base), "The gap to DDP against tokens")
-    figure.suptitle(f"{title}\n(equal steps, 8 replicas, {seeds_of(base)}; bars: range; hollow: the "
-                    "paper's 125M, every 50 and 100, after\n25 000 steps, with 4 to 16 replicas; "
-                    "squares C4, triangles Reddit; four bytes a token)", x=0.01, ha="left")
+    figure.suptitle(f"{title}\n(equal steps, 8 replicas, {seeds_of(base)}; bars: range; hollow: "
+                    "the paper's 125M, every 50 and 100, after\n25 000 steps, with 4 to 16 "
+                    "replicas; squares C4, triangles Reddit; four bytes a token)",
+                    x=0.01, ha="left")
     for axis in axes:
         label_ends(axis)
     lowest = 0.0
@@ -191,8 +192,9 @@ def finding(by_trial, base):
     longest = max(EVERY["noloco"])
     at = by_trial[Trial("noloco", longest)]
     few, many = min(at), max(at)
-    return (f"With {seeds_of(base)} NoLoCo's gap to DDP, every {longest} steps: {at[few].mean:+.1%} "
-            f"with {few} tokens a replica and step, {at[many].mean:+.1%} with {many}")
+    return (f"With {seeds_of(base)} NoLoCo's gap to DDP, every {longest} steps: "
+            f"{at[few].mean:+.1%} with {few} tokens a replica and step, {at[many].mean:+.1%} with "
+            f"{many}")
 
 
 PARTS = {

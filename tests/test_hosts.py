@@ -18,8 +18,8 @@ import torch
 
 from train import Job
 from survive.outer import SurvivingNoLoCo
-from tests.harness import (SMALL, assert_same, checkpoint, metrics, patience, processes, run, train_main,
-                           wait_until)
+from tests.harness import (SMALL, assert_same, checkpoint, metrics, patience, processes, run, surviving_main,
+                           train_main, wait_until)
 from tools.hosts import Hosts, enter
 
 COMMON = ["--lr", 3e-3, "--warmup", 5, "--eval-every", 20, "--save-every", 20, "--name", "x", *SMALL]
@@ -52,7 +52,8 @@ def be_on_host(rank, networks, environment, only=None):
 def _on_host(rank, world, networks, argv, environment, only=None):
     be_on_host(rank, networks, environment, only)
     Path(f"pid{rank}").write_text(str(os.getpid()))
-    return train_main(rank, world, argv)
+    main = surviving_main if "--survive" in argv else train_main
+    return main(rank, world, argv)
 
 
 def _alone_together(rank, world, networks, seconds, environment):

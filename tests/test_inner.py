@@ -1,10 +1,10 @@
-"""plumbing/inner.py beside torch.optim.Muon and float64."""
+"""gossip/muon.py beside torch.optim.Muon and float64."""
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import Config, Llama
-from gossip import muon as inner
+import gossip.muon
 from gossip.muon import Muon, muon
+from model import Config, Llama
 
 SHAPES = [(24, 8), (8, 24), (16, 16)]
 
@@ -26,7 +26,7 @@ def stepped(params, optimizer, steps=4):
 
 
 def test_in_bf16_it_is_torchs_muon_to_the_bit(monkeypatch):
-    monkeypatch.setattr(inner, "dtype_for", lambda device: torch.bfloat16)
+    monkeypatch.setattr(gossip.muon, "dtype_for", lambda device: torch.bfloat16)
     ours = matrices()
     theirs = matrices()
     stepped(ours, Muon(ours, lr=0.1))
@@ -39,7 +39,7 @@ def test_on_a_cpu_its_steps_are_those_of_float64_to_fp32s_precision(monkeypatch)
     ours = matrices()
     exact = [torch.nn.Parameter(p.detach().double()) for p in matrices()]
     stepped(ours, Muon(ours, lr=0.1))
-    monkeypatch.setattr(inner, "dtype_for", lambda device: torch.float64)
+    monkeypatch.setattr(gossip.muon, "dtype_for", lambda device: torch.float64)
     generator = torch.Generator().manual_seed(1)
     optimizer = Muon(exact, lr=0.1)
     for _ in range(4):
@@ -69,5 +69,6 @@ def test_no_product_of_muons_step_is_in_bf16_on_a_cpu():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     with Dtypes() as dtypes:
-        muon(model).step(1e-3)
+        for optimizer in muon(model):
+            optimizer.step()
     assert dtypes.seen == {torch.float32}

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import bench_sync
 import train
 from experiments import pictures
 from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused, surviving
 from tools import advise, export, hosts, partial, prepare
 from train import BadInput
 
-PROGRAMS = {main.__module__: main for main in (advise.main, bench_sync.main, export.main, hosts.read,
+PROGRAMS = {main.__module__: main for main in (advise.main, export.main, hosts.read,
                                                partial.main, prepare.main)} | {"survive": surviving}
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from tests.harness import HERE, processes, torchrun
+from tests.harness import HERE, SMALL, patience, processes, torchrun
 
 FILES = {"noloco.py", "skippipe.py"}         # no model.py: `model` is the name of many a file
 
@@ -54,7 +54,7 @@ def copied(folder, program, *modules):
     for module in modules:
         shutil.copy(HERE / f"{module}.py", folder)
     others = {path.stem for path in HERE.glob("*.py")} - {*modules}
-    others |= {"gossip", "plumbing", "planning", "survive", "tools"}
+    others |= {"gossip", "planning", "survive", "tools"}
     (folder / "mine.py").write_text(f"""{program}
 import importlib.util, os
 assert all(__import__(m).__file__ == os.path.join(os.getcwd(), m + ".py") for m in {modules})
@@ -96,3 +96,69 @@ from model import Config, Llama
 model, tokens = Llama(Config()), torch.randint(256, (2, 8))
 model.loss(model.blocks(model.embed(tokens)), tokens).backward()
 print(all(p.grad.any() for p in model.parameters()))""", "model") == "True\n"
+
+
+# ---- the ground floor: six files, and torch, einops and tqdm
+
+SIX = ("noloco.py", "skippipe.py", "model.py", "train.py", "bench_sync.py", "test_minimal.py")
+RUNS = [        # processes, options; each run has a name of its own, and a second line resumes it
+    (4, "--stages 2,2 --name noloco"), (4, "--resume runs/noloco --steps 8"),
+    (4, "--method diloco --inner-steps 2 --name diloco"), (2, "--method ddp --name ddp"),
+    (4, "--stages 1,1,1,1 --skip 0.5 --microbatches 3 --name skip"), (1, "--name one"),
+]
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory):
+    """A folder with the six files and nothing else."""
+    folder = tmp_path_factory.mktemp("six")
+    for name in SIX:
+        shutil.copy(HERE / name, folder)
+    return folder
+
+
+def alone(folder, *command):
+    """(exit status, what it prints) of this command in the folder, without any path to ours."""
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True,
+                          text=True, timeout=patience(240))
+    return done.returncode, done.stdout + done.stderr
+
+
+def torchrun_alone(folder, count, *words):
+    return alone(folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                 str(count), *words)
+
+
+def test_six_files_alone_train_resume_plan_and_skip(six):
+    for count, options in RUNS:
+        argv = options.split()
+        if "--resume" not in options:
+            argv += ["--steps", "6", *map(str, SMALL)]
+        status, said = torchrun_alone(six, count, "train.py", *argv)
+        assert status == 0 and "held-out loss" in said, said
+    assert "from step 6" in torchrun_alone(six, 4, "train.py", "--resume", "runs/noloco", "--steps",
+                                           "9")[1]
+    assert {path.name for path in six.glob("*.py")} == set(SIX)
+
+
+@pytest.mark.parametrize("options, folder", [
+    ("--wire int8", "gossip/"), ("--delay 2", "gossip/"), ("--fragments 2", "gossip/"),
+    ("--optimizer muon", "gossip/"), ("--method ddp --wire bf16", "gossip/"),
+    ("--routing stronger --stages 1,1", "planning/")])
+def test_what_is_not_of_the_papers_is_refused_in_one_line_without_its_folder(options, folder, six):
+    status, said = torchrun_alone(six, 2, "train.py", *options.split(), "--steps", "2", "--name", "x",
+                                  *map(str, SMALL))
+    assert status != 0 and not (six / "runs/x").exists()
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and f"needs the folder {folder} beside train.py" in lines[0], said
+
+
+def test_six_files_alone_plan_and_bench(six):
+    status, said = alone(six, "skippipe.py")
+    assert status == 0, said
+    status, said = torchrun_alone(six, 2, "bench_sync.py", "--params", "1e5", "--trials", "2")
+    assert status == 0 and "NoLoCo" in said, said
+    status, said = alone(six, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_minimal.py")
+    assert status == 0, said

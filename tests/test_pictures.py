@@ -4,7 +4,6 @@ import json
 import random
 import sys
 from collections import Counter, defaultdict
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +11,7 @@ from planning import pictures
 from planning.__main__ import main
 from planning.instance import published_network
 from planning.search import shorter_plan
-from plumbing.drawing import pyplot
-from plumbing.plans import KeptPlans
-from plumbing.processes import BadInput
+from planning.drawing import pyplot
 from skippipe import Network, check, full_paths, simulate
 from tests.oracles import random_network
 
@@ -170,78 +167,9 @@ def test_without_matplotlib_one_line_names_the_extra(tmp_path, monkeypatch, caps
 # ---------------------------------------------------------------- the plans that a run keeps
 
 
-class Routes:
-    """Of a run: the plan in force, and the ranks that live."""
-
-    def __init__(self, plan):
-        self.plan = plan
-
-    def in_force(self):
-        return self.plan
-
-    def living(self):
-        return [[0], [1], [2]]
-
-
-def run_of(folder, plan, step=0):
-    o = SimpleNamespace(microbatches=2, routing="skippipe", skip=0.0, seed=0, links=None)
-    job = SimpleNamespace(leads=True)
-    return SimpleNamespace(folder=folder, step=step, routes=Routes(plan), job=job, o=o)
-
-
-def a_plan(compute):
-    network = Network([[0.1] * 3] * 3, compute, [[0], [1], [2]])
-    found = shorter_plan(network, 3, 2, seconds=None, iterations=5)
-    return dict(paths=found.paths, order=found.order, makespan=found.makespan, planned="anew",
-                network={key: getattr(network, key) for key in ("delay", "compute", "stages")})
-
-
-def steps_of(folder):
-    return [row["step"] for row in json.loads((folder / "plan.json").read_text())]
-
-
-def test_a_run_keeps_its_plans_once_each(tmp_path):
-    run = run_of(tmp_path, a_plan(1.0))
-    kept = KeptPlans(run)
-    for run.step in range(1, 5):
-        kept.keep()
-    assert steps_of(tmp_path) == [0]
-    run.routes.plan = a_plan(2.0)           # after step 4, for the fifth one
-    for run.step in range(5, 9):
-        kept.keep()
-    assert steps_of(tmp_path) == [0, 4]
-    # What is resumed from step 3 goes on with the first plan; what is resumed from step 6 with the second.
-    again = run_of(tmp_path, a_plan(2.0), 6)
-    KeptPlans(again)
-    assert steps_of(tmp_path) == [0, 4]
-    again = run_of(tmp_path, a_plan(1.0), 3)
-    kept = KeptPlans(again)
-    assert steps_of(tmp_path) == [0]
-    again.routes.plan, again.step = a_plan(3.0), 4
-    kept.keep()
-    assert steps_of(tmp_path) == [0, 3] and [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-    first, = json.loads((tmp_path / "plan.json").read_text())[:1]
-    assert first["bound"] <= first["makespan"] and first["dead"] == []
-    again.routes.plan = a_plan(1.0)         # before any step was made by the other one
-    kept.step = 3
-    kept.keep()
-    assert steps_of(tmp_path) == [0]
-    (tmp_path / "plan.json").write_text("[{")
-    with pytest.raises(BadInput, match="plan.json is damaged: remove it"):
-        KeptPlans(again)
-
-
-def test_a_run_without_planned_paths_keeps_none(tmp_path):
-    KeptPlans(run_of(tmp_path, None)).keep()
-    other = run_of(tmp_path, a_plan(1.0))
-    other.job.leads = False
-    KeptPlans(other).keep()
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("options, told", [
     (["--plan", "kept.json", "--trace", "t.json", "--save", "s.json"], "drop --save"),
-    (["--plan", "results.json", "--trace", "t.json"], "a file of --results has no network"),
+    (["--plan", "results.json", "--trace", "t.json"], "results.json: is no plan.json of a run"),
     (["--picture", "x.png", "--trace", "x.png"], "both name x.png")])
 def test_what_a_kept_plan_cannot_have_is_one_line(options, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import re
-import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,13 +14,10 @@ import torch
 import train
 from model import Config, Llama
 from noloco import flatten
-from plumbing import spread
-from plumbing.inner import muon
-from plumbing.processes import Job
-from plumbing.report import Log, Meter
+from gossip.muon import muon
 from survive.parts import SurvivingJob
 from tests.harness import (HERE, SMALL, SMALL_CONFIG, assert_same, checkpoint, metrics, options, processes,
-                           run, torchrun)
+                           surviving, torchrun)
 from tests.oracles import heldout_loss, loaded
 
 
@@ -41,8 +37,6 @@ def test_every_method_trains_on_unequal_stages(how, trained, tmp_path):
     message = 2 * 32 * 32 * 4
     assert lines[-1]["pipeline_bytes"] == (12 * 2 * 2 * 4 + 3 * 2 * 4 * 2) * message
     assert (lines[-1]["weight_spread"] == 0) == torch.equal(*thetas[:2]) == (how == "ddp")
-    assert ("never synchronises them" in out) == (how == "local")
-    assert ("stages [1] have one replica each" in out) == (how != "local")
     for theta, layers in zip(thetas, ([0], [0], [1, 2, 3])):
         start, end = Llama(SMALL_CONFIG, layers, ends=0 in layers), loaded(theta, layers)
         moved = [not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True)]
@@ -79,7 +73,6 @@ def test_spread_and_held_out_losses_equal_one_process(sizes, trained, corpus, tm
     assert found == pytest.approx([min(losses), sum(losses) / count, max(losses)], rel=1e-5)
     means = [torch.stack([thetas[r] for r in ranks]).mean(0) for ranks in stages]
     assert line["merged_loss"] == pytest.approx(loss(*means), rel=1e-5) != line["heldout_loss"]
-    assert line["merged_perplexity"] == pytest.approx(math.exp(line["merged_loss"]))
 
 
 FEW = 500       # weights in a sample
@@ -87,39 +80,33 @@ FEW = 500       # weights in a sample
 
 def _few_places(argv):
     """train.py with a small sample."""
-    train.sampled_places = functools.partial(spread.sampled_places, sample=FEW)
+    train.SAMPLE = FEW
     train.main(argv)
 
 
-def test_replicas_compare_a_sample_of_weights_and_at_the_end_all(trained, tmp_path):
-    """What that sends is counted apart from what synchronises, by a resumed run likewise."""
+def test_replicas_compare_a_sample_of_weights_and_at_the_end_all(trained, tmp_path, monkeypatch):
     trained(3, "--method", "local", "--steps", 6, "--eval-every", 2, "--save-every", 2, "--lr", 0.01,
             main=_few_places)
     folder = tmp_path / "runs/x"
     thetas = {step: [checkpoint(folder, step, rank)["theta"] for rank in range(3)] for step in (4, 6)}
-    size = len(thetas[4][0])
-    places = spread.sampled_places(size, 0, FEW)
-    assert len(places) == FEW
-    before, middle, last = metrics(folder)
-    some, whole = spread_of(thetas[4], [[0, 1, 2]], places), spread_of(thetas[6], [[0, 1, 2]])
+    monkeypatch.setattr(train, "SAMPLE", FEW)
+    sample = train.sample_of(len(thetas[4][0]), 0)
+    assert len(sample) == FEW
+    _, middle, last = metrics(folder)
+    some, whole = spread_of(thetas[4], [[0, 1, 2]], sample), spread_of(thetas[6], [[0, 1, 2]])
     assert middle["weight_spread"] == pytest.approx(some, rel=1e-6)
     assert last["weight_spread"] == pytest.approx(whole, rel=1e-6)
-    ring = [3 * (2 * 2 * 8 * weights // 3) for weights in (len(places), size)]
-    assert [before["log_bytes"], middle["log_bytes"]] == [ring[0], 2 * ring[0]]
-    assert last["log_bytes"] == 2 * ring[0] + ring[1] and last["sync_bytes"] == 0
-    shutil.rmtree(folder / "checkpoints/00000006")
-    run(3, "--resume", folder, cwd=tmp_path, main=_few_places)
-    assert metrics(folder)[-1]["log_bytes"] == last["log_bytes"]
 
 
 def test_a_sample_is_the_same_for_all_and_its_error_small():
-    places = spread.sampled_places(10**6, 5)
-    assert torch.equal(places, spread.sampled_places(10**6, 5)) and len(places) == 65536
-    assert not torch.equal(places, spread.sampled_places(10**6, 6))
-    assert 0 <= places.min() and places.max() < 10**6
+    sample = train.sample_of(10**6, 5)
+    assert torch.equal(sample, train.sample_of(10**6, 5)) and len(sample) == 65536
+    assert not torch.equal(sample, train.sample_of(10**6, 6))
+    assert 0 <= sample.min() and sample.max() < 10**6
     squares = torch.randn(10**6, generator=torch.Generator().manual_seed(0)).square()
     # of the mean of these, whose standard deviation is sqrt(2)
-    assert abs(float(squares[places].mean() / squares.mean()) - 1) < 4 * (2 / 65536) ** 0.5
+    assert abs(float(squares[sample].mean() / squares.mean()) - 1) < 4 * (2 / 65536) ** 0.5
+    assert torch.equal(train.sample_of(100, 5), torch.arange(100))
 
 
 @pytest.mark.parametrize("method", ["ddp", "diloco --inner-steps 2", "noloco --inner-steps 3", "local"])
@@ -147,7 +134,7 @@ def _kept_weights(argv):
 def test_what_was_not_measured_is_null_and_a_process_alone_says_so(trained, tmp_path):
     out = trained(1, "--steps", 2, "--eval-every", 1)
     for line in metrics(tmp_path / "runs/x"):
-        assert line["weight_spread"] is None and line["merged_loss"] is None and line["compared"] == 0
+        assert line["weight_spread"] is None and line["merged_loss"] is None
     assert "no other replicas: nothing is synchronised, noloco trains one model alone" in out
     assert "spread" not in out and "merged" not in out and "outer step every" not in out
 
@@ -162,48 +149,44 @@ def _late_to_compare(argv):
         return real(self, key, ranks)
 
     SurvivingJob.meet = meet
-    train.main(argv)
+    surviving(argv)
 
 
 def test_a_spread_of_those_alone_who_came_in_time_is_none(trained, tmp_path):
     """All four answer, and one was not compared. At the end all are."""
-    out = trained(4, "--survive", 4, "--steps", 4, "--inner-steps", 2, "--eval-every", 2, "--lr", 0.01,
+    trained(4, "--survive", 4, "--steps", 4, "--inner-steps", 2, "--eval-every", 2, "--lr", 0.01,
                   main=_late_to_compare)
     first, last = [line for line in metrics(tmp_path / "runs/x") if "event" not in line]
     assert first["ranks"] == last["ranks"] == 4
-    assert first["weight_spread"] is None and first["compared"] == 3
-    assert last["weight_spread"] > 0 and last["compared"] == 4 and last["merged_loss"] > 0
-    assert "weight spread unknown (3 ranks came to compare)" in out
+    assert first["weight_spread"] is None and last["weight_spread"] > 0 and last["merged_loss"] > 0
 
 
-@pytest.mark.parametrize("survives, message, outlived", [
-    (False, "Connection closed by peer", False), (True, "a mistake of ours", False),
-    (True, "[/gloo/transport/tcp/pair.cc:525] Connection closed by peer", True)])
-def test_a_comparison_outlives_a_lost_peer_and_nothing_else(survives, message, outlived):
+@pytest.mark.parametrize("message, outlived", [
+    ("a mistake of ours", False), ("[/gloo/transport/tcp/pair.cc:525] Connection closed by peer", True)])
+def test_a_comparison_outlives_a_lost_peer_and_nothing_else(message, outlived):
     def meet(key, replicas):
         raise RuntimeError(message)
 
     job = SimpleNamespace(meet=meet)
-    job.outlives = functools.partial((SurvivingJob if survives else Job).outlives, job)
-    compare = functools.partial(spread.weight_spread, torch.ones(3), [0, 1], job, "key")
+    average = functools.partial(SurvivingJob.average, job, torch.ones(3), [0, 1], "key")
     if outlived:
-        assert compare() == spread.UNMEASURED
+        assert average() == (0.0, 0)
     else:
         with pytest.raises(RuntimeError, match=re.escape(message)):
-            compare()
+            average()
 
 
 def test_a_spread_is_of_all_that_answered_or_none():
     """Of two stages; rank 4, the last of its stage, has no replica."""
-    def row(squares, weights=2, compared=2):
-        return dict(squares=squares, weights=weights, compared=compared)
+    def row(squares, weights=2):
+        return dict(squares=squares, weights=weights)
 
-    stages = [[0, 1], [2, 3, 5], [4]]
-    rows = {0: row(1.0), 1: row(1.0), 2: row(3.0), 3: row(3.0), 4: spread.UNMEASURED}
-    assert spread.whole_spread(rows, stages) == (1.0, 4)
-    rows[5] = spread.UNMEASURED                                 # it answered
-    assert spread.whole_spread(rows, stages) == (None, 4)
-    assert spread.whole_spread({4: rows[4], 0: row(1.0)}, stages) == (None, 0)
+    stages, missed = [[0, 1], [2, 3, 5], [4]], row(0.0, 0)
+    rows = {0: row(1.0), 1: row(1.0), 2: row(3.0), 3: row(3.0), 4: missed}
+    assert train.weight_spread(rows, stages) == 1.0
+    rows[5] = missed                                            # it answered
+    assert train.weight_spread(rows, stages) is None
+    assert train.weight_spread({4: missed, 0: row(1.0)}, stages) is None
 
 
 def _lost(argv, steps):
@@ -228,42 +211,19 @@ def test_a_gradient_that_did_not_come_and_a_loss_of_no_tokens_are_null_and_no_ze
     assert first["gradient_norm"] == 2.5                        # of rank 0 alone
 
 
-@pytest.mark.parametrize("steps, said", [(100, True), (99, False)])
-def test_a_run_that_takes_long_says_early_how_long(steps, said, tmp_path, monkeypatch, capsys):
-    """By the pace of steps 6 to 20, each of which takes 2 s here, 3 s with its evaluation."""
-    run = SimpleNamespace(o=options("--steps", steps), job=Job(), folder=tmp_path, step=0, meter=Meter(),
-                          routes=SimpleNamespace(in_force=lambda: None))
-    log = Log(run)
-    clock = SimpleNamespace(perf_counter=lambda: 0.0)
-    monkeypatch.setattr("plumbing.report.time", clock)
-    run.meter.clock = 0.0
-    now = 0.0
-    for run.step in range(1, steps + 1):
-        now += 2.0 if run.step > 5 else 50.0
-        clock.perf_counter = lambda: now
-        log.progress(1.0, 1)
-        run.meter.pause()
-        now += 1.0
-        run.meter.go_on()
-    log.bar.close()
-    told = [line for line in capsys.readouterr().out.splitlines() if "at this pace" in line]
-    line = "step 20: the other 80 steps take about 3 min at this pace, without evaluations"
-    assert told == ([line] if said else [])
-
-
 @pytest.mark.parametrize("kind", ["--stages 4 --gamma 0.9", "--stages 4 --wire int8", "--stages 2,2"])
 def test_surviving_parts_give_the_plain_runs_losses_to_the_bit(kind, trained, tmp_path):
-    """While nobody fails, `--survive` changes nothing: neither a number of the log nor a weight."""
-    for name, seconds in (("plain", 0), ("surviving", 60)):
+    """While nobody fails, survive/ changes nothing: neither a number of the log nor a weight."""
+    for name, main in (("plain", train.main), ("outliving", surviving)):
         trained(4, *kind.split(), "--steps", 13, "--inner-steps", 3, "--alpha", 0.5, "--beta", 0.7, "--lr",
-                3e-3, "--warmup", 2, "--eval-every", 5, "--survive", seconds, "--name", name)
-    plain, surviving = (metrics(tmp_path / "runs" / name) for name in ("plain", "surviving"))
-    same = lambda line: {k: v for k, v in line.items() if "second" not in k and k not in ("held", "held_max")}
+                3e-3, "--warmup", 2, "--eval-every", 5, "--name", name, main=main)
+    plain, outliving = (metrics(tmp_path / "runs" / name) for name in ("plain", "outliving"))
+    same = lambda line: {k: v for k, v in line.items() if "second" not in k and k != "held"}
     assert [line["step"] for line in plain] == [5, 10, 13]
-    for a, b in zip(map(same, plain), map(same, surviving), strict=True):
+    for a, b in zip(map(same, plain), map(same, outliving), strict=True):
         assert a == b
         assert b["weight_spread"] > 0 == b["steps_alone"] == b["lost_microbatches"]
-    assert_same(tmp_path / "runs/plain", tmp_path / "runs/surviving", 13)
+    assert_same(tmp_path / "runs/plain", tmp_path / "runs/outliving", 13)
 
 
 @pytest.mark.parametrize("method", ["noloco --inner-steps 2", "ddp"])
@@ -310,7 +270,9 @@ def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
     grad = train.flat_gradient(model, flatten(model.parameters()))
     grad.normal_(generator=torch.Generator().manual_seed(0))
     before, lr = copy.deepcopy(model.state_dict()), 1e-3
-    muon(model).step(lr)
+    for optimizer in muon(model):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
     moved = {name: (p.detach() - before[name]) / lr for name, p in model.named_parameters()}
     matrices = [d for name, d in moved.items() if "layers" in name and d.ndim == 2]
     others = [d for name, d in moved.items() if "layers" not in name or d.ndim == 1]
@@ -322,27 +284,3 @@ def test_muon_moves_matrices_as_far_as_adam_would_and_adam_all_else():
     assert all(float(d.square().mean().sqrt()) == pytest.approx(0.2, rel=0.3) for d in matrices)
     assert all(torch.allclose(d.abs(), torch.ones_like(d), atol=1e-2) for d in others)
     assert all((moved[name] * p.grad).sum() < 0 for name, p in model.named_parameters())
-
-
-def test_a_reset_muon_is_a_new_one_and_takes_no_settings_from_a_state():
-    def moved(reset):
-        """By the second step, of another gradient."""
-        model = Llama(Config(num_hidden_layers=1))
-        theta = flatten(model.parameters())
-        theta.grad = train.flat_gradient(model, theta)
-        optimizer, draw = muon(model, 0.5), torch.Generator().manual_seed(0)
-        for step in range(2):
-            before = copy.deepcopy(model.state_dict())
-            theta.grad.normal_(generator=draw)
-            if step and reset:
-                optimizer.reset()
-            optimizer.step(1e-2)
-        return {name: p.detach() - before[name] for name, p in model.named_parameters()}, optimizer
-
-    # all that it remembers of the first step is gone: its second is the step of a new one
-    (ours, _), (again, optimizer) = moved(False), moved(True)
-    assert all(not torch.equal(again[name], d) for name, d in ours.items())
-    assert all(float(v["step"]) == 1 for v in optimizer.parts[1].state.values())
-    other = muon(Llama(Config(num_hidden_layers=1)), 0.9)
-    other.load_state_dict(optimizer.state_dict())
-    assert other.parts[1].param_groups[0]["betas"] == (0.9, 0.9)        # a new --beta2 holds
