@@ -23,6 +23,13 @@ def test_every_equation_constraint_and_figure_has_a_heading():
     assert missing == []
 
 
+def test_inline_mathematics_has_nothing_that_markdown_would_unescape():
+    """GitHub takes the backslash from \\, and its like between dollars; not in blocks."""
+    text = re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S)
+    assert text.count("$") > 100 and text.count("$") % 2 == 0
+    assert re.findall(r"\\[^A-Za-z]", text) == []
+
+
 def test_every_test_that_the_page_names_is_there():
     there = set()
     for file in (HERE / "test_minimal.py", *HERE.glob("tests/test_*.py")):
