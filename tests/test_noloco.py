@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import noloco
-from noloco import NoLoCo, flatten
+from noloco import NoLoCo
 from train import BadInput, gloo_interface
 from test_minimal import brute_force, inner, small_model
 from tests.harness import HERE, gloo, processes
@@ -53,22 +53,46 @@ def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
         NoLoCo(p.detach() for p in model.parameters())
 
 
+# ---------------- replicas that are only some of the processes
+
+
+@gloo
+def _some_ranks(rank, world, kind):
+    """Ranks 1 and 2 are replicas, with gamma different from beta; the others never hear of it."""
+    if rank in (1, 2):
+        model = torch.nn.Linear(3, 3)
+        outer = kind(model.parameters(), ranks=[1, 2], inner_steps=1, alpha=0, beta=1, gamma=1.5)
+        for _ in range(3):
+            model.weight.data.add_(torch.randn(3, 3, generator=torch.Generator().manual_seed(rank)))
+            outer.step()
+        outer.settle()
+        return True
+
+
+@pytest.mark.parametrize("kind", [NoLoCo, phi_ahead])
+def test_other_processes_need_not_construct_it(kind):
+    assert processes(4, _some_ranks, kind) == [None, True, True, None]
+
+
+# ---------------- the flat vector, its pieces, and its state
+
+
 def test_flatten_keeps_values_pads_and_refuses():
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
     before = [p.detach().clone() for p in model.parameters()]
-    theta = flatten(model.parameters())
+    theta = noloco.flatten(model.parameters())
     assert theta.numel() == 16 * 4 and theta.count_nonzero() == 15 + 5 + 10 + 2
     for p, old in zip(model.parameters(), before):
         assert torch.equal(p, old) and p.data_ptr() % 64 == theta.data_ptr() % 64
     theta.zero_()
     assert not any(p.any() for p in model.parameters())
-    assert flatten(torch.nn.ParameterList([torch.ones(0), torch.ones(3)])).numel() == 16
+    assert noloco.flatten(torch.nn.ParameterList([torch.ones(0), torch.ones(3)])).numel() == 16
     tied = torch.nn.Linear(4, 4)
-    assert flatten([tied.weight, tied.weight]).numel() == 16
+    assert noloco.flatten([tied.weight, tied.weight]).numel() == 16
     half = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
     for bad in ([], half):
         with pytest.raises(ValueError, match="give trainable float32 parameters"):
-            flatten(bad)
+            noloco.flatten(bad)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -123,27 +147,6 @@ def _state_dict(rank, world, kind):
 def test_state_dict_round_trips_to_the_bit(kind):
     for whole, resumed in processes(4, _state_dict, kind):
         assert whole == resumed
-
-
-# ---------------- replicas that are only some of the processes
-
-
-@gloo
-def _some_ranks(rank, world, kind):
-    """Ranks 1 and 2 are replicas, with gamma different from beta; the others never hear of it."""
-    if rank in (1, 2):
-        model = torch.nn.Linear(3, 3)
-        outer = kind(model.parameters(), ranks=[1, 2], inner_steps=1, alpha=0, beta=1, gamma=1.5)
-        for _ in range(3):
-            model.weight.data.add_(torch.randn(3, 3, generator=torch.Generator().manual_seed(rank)))
-            outer.step()
-        outer.settle()
-        return True
-
-
-@pytest.mark.parametrize("kind", [NoLoCo, phi_ahead])
-def test_other_processes_need_not_construct_it(kind):
-    assert processes(4, _some_ranks, kind) == [None, True, True, None]
 
 
 # ---------------- other people's trainers: the recipes of docs/
