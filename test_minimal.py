@@ -1,60 +1,114 @@
-"""Each numbered equation of the two papers, and each claim of this code, against its oracle.
+"""What the two papers claim, a test for each: equations, constraints, published figures.
 
-Under a minute:
+In the papers' order, NoLoCo (arXiv 2506.10911) before SkipPipe (2502.19913). Under a minute:
 
     python -m pytest -q test_minimal.py
 
-`make test` runs these and tests/, which has a file for each part of the code.
+It needs the five files beside it, torch, einops, tqdm and pytest. Where a claim needs processes,
+five are started once. docs/annotated.md shows the code that each test is about.
 """
-
-import contextlib
-import io
 import itertools
+import math
+import multiprocessing
 import random
 from collections import Counter
-from concurrent.futures import Future
-from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import bench_sync
-import noloco
 import skippipe
 import train
-from model import Config, Llama, count_parameters
-from noloco import DiLoCo, NoLoCo, flatten, outer_update, random_groups
-from gossip.delay import Delayed, PhiAhead
-from gossip.window import gamma_bound
-from planning.bound import tighter_bound
-from planning.instance import published_network
-from planning.search import shorter_plan
-from skippipe import Deadlock, Network, full_paths, random_paths, simulate
-from tests.harness import SMALL, SMALL_CONFIG, checkpoint, gloo, processes, run, write_corpus
-from tests.oracles import (
-    PUBLISHED_ROUTES, any_paths, assert_possible, every_order, numbered, random_network,
-    reference_logits, replay, valid_combinations, worst_gradient,
-)
+from model import Config, Llama
+from noloco import DiLoCo, NoLoCo, outer_update, random_groups
+from skippipe import Network, chain, full_paths, kind, random_paths, simulate
+
+MOST = 5        # processes that a test asks for
 
 
-# ---------------- NoLoCo: N1 to N3, the draw, the exchange, DiLoCo
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """ranks(world, function, *args): [function(rank, *args) on each of so many processes]."""
+    numbers = itertools.count()
+    with multiprocessing.get_context("forkserver").Pool(MOST) as pool:
+        def run(world, function, *args):
+            meeting = tmp_path_factory.mktemp("meeting") / str(next(numbers))
+            calls = [(rank, world, meeting, function, args) for rank in range(world)]
+            return pool.starmap_async(as_rank, calls, chunksize=1).get(timeout=600)
+        yield run
+
+
+def as_rank(rank, world, meeting, function, args):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world,
+                            timeout=timedelta(seconds=300))
+    try:
+        result = function(rank, *args)
+        dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
+
+
+# ================ NoLoCo: the outer step
+
+
+def brute_force(thetas, phis, deltas, alpha, beta, gamma):
+    """N1 to N3 as printed, for one group, a replica a row: (phis, deltas)."""
+    Deltas = thetas - phis                                                              # N1
+    pull = phis - phis.mean(0)
+    deltas = alpha * deltas + beta * Deltas.mean(0) - gamma * pull                      # N2
+    return phis + deltas, deltas                                                        # N3
+
+
+@pytest.mark.parametrize("n", [2, 3, 16])
+def test_n1_n2_n3(n):
+    """Eqs. 1 to 3, in float64. The sign of beta is that of the appendix."""
+    draw = random.Random(n)
+    for _ in range(20):
+        alpha, beta, gamma = draw.random(), 2 * draw.random(), 2 * draw.random()
+        thetas, phis, deltas = torch.randn(3, n, 16, dtype=torch.float64)
+        want = brute_force(thetas, phis, deltas, alpha, beta, gamma)
+        for i in range(n):
+            phi, delta = phis[i].clone(), deltas[i].clone()
+            outer_update(phi, delta, thetas.mean(0), phis.mean(0), alpha, beta, gamma)
+            assert torch.allclose(phi, want[0][i], rtol=0, atol=1e-14)
+            assert torch.allclose(delta, want[1][i], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("n", [2, 3, 16])
+def test_where_gamma_is_beta_theta_alone_need_travel(n):
+    """Any vector may stand for mean(phi), a replica's own phi too: it cancels in N2."""
+    thetas, phis, deltas = torch.randn(3, n, 16, dtype=torch.float64)
+    want = brute_force(thetas, phis, deltas, alpha=0.5, beta=0.7, gamma=0.7)
+    for i in range(n):
+        phi, delta = phis[i].clone(), deltas[i].clone()
+        outer_update(phi, delta, thetas.mean(0), phi, alpha=0.5, beta=0.7, gamma=0.7)
+        assert torch.allclose(phi, want[0][i], rtol=0, atol=1e-14)
+        assert torch.allclose(delta, want[1][i], rtol=0, atol=1e-14)
+
+
+# ================ NoLoCo: who meets whom
 
 
 @pytest.mark.parametrize("count, size", [
     (1, 2), (2, 2), (3, 2), (7, 2), (8, 3), (9, 4), (5, 9), (64, 2),
 ])
-def test_random_groups_are_a_partition(count, size):
-    ranks = list(range(10, 10 + count))
+def test_groups_are_a_partition_on_which_all_agree(count, size):
+    replicas = list(range(10, 10 + count))
     for step in range(20):
-        groups = random_groups(ranks, size, step, seed=1)
-        assert sorted(r for g in groups for r in g) == ranks
+        groups = random_groups(replicas, size, step, seed=1)
+        assert sorted(r for group in groups for r in group) == replicas
         assert len(groups) == max(1, count // size)
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
-        assert groups == random_groups(tuple(ranks), size, step, seed=1)
+        assert groups == random_groups(tuple(replicas), size, step, seed=1)
 
 
-def test_random_groups_are_uniform():
+def test_groups_are_uniformly_random():
     draws = 6000
     pairs = Counter(g for step in range(draws) for g in random_groups(range(6), 2, step, seed=0))
     expected = draws * 3 / 15  # each of the 15 pairs is in a fifth of the partitions
@@ -69,68 +123,7 @@ def test_random_groups_are_uniform():
     assert equal < 60  # another stage draws independently: equal by chance in 1 of 15
 
 
-def brute_force(thetas, phis, deltas, alpha, beta, gamma):
-    """N1 to N3 for one group in float64, literally."""
-    n = len(phis)
-    mean_Delta = sum(t - p for t, p in zip(thetas, phis)) / n
-    mean_phi = sum(phis) / n
-    deltas = [alpha * d + beta * mean_Delta - gamma * (p - mean_phi) for d, p in zip(deltas, phis)]
-    return [p + d for p, d in zip(phis, deltas)], deltas
-
-
-@pytest.mark.parametrize("n", [2, 3, 16])
-def test_outer_update_is_n1_to_n3_and_where_gamma_is_beta_n2_prime(n):
-    """In float64, of one group. (N2'): with gamma = beta it suffices to send theta."""
-    draw = random.Random(n)
-    for _ in range(20):
-        alpha, beta, gamma = draw.random(), 2 * draw.random(), 2 * draw.random()
-        thetas, phis, deltas = torch.randn(3, n, 16, dtype=torch.float64)
-        mean_theta = thetas.mean(0)
-        for pull, mean_phi in ((gamma, phis.mean(0)), (beta, None)):
-            want_phis, want_deltas = brute_force(thetas, phis, deltas, alpha, beta, pull)
-            for i in range(n):
-                phi, delta = phis[i].clone(), deltas[i].clone()
-                others = phi if mean_phi is None else mean_phi
-                outer_update(phi, delta, mean_theta, others, alpha, beta, pull)
-                assert torch.allclose(delta, want_deltas[i], rtol=0, atol=1e-14)
-                assert torch.allclose(phi, want_phis[i], rtol=0, atol=1e-14)
-                if mean_phi is None:
-                    n2_prime = alpha * deltas[i] + beta * (mean_theta - phis[i])
-                    assert torch.allclose(delta, n2_prime, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-@pytest.mark.parametrize("gamma", [0.7, 0.0, 1.1])
-def test_outer_step_equals_float64_brute_force(n, gamma):
-    torch.manual_seed(n)
-    size = (3 << 17) + 5  # several pieces, the last one odd
-    phis = torch.randn(n, size, dtype=torch.float64).float()
-    thetas = torch.randn(n, size, dtype=torch.float64).float()
-    deltas = torch.randn(n, size, dtype=torch.float64).float()
-    want_phi, want_delta = brute_force(
-        thetas.double(), phis.double(), deltas.double(), 0.5, 0.7, gamma)
-    padded = [torch.nn.functional.pad(v, (0, -size % 16)) for v in [*thetas, *phis]]
-    for i in range(n):
-        parameter = torch.nn.Parameter(thetas[i].clone())
-        outer = NoLoCo([parameter], gamma=gamma)
-        outer.phi[:size] = phis[i]
-        outer.delta[:size] = deltas[i]
-        came = padded[n:] if gamma != 0.7 else []
-        outer.outer_step(outer.theta, padded[:n], came)
-        found = outer.phi[:size], outer.delta[:size], parameter
-        for got, want in zip(found, (want_phi[i], want_delta[i], want_phi[i])):
-            assert torch.allclose(got.double(), want, rtol=0, atol=4e-6)
-
-
-def no_collectives():
-    """From here on a collective in this process is an error."""
-
-    def refuse(*_, **__):
-        raise AssertionError("a collective in NoLoCo's training path")
-
-    for name in ("all_reduce", "all_gather", "broadcast", "reduce", "barrier",
-                 "all_gather_object", "broadcast_object_list"):
-        setattr(noloco.dist, name, refuse)
+# ================ NoLoCo: the whole algorithm, beside all replicas simulated in float64
 
 
 def small_model(rank, seed=0):
@@ -149,193 +142,163 @@ def inner(model, optimizer, x, y):
     optimizer.step()
 
 
-def phi_ahead(*args, **settings):
-    return PhiAhead(NoLoCo(*args, **settings))
-
-
-@gloo
-def _noloco(rank, world, kind, kwargs, steps, still=()):
-    """still: the inner steps without a gradient."""
+def train_replica(rank, kind, settings, steps):
+    """(its weights, the bytes that it sent)."""
     model, xs, ys = small_model(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    outer = kind(model.parameters(), **kwargs)
-    barrier = dist.barrier                              # the harness's own, put back below
-    outers = getattr(outer, "outers", [outer])          # Fragments has several
-    inmost = getattr(outers[0], "outer", outers[0])     # Delayed and PhiAhead are around one
-    if not isinstance(inmost, DiLoCo):
-        no_collectives()
+    outer = kind(model.parameters(), **settings)
     for step in range(steps):
-        if step not in still:
-            inner(model, optimizer, xs[step], ys[step])
-        outer.step()
-    dist.barrier = barrier
-    outer.settle()
-    return [p.detach().numpy() for p in model.parameters()], outer.bytes_sent
-
-
-def simulated(world, steps, m, n, gamma=0.7, seen=lambda theta, phi, own: theta, alpha=0.5,
-              beta=0.7, delay=0):
-    """Every replica's tensors at the end, in float64.
-
-    seen: what a replica reads of a partner's theta. delay: inner steps from a departure to its
-    merge, where theta becomes phi plus what was learnt since (gossip/delay.py).
-    """
-    models = [small_model(r) for r in range(world)]
-    replicas = [list(model.double().parameters()) for model, *_ in models]
-    optimizers = [torch.optim.SGD(tensors, lr=0.05) for tensors in replicas]
-    phis = copies(replicas)
-    deltas = copies(replicas)
-    for delta in itertools.chain(*deltas):
-        delta.zero_()
-    after = []                      # every replica's tensors after each inner step
-    for step in range(steps):
-        for optimizer, (model, xs, ys) in zip(optimizers, models):
-            inner(model, optimizer, xs[step].double(), ys[step].double())
-        left = step - delay         # when what would merge now has left
-        if left >= 0 and (left + 1) % m == 0:
-            thetas = after[left] if delay else copies(replicas)
-            for group in random_groups(range(world), n, left // m, 0):
-                merge(group, replicas, thetas, phis, deltas, seen, alpha, beta, gamma)
-        after.append(copies(replicas))
-    return after[-1]
-
-
-def copies(replicas):
-    """Of every replica's tensors."""
-    return [clones(tensors) for tensors in replicas]
-
-
-def clones(tensors):
-    return [p.detach().clone() for p in tensors]
-
-
-def merge(group, replicas, thetas, phis, deltas, seen, alpha, beta, gamma):
-    """The outer step of one group: phi, delta and the replicas' tensors change in place."""
-    before = {o: (list(phis[o]), list(deltas[o])) for o in group}
-    for r, i in itertools.product(group, range(len(replicas[0]))):
-        read = []                   # what replica r has of each member's theta
-        for o in group:
-            theta = thetas[o][i]
-            read.append(theta if o == r else seen(theta, before[o][0][i], thetas[r][i]))
-        group_phis = [before[o][0][i] for o in group]
-        group_deltas = [before[o][1][i] for o in group]
-        new_phis, new_deltas = brute_force(read, group_phis, group_deltas, alpha, beta, gamma)
-        own = group.index(r)
-        phis[r][i] = new_phis[own]
-        deltas[r][i] = new_deltas[own]
-        replicas[r][i].data.add_(phis[r][i] - thetas[r][i])
-
-
-def assert_replicas(found, want, atol=2e-6):
-    """The tensors that processes return are those of a simulation."""
-    for (tensors, _), wanted in zip(found, want, strict=True):
-        for got, tensor in zip(tensors, wanted, strict=True):
-            assert torch.allclose(torch.from_numpy(got).double(), tensor, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("kind, n, gamma", [
-    (NoLoCo, 2, 0.7), (NoLoCo, 2, 1.0), (NoLoCo, 4, 0.7), (phi_ahead, 2, 1.0), (phi_ahead, 3, 0.4),
-])
-def test_processes_equal_float64_simulation(kind, n, gamma):
-    world = 5 if n == 3 else 4
-    steps = 12
-    m = 3
-    found = processes(world, _noloco, kind, dict(inner_steps=m, group_size=n, gamma=gamma), steps)
-    want = simulated(world, steps, m, n, gamma)
-    assert_replicas(found, want)
-    if n == 2 and gamma == 0.7:  # theta only: one message of the padded vector each outer step
-        padded = sum(-(-p.numel() // 16) * 16 for p in want[0])
-        assert [sent for _, sent in found] == [4 * padded * steps // m] * world
-
-
-@gloo
-def _everyone(rank, world, method, kwargs):
-    model, xs, ys = small_model(rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    outer = method(model.parameters(), inner_steps=2, alpha=0.3, **kwargs)
-    for step in range(8):
         inner(model, optimizer, xs[step], ys[step])
         outer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return outer.theta.tolist(), outer.bytes_sent
 
 
-def test_a_group_of_everyone_equals_diloco():
-    gossip = processes(3, _everyone, NoLoCo, dict(group_size=3, gamma=1.2))
-    allreduce = processes(3, _everyone, DiLoCo, {})
-    # to the bit
-    assert gossip[0] == gossip[1] == gossip[2] and allreduce[0] == allreduce[1] == allreduce[2]
-    assert torch.allclose(torch.tensor(gossip[0]), torch.tensor(allreduce[0]), rtol=0, atol=1e-6)
+def flat_replicas(world):
+    """(models with their data, theta): in float64, each model's weights in a row of theta."""
+    models = [small_model(rank) for rank in range(world)]
+    lengths = [-(-p.numel() // 16) * 16 for p in models[0][0].parameters()]     # as in `flatten`
+    theta = torch.zeros(world, sum(lengths), dtype=torch.float64)
+    for (model, *_), row in zip(models, theta):
+        for p, place in zip(model.parameters(), row.split(lengths)):
+            p.data = place[:p.numel()].view(p.shape).copy_(p.detach())
+    return models, theta
 
 
-@gloo
-def _state_dict(rank, world, kind):
-    """Interrupt after 5 of 12 steps, rebuild all from the state dicts, go on: as if nothing had
-    happened."""
-    results = []
-    for stop in (None, 5):
-        model, xs, ys = small_model(rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        outer = kind(model.parameters(), inner_steps=3, gamma=1.0)
-        for step in range(12):
-            if step == stop:
-                kept = io.BytesIO()
-                torch.save([model.state_dict(), outer.state_dict()], kept)
-                outer.settle()  # phi is on its way to the partners of the next outer step
-                kept.seek(0)
-                weights, state = torch.load(kept, weights_only=True)
-                model, *_ = small_model(rank, seed=9)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-                outer = kind(model.parameters(), inner_steps=3, gamma=1.0)
-                model.load_state_dict(weights)
-                outer.load_state_dict(state)
-            inner(model, optimizer, xs[step], ys[step])
-            outer.step()
-        results.append([p.tolist() for p in model.parameters()])
-        outer.settle()
-    return results
+def simulated(world, steps, m, n, gamma, alpha=0.5, beta=0.7):
+    """Every replica's weights at the end, in rows."""
+    models, theta = flat_replicas(world)
+    phi, delta = theta.clone(), torch.zeros_like(theta)
+    for step in range(steps):
+        for model, xs, ys in models:
+            sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+            inner(model, sgd, xs[step].double(), ys[step].double())
+        if (step + 1) % m == 0:
+            for group in random_groups(range(world), n, step // m, seed=0):
+                rows = list(group)
+                phi[rows], delta[rows] = brute_force(theta[rows], phi[rows], delta[rows],
+                                                     alpha, beta, gamma)
+                theta[rows] = phi[rows]
+    return theta
 
 
-@pytest.mark.parametrize("kind", [NoLoCo, phi_ahead])
-def test_state_dict_round_trips_to_the_bit(kind):
-    for whole, resumed in processes(4, _state_dict, kind):
-        assert whole == resumed
+@pytest.mark.parametrize("world, n, gamma", [(4, 2, 0.7), (4, 2, 1.0), (5, 3, 0.4), (4, 4, 0.7)])
+def test_processes_equal_a_simulation_of_all_replicas(world, n, gamma, ranks):
+    settings = dict(inner_steps=3, group_size=n, gamma=gamma)
+    found = ranks(world, train_replica, NoLoCo, settings, 12)
+    want = simulated(world, steps=12, m=3, n=n, gamma=gamma)
+    for (theta, _), row in zip(found, want, strict=True):
+        assert torch.allclose(torch.tensor(theta).double(), row, rtol=0, atol=2e-6)
+    if n == 2:      # theta travels, and phi where gamma is not beta; 4 outer steps
+        vectors = 1 if gamma == 0.7 else 2
+        assert [sent for _, sent in found] == [4 * vectors * 4 * want.shape[1]] * world
 
 
-def test_delayed_plain_averaging_keeps_the_mean_but_for_what_is_learnt_meanwhile():
-    params = [[torch.nn.Parameter(torch.randn(1000))] for _ in range(2)]
-    replicas = [Delayed(NoLoCo(own, inner_steps=1, alpha=0.0, beta=1.0), delay=1) for own in params]
-    thetas = [delayed.outer.theta for delayed in replicas]
-    for delayed in replicas:
-        delayed.step()                      # theta leaves
-    for delayed, theta in zip(replicas, thetas):
-        delayed.flying = Future()
-        delayed.flying.set_result(([other.sent.clone() for other in replicas], []))
-        theta.add_(torch.randn_like(theta))
-    want = sum(thetas)
-    for delayed in replicas:
-        delayed.step()                      # the two thetas land
-    assert torch.allclose(sum(thetas), want, rtol=0, atol=1e-5)
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce", "barrier", "all_gather_object",
+               "broadcast_object_list")
 
 
-def test_flatten_keeps_values_pads_and_refuses():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
-    before = [p.detach().clone() for p in model.parameters()]
-    theta = flatten(model.parameters())
-    assert theta.numel() == 16 * 4 and theta.count_nonzero() == 15 + 5 + 10 + 2
-    for p, old in zip(model.parameters(), before):
-        assert torch.equal(p, old) and p.data_ptr() % 64 == theta.data_ptr() % 64
-    theta.zero_()
-    assert not any(p.any() for p in model.parameters())
-    assert flatten(torch.nn.ParameterList([torch.ones(0), torch.ones(3)])).numel() == 16
-    tied = torch.nn.Linear(4, 4)
-    assert flatten([tied.weight, tied.weight]).numel() == 16
-    half = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
-    for bad in ([], half):
-        with pytest.raises(ValueError, match="give trainable float32 parameters"):
-            flatten(bad)
+def train_without_collectives(rank):
+    """The bytes that this replica sends point to point."""
+    forbidden = mock.Mock(side_effect=AssertionError("a collective in NoLoCo's training path"))
+    with mock.patch.multiple(dist, **dict.fromkeys(COLLECTIVES, forbidden)):
+        _, sent = train_replica(rank, NoLoCo, dict(inner_steps=2), steps=8)
+    return sent
 
 
-# ---------------- NoLoCo: Theorem 1 and the bound on gamma, on the quadratic loss
+def test_no_step_needs_a_collective(ranks):
+    assert min(ranks(4, train_without_collectives)) > 0
+
+
+def test_diloco_is_the_group_of_all(ranks):
+    """phi is then equal everywhere, and gamma's term vanishes, however large gamma is."""
+    gossip = ranks(3, train_replica, NoLoCo, dict(inner_steps=2, group_size=3, gamma=1.2), 8)
+    reduced = ranks(3, train_replica, DiLoCo, dict(inner_steps=2, alpha=0.5), 8)
+    for found in (gossip, reduced):
+        assert found[0][0] == found[1][0] == found[2][0]        # to the bit
+    assert gossip[0][0] == pytest.approx(reduced[0][0], abs=1e-6)
+
+
+# ================ NoLoCo: random pipeline routing, and what it must not change
+
+
+def test_random_routing_permutes_the_replicas_at_every_boundary():
+    stages = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    orders = Counter()
+    for step in range(2400):
+        paths = random_paths(stages, 1, step, seed=0)
+        assert paths == random_paths(stages, 1, step, seed=0)       # no message is needed
+        columns = [sorted(column) for column in zip(*paths)]
+        assert columns == stages                                    # each replica once
+        first = tuple(path[1] for path in paths)
+        second = tuple(path[2] - 4 for path in paths)
+        orders[first, second] += 1
+    firsts = Counter()
+    for (first, _), count in orders.items():
+        firsts[first] += count
+    assert len(firsts) == math.factorial(4) and max(firsts.values()) < 1.5 * 2400 / 24
+    equal = sum(count for (first, second), count in orders.items() if first == second)
+    assert equal < 2 * 2400 / 24        # the boundaries are drawn apart: equal in 1 of 24
+
+
+def run_pipeline(rank, stages, paths):
+    """The gradient of each parameter, summed over this rank's microbatches."""
+    stage = next(s for s, members in enumerate(stages) if rank in members)
+    model = Llama(LLAMA, layers=[stage], ends=stage == 0)
+    job = SimpleNamespace(rank=rank, device=torch.device("cpu"), nccl=False)
+    pipeline = train.Pipeline(model, job, stages, (2, 8, LLAMA.hidden_size))
+    mine = {u: microbatch(u) for u, path in enumerate(paths) if path[0] == rank}
+    pipeline.run(paths, mine)
+    gradients = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            gradients[name] = p.grad.numpy()
+    return gradients
+
+
+LLAMA = Config(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
+               num_hidden_layers=3)
+
+
+def microbatch(u):
+    """2 sequences of 8 tokens, and the targets."""
+    return torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(u))
+
+
+def data_parallel_gradient(stages, paths):
+    """{name: the gradient} of a whole model in float64, summed over all microbatches. Each leaves
+    out the layers that its path skips, and takes the others in the path's order."""
+    model = Llama(LLAMA).double()
+    stage_of = {r: s for s, members in enumerate(stages) for r in members}
+    layers = dict(model.model.layers)
+    for u, path in enumerate(paths):
+        tokens = microbatch(u)
+        visited = {str(stage_of[r]): layers[str(stage_of[r])] for r in path}
+        model.model.layers = torch.nn.ModuleDict(visited)
+        model.loss(model.blocks(model.embed(tokens[:, :-1])), tokens[:, 1:]).backward()
+    model.model.layers = torch.nn.ModuleDict(layers)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+TWO_ONE_TWO = [[0, 1], [2], [3, 4]]     # the ranks of three stages
+
+
+@pytest.mark.parametrize("paths", [
+    full_paths(TWO_ONE_TWO, 3), random_paths(TWO_ONE_TWO, 3, step=5, seed=0),
+    [(0, 3), (1, 2), (0, 4), (1, 4, 2)],
+], ids=["full", "random", "skipping, swapping"])
+def test_pipelines_have_the_gradient_of_data_parallelism(paths, ranks):
+    """Whatever the paths, a stage's replicas together have the gradient of whole models."""
+    total = Counter()
+    for gradients in ranks(5, run_pipeline, TWO_ONE_TWO, paths):
+        for name, gradient in gradients.items():
+            total[name] = torch.from_numpy(gradient).double() + total[name]
+    want = data_parallel_gradient(TWO_ONE_TWO, paths)
+    assert set(total) == set(want)
+    for name, gradient in want.items():
+        assert (total[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+# ================ NoLoCo: Theorem 1, on the quadratic loss
 
 
 def quadratic_run(replicas, dims, m, omega, alpha, beta, gamma, steps, n=2, noise=1.0, start=0.0,
@@ -372,14 +335,14 @@ def quadratic_run(replicas, dims, m, omega, alpha, beta, gamma, steps, n=2, nois
     return phi, history
 
 
-def test_theorem_1_mean_goes_to_zero():
+def test_theorem_1_the_mean_goes_to_the_optimum():
     _, history = quadratic_run(64, 64, m=5, omega=0.05, alpha=0.5, beta=0.7, gamma=0.7, steps=120,
                                start=3.0)
     late = [mean for mean, _ in history[-40:]]
     assert abs(sum(late) / 40) < 0.02 and abs(history[0][0]) > 2
 
 
-def test_theorem_1_spread_grows_as_omega_squared():
+def test_theorem_1_the_spread_grows_as_the_rate_squared():
     omegas, spreads = [1e-4, 2e-4, 4e-4, 8e-4], []  # m omega Lambda << 1
     for omega in omegas:
         _, history = quadratic_run(64, 64, m=5, omega=omega, alpha=0.5, beta=0.7, gamma=0.7,
@@ -391,223 +354,18 @@ def test_theorem_1_spread_grows_as_omega_squared():
     assert abs(slope - 2) < 0.1
 
 
-@pytest.mark.parametrize("alpha, n", [(0.5, 2), (0.3, 2), (0.8, 2), (0.5, 4)])
-def test_gamma_bound_separates_decay_from_growth(alpha, n):
-    for factor, grows in ((0.9, False), (1.1, True)):
-        # beta tiny: Delta's pull, which widens the bound a little, is left out; noise-free
-        gamma = factor * gamma_bound(alpha, n)
-        _, history = quadratic_run(256, 32, 1, 1e-9, alpha, beta=1e-9, gamma=gamma, steps=160, n=n,
-                                   noise=0)
-        growth = history[-1][1] / history[20][1]
-        assert growth > 10 if grows else growth < 0.1
-    assert gamma_bound(alpha, 2) == pytest.approx(2 * (1 - alpha**2))
+# ================ NoLoCo: Fig. 5A, a tree of all replicas beside a pair
 
 
-# ---------------- the model
+@pytest.mark.parametrize("spread", [0, 0.5, 2.0])
+def test_b1_times_of_messages(spread):
+    t = bench_sync.messages((1 << 20,), spread, torch.Generator().manual_seed(0)).double()
+    assert t.mean().item() == pytest.approx(1, abs=0.02)
+    assert t.std().item() == pytest.approx(spread, rel=0.05)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_logits_equal_independent_float64_llama(kv_heads):
-    config = Config(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=kv_heads,
-    )
-    model = Llama(config, seed=3)
-    with torch.no_grad():
-        for p in model.parameters():  # gains and weights far from their start, so that each matters
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.2)
-    tokens = torch.randint(50, (1, 9), generator=torch.Generator().manual_seed(0))
-    doubles = {name: weights.double() for name, weights in model.state_dict().items()}
-    want = reference_logits(tokens[0], doubles, config)
-    assert torch.allclose(model(tokens)[0].double(), want, rtol=1e-4, atol=1e-4)
-    targets = torch.randint(50, (1, 9), generator=torch.Generator().manual_seed(1))
-    loss = model.loss(model.blocks(model.embed(tokens)), targets)
-    logs = want.log_softmax(-1)[range(9), targets[0]]
-    assert loss.item() == pytest.approx(-logs.sum().item(), rel=1e-5)
-    assert count_parameters(config)[0] == sum(p.numel() for p in model.parameters())
-
-
-# ---------------- paths and the executor
-
-
-def test_message_lists_replayed_as_blocking_fifo_channels_finish():
-    r = random.Random(0)
-    for trial in range(400):
-        sizes = [r.randint(1, 4) for _ in range(r.randint(1, 5))]
-        stages = numbered(sizes)
-        count = r.randint(1, 5)
-        paths = any_paths(stages, count, r) if trial % 2 else random_paths(stages, count, trial, 0)
-        assert replay(paths, range(sum(sizes))), f"deadlock: {paths}"
-
-
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 1, 1, 1), (3,), (1, 3)])
-def test_pipeline_gradients_equal_one_process(sizes):
-    r = random.Random(0)
-    stages = numbered(sizes)
-    sets = [full_paths(stages, 3)] + [random_paths(stages, 3, step, 0) for step in range(12)]
-    sets += [any_paths(stages, r.randint(1, 4), r) for _ in range(12)]
-    assert worst_gradient(stages, sets, (2, 8, 16)) < 1e-5
-
-
-def test_ddp_on_two_processes_equals_one_process(tmp_path):
-    """The gradient is the mean over all tokens: one process that reads both parts takes the same
-    steps."""
-    corpus = write_corpus(tmp_path / "data")
-    argv = ("--method", "ddp", "--steps", 3, "--beta2", 0.999, "--data", corpus, "--name", "x")
-    run(2, *argv, *SMALL, cwd=tmp_path)
-    got = checkpoint(tmp_path / "runs/x", 3, 0)["theta"]
-    o = train.parse(["--steps", "3", "--data", str(corpus), *SMALL])
-    readers = [train.load_data(o, i, [0, 1])[1] for i in range(2)]
-    model = Llama(SMALL_CONFIG)
-    theta = flatten(model.parameters())
-    adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.999))
-    for step in range(3):
-        adam.zero_grad()
-        batch = torch.cat([r.next(o.batch) for _ in range(2) for r in readers])
-        targets = batch[:, 1:]
-        loss = model.loss(model.blocks(model.embed(batch[:, :-1])), targets) / targets.numel()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adam.param_groups[0]["lr"] = train.schedule(step, o)
-        adam.step()
-    assert torch.allclose(got, theta, rtol=0, atol=2e-5)
-
-
-# ---------------- SkipPipe: the simulator, the published plan, the constraints
-
-
-def test_simulator_equals_hand_computation():
-    # one origin, one node: forward 1 + delay 2 + forward 2 + back 2 + loss 0.25
-    # + out 2 + backward 3 + back 2 + backward 1.5
-    network = Network([[0, 2], [2, 0]], [1, 2], [[0], [1]], memory=1, overhead=0.1)
-    one = simulate(network, [(0, 1)])
-    assert one.makespan == pytest.approx(15.75)
-    assert one.order == [[(0, 0), (0, 2), (0, 4)], [(0, 1), (0, 3)]]
-    kinds = [task.kind for task in one.timeline]
-    assert kinds == ["forward", "forward", "loss", "backward", "backward"]
-    # memory 1: the second microbatch starts when the first one's backward has freed the origin,
-    # 0.1 s later
-    assert simulate(network, [(0, 1), (0, 1)]).makespan == pytest.approx(2 * 15.75 + 0.1)
-    assert simulate(network, [(0, 1)], rounds=2).makespan == pytest.approx(2 * 15.75 + 0.1)
-    assert simulate(network, [(0, 1)], order=one.order).makespan == one.makespan
-    with pytest.raises(Deadlock):
-        simulate(network, [(0, 1)], order=[[(0, 2), (0, 0), (0, 4)], [(0, 1), (0, 3)]])
-    good = dict(delay=[[0, 2], [2, 0]], compute=[1, 2], stages=[[0], [1]])
-    for bad in (dict(delay=[[0]]), dict(stages=[[0], [0]]), dict(stages=[[0], []]),
-                dict(memory=[1])):
-        with pytest.raises(ValueError):
-            Network(**(good | bad))
-
-
-@pytest.mark.parametrize("method", PUBLISHED_ROUTES)
-def test_published_times(method):
-    """Four methods at three compute times: the released simulator's figures, ties included."""
-    rounds, times, paths = PUBLISHED_ROUTES[method]
-    published, _ = published_network()
-    for forward, seconds in times.items():
-        network = replace(published, compute=forward)
-        result = simulate(network, paths, rounds=rounds)
-        assert result.makespan == pytest.approx(seconds, abs=3e-4)
-        assert_possible(network, paths, rounds, result)
-        again = simulate(network, paths, rounds=rounds, order=result.order)
-        assert again.timeline == result.timeline
-
-
-def test_published_plan_is_proven_optimal():
-    network, _ = published_network()
-    found = shorter_plan(network, 4, 3, rounds=2, seconds=None, iterations=20000)
-    assert found.makespan == pytest.approx(33.0538, abs=1e-3)
-    assert found.bound == pytest.approx(found.makespan, abs=1e-5)
-    assert skippipe.check(network, found.paths, 4) == []
-    paths, order = found
-    result = simulate(network, paths, rounds=2, order=order)
-    assert result.makespan == found.makespan
-    assert_possible(network, paths, 2, result)
-    # Six paths of its own per origin, so that the second round may differ, are bounded by the same
-    # time.
-    assert tighter_bound(network, 4, 6, rounds=1) == pytest.approx(33.0538, abs=1e-3)
-    # The paper's search alone, first come, first served, takes as long as published: 33.31 s.
-    alone = skippipe.plan(network, 4, 3, rounds=2, seconds=None, iterations=1000)
-    assert alone.makespan == pytest.approx(33.3138, abs=3e-4)
-    assert skippipe.check(network, alone.paths, 4) == []
-
-
-def test_plan_against_brute_force():
-    draw = random.Random("brute force")
-    missed = 0
-    kinds = [([1, 2, 1], 2, 2), ([2, 1, 2], 2, 1), ([2, 1, 1], 3, 1), ([1, 2, 2], 2, 2),
-             ([1, 1, 1], 2, 2)]
-    for case in range(40):
-        shape, kept, each = draw.choice(kinds)
-        network = random_network(draw, shape, (0.5, 1.0, 2.0))
-        origins = network.stages[0] * each
-        best = float("inf")
-        caps = skippipe.node_caps(network, -(-len(origins) * (kept - 1) // (len(shape) - 1)))
-        for paths in valid_combinations(network, kept, origins, caps):
-            for order in every_order(paths, len(network.compute)):
-                with contextlib.suppress(Deadlock):
-                    best = min(best, simulate(network, paths, order=order).makespan)
-        bound = tighter_bound(network, kept, each)
-        assert skippipe.lower_bound(network, kept, each) <= bound <= best + 1e-6
-        alone = skippipe.plan(network, kept, each, seconds=None, iterations=1000)
-        assert skippipe.check(network, alone.paths, kept) == [] and alone.makespan >= best - 1e-6
-        found = shorter_plan(network, kept, each, seconds=None, iterations=3000)
-        assert skippipe.check(network, found.paths, kept) == [] and found.makespan >= best - 1e-6
-        if found.makespan > best + 1e-6:
-            missed += 1
-        assert found.makespan <= 1.1 * best, case
-    # found on all but at most one: the search is complete for validity, not for optimality
-    assert missed <= 1
-
-
-def test_check_names_microbatch_stage_and_node():
-    network, _ = published_network()
-    paths = sorted(PUBLISHED_ROUTES["SkipPipe"][2])
-    for path, words in [
-        ((15, 14, 6, 12), "CC1: microbatch 2 has node 15 of stage 1"),
-        ((0, 14, 3, 12), "CC1: microbatch 2 has node 3 of stage 0"),
-        ((0, 6, 18, 14), "CC2: microbatch 2 goes from stage 4 (node 18) to stage 1 (node 14)"),
-        ((0, 12, 6, 14), "CC2: microbatch 2 goes from stage 2 (node 6) to stage 1 (node 14)"),
-        ((0, 14, 6, 16),
-         "TC1: node 16 (stage 3) carries 4 microbatches, [2, 12, 13, 14], of at most 3"),
-        ((0, 14, 6, 2), "CC3: stage 5"),
-        ((0, 14, 6), "microbatch 2 visits 3 stages, not 4"),
-        ((0, 14, 6, 77), "microbatch 2 visits node 77"),
-    ]:
-        changed = [*paths[:2], path, *paths[3:]]
-        assert words in " ".join(skippipe.check(network, changed, 4)), words
-    assert skippipe.check(network, paths, 4) == []
-    without = " ".join(skippipe.check(network, paths, 4, dead={5}))
-    assert "node 5 of stage 4, which is not there" in without
-    result = simulate(network, paths, rounds=2)
-    waits = list(skippipe.tc2(network, paths, result))
-    assert "s at node" in waits[0].text
-    waited = sum(task.start - task.arrived for task in result.timeline)
-    assert sum(v.excess for v in waits) == pytest.approx(waited, abs=1e-6)
-
-
-# ---------------- Figs. 5A and 5B: synchronisation in closed form
-
-
-@pytest.mark.parametrize("spread", [0, 0.5, 1, 2.5])
-def test_simulated_pair_equals_its_closed_form(spread):
-    generator = torch.Generator().manual_seed(1)
-    samples = bench_sync.reductions(1024, spread, 1.0, 0.0, generator)
-    value, error = bench_sync.estimate(samples["pair, two exchanges (paper)"], 0.001)
-    assert abs(value - bench_sync.pair_closed_form(spread)) <= 4 * error
-
-
-@pytest.mark.parametrize("k", range(1, 13))
-def test_trees_without_spread_cost_2_k_exactly(k):
-    generator = torch.Generator()
-    n = 2**k
-    up = bench_sync.messages((2 * n, 3), 0, generator)
-    down = bench_sync.messages((2 * n, 3), 0, generator)
-    assert bench_sync.tree_all_reduce(up, down).tolist() == [2 * k] * 3
-
-
-def by_hand_tree(n, up, down):
-    """The same tree by recursion."""
+def tree_by_recursion(n, up, down):
+    """Seconds of a sum up a binary tree with n leaves and of its way back down."""
 
     def arrive(j):
         """When node j's message is at its parent."""
@@ -626,18 +384,229 @@ def by_hand_tree(n, up, down):
     return max(leave(2, top), leave(3, top))
 
 
+def times_of_messages(n, seed):
+    """Of a tree of n, four trials."""
+    generator = torch.Generator().manual_seed(seed)
+    return bench_sync.messages((2 * n, 4), 1.5, generator).double()
+
+
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 13, 32])
-def test_simulated_tree_equals_recursion(n):
-    up, down = messages_of_seed(n, n), messages_of_seed(n, n + 1)
+def test_b2_a_tree_waits_for_the_later_child(n):
+    up, down = times_of_messages(n, n), times_of_messages(n, n + 1)
     got = bench_sync.tree_all_reduce(up, down).tolist()
-    want = [by_hand_tree(n, up[:, i].tolist(), down[:, i].tolist()) for i in range(4)]
+    want = [tree_by_recursion(n, up[:, i].tolist(), down[:, i].tolist()) for i in range(4)]
     assert got == pytest.approx(want)
-    if n == 2:
+    if n == 2:      # a pair is a tree with two leaves
         pair = bench_sync.pair_average(torch.stack([up[2:], down[2:]]))
         assert got == pytest.approx(pair.tolist())
 
 
-def messages_of_seed(n, seed):
-    """Seconds of the messages of a tree of n, four trials."""
-    generator = torch.Generator().manual_seed(seed)
-    return bench_sync.messages((2 * n, 4), 1.5, generator).double()
+@pytest.mark.parametrize("spread", [0, 0.5, 1, 2.5])
+def test_b3_a_pair_of_lognormal_messages(spread):
+    """2 (1 + erf(sigma / 2)) exp(mu + sigma^2 / 2), here with t_c = 1."""
+    generator = torch.Generator().manual_seed(1)
+    samples = bench_sync.reductions(1024, spread, 1.0, 0.0, generator)
+    value, error = bench_sync.estimate(samples["pair, two exchanges (paper)"], 0.001)
+    sigma = math.sqrt(math.log(1 + spread**2))
+    closed = 2 * (1 + math.erf(sigma / 2))
+    assert bench_sync.pair_closed_form(spread) == pytest.approx(closed)
+    assert abs(value - closed) <= 4 * error
+
+
+@pytest.mark.parametrize("n", [2**k for k in range(1, 13)])
+def test_fig_5a_without_spread_a_tree_takes_log2_n_pairs(n):
+    samples = bench_sync.reductions(n, 0, 1.0, 0.0, torch.Generator())
+    tree = float(samples["tree"]()[0])
+    pair = float(samples["pair, two exchanges (paper)"]()[0])
+    assert tree == 2 * math.log2(n) and tree / pair == math.log2(n)     # 10 where n = 1024
+
+
+# ================ NoLoCo: Fig. 5B, waiting for all beside waiting for a partner
+
+
+def test_b4_two_replicas_wait_alike_and_many_gain():
+    two = bench_sync.training(2, (1, 3), (5, 10), 4, torch.Generator().manual_seed(0))
+    assert torch.allclose(two["DiLoCo"], two["NoLoCo"])
+    assert torch.allclose(two["DiLoCo"], two["alone"])
+    many = bench_sync.training(64, (1, 3), (5, 10), 4, torch.Generator().manual_seed(0))
+    # a pair's delay goes on to its next partners
+    assert bool((many["DiLoCo"] > many["NoLoCo"]).all() and (many["NoLoCo"] > many["alone"]).all())
+
+
+def test_fig_5b_1024_replicas_gain_a_fifth_at_100_inner_steps():
+    total = bench_sync.training(1024, (100,), (250,), 1, torch.Generator().manual_seed(0))
+    assert float(total["DiLoCo"] / total["NoLoCo"]) == pytest.approx(1.2, abs=0.02)
+
+
+def test_b5_the_bytes_of_an_all_reduce_and_of_a_pair():
+    """Ours: the paper's figures count messages alone."""
+    n, latency, seconds = 64, 0.5, 3.0
+    samples = bench_sync.reductions(n, 0, latency, seconds, torch.Generator())
+    halving = float(samples["halving and doubling"]()[0])
+    assert halving == pytest.approx(2 * 6 * latency + 2 * (n - 1) / n * seconds)
+    assert float(samples["NoLoCo here, one exchange"]()[0]) == pytest.approx(latency + seconds)
+
+
+# ================ SkipPipe: paths and the time model
+
+
+def test_s1_a_path_ends_at_home_and_backward_retraces_it():
+    path = (0, 3, 5)
+    assert chain(path) == (0, 3, 5, 0, 5, 3, 0)
+    kinds = [kind(path, hop) for hop in range(7)]
+    assert kinds == ["forward"] * 3 + ["loss"] + ["backward"] * 3
+
+
+def test_s2_to_s5_by_hand():
+    # one origin, one node: forward 1 + delay 2 + forward 2 + back 2 + loss 0.25
+    # + out 2 + backward 3 + back 2 + backward 1.5
+    network = Network([[0, 2], [2, 0]], [1, 2], [[0], [1]], memory=1, overhead=0.1)
+    one = simulate(network, [(0, 1)])
+    assert one.makespan == pytest.approx(15.75)
+    assert one.order == [[(0, 0), (0, 2), (0, 4)], [(0, 1), (0, 3)]]
+    begins = [task.start for task in one.timeline]
+    assert begins == pytest.approx([0, 3, 7, 9.25, 14.25])
+    # memory 1: the second microbatch starts when the first one's backward has freed the origin,
+    # 0.1 s later
+    assert simulate(network, [(0, 1), (0, 1)]).makespan == pytest.approx(2 * 15.75 + 0.1)
+    assert simulate(network, [(0, 1)], rounds=2).makespan == pytest.approx(2 * 15.75 + 0.1)
+    assert simulate(network, [(0, 1)], order=one.order).makespan == one.makespan
+    with pytest.raises(skippipe.Deadlock):
+        simulate(network, [(0, 1)], order=[[(0, 2), (0, 0), (0, 4)], [(0, 1), (0, 3)]])
+
+
+# ================ SkipPipe: the constraints
+
+
+def test_the_skip_schedule_of_the_published_instance():
+    """A third of six stages is skipped; 15 paths visit each stage after the first 9 times."""
+    kept = skippipe.stages_to_keep(1 / 3, range(6))
+    schedule = skippipe.skip_schedule(published_network(), kept, 3)
+    assert kept == 4 and schedule.visits == {1: 9, 2: 9, 3: 9, 4: 9, 5: 9}
+    assert {schedule.caps[r] for r in range(20)} == {0, 3}      # TC1; 0: the origins
+
+
+@pytest.mark.parametrize("constraint, path", [
+    ("CC1: microbatch 2 has node 15 of stage 1", (15, 14, 6, 12)),
+    ("CC1: microbatch 2 has node 3 of stage 0", (0, 14, 3, 12)),
+    ("CC2: microbatch 2 goes from stage 4 (node 18) to stage 1 (node 14)", (0, 6, 18, 14)),
+    ("CC2: microbatch 2 goes from stage 2 (node 6) to stage 1 (node 14)", (0, 12, 6, 14)),
+    ("CC3: stage 5", (0, 14, 6, 2)),
+    ("TC1: node 16 (stage 3) carries 4 microbatches, [2, 12, 13, 14], of at most 3",
+     (0, 14, 6, 16)),
+    ("visits 3 stages, not 4", (0, 14, 6)),
+    ("visits node 77 of stage None, which is not there", (0, 14, 6, 77)),
+])
+def test_cc1_cc2_cc3_tc1_name_who_breaks_them(constraint, path):
+    """The published plan keeps them; with another third path it does not."""
+    network = published_network()
+    paths = sorted(PUBLISHED["SkipPipe"][2])
+    assert skippipe.check(network, paths, 4) == []
+    paths[2] = path
+    assert constraint in " ".join(skippipe.check(network, paths, 4))
+
+
+def test_cc2_admits_two_swaps_of_neighbours():
+    network = Network([[0.0] * 6] * 6, 1, [[0], [1], [2], [3], [4], [5]])
+    assert skippipe.check(network, [(0, 2, 1, 4, 3)]) == []
+    assert "CC2" in skippipe.check(network, [(0, 3, 2, 1, 4)])[0]       # 2 in two swaps
+    assert "CC2" in skippipe.check(network, [(0, 2, 1, 4, 3)], swaps=1)[0]
+
+
+def test_tc1_a_node_holds_at_most_its_memory_at_once():
+    network = published_network()
+    rounds, _, paths = PUBLISHED["no TC2"]
+    held, most = Counter(), Counter()
+    for task in simulate(network, paths, rounds).timeline:
+        held[task.rank] += {"forward": 1, "loss": 0, "backward": -1}[task.kind]
+        most[task.rank] = max(most[task.rank], held[task.rank])
+    assert set(held.values()) == {0} and max(most.values()) == 3
+
+
+def test_tc2_lists_every_wait():
+    network = published_network()
+    rounds, _, paths = PUBLISHED["SkipPipe"]
+    result = simulate(network, paths, rounds)
+    waits = list(skippipe.tc2(network, paths, result))
+    waited = sum(task.start - task.arrived for task in result.timeline)
+    assert "s at node" in waits[0].text
+    assert sum(wait.excess for wait in waits) == pytest.approx(waited, abs=1e-6)
+
+
+# ================ SkipPipe: the published times, and the search
+
+
+@pytest.mark.parametrize("method, printed", [
+    ("DT-FM", 79.94), ("DT-FM skip", 48.92), ("no TC2", 35.43), ("SkipPipe", 33.31)])
+def test_published_times(method, printed):
+    rounds, exact, paths = PUBLISHED[method]
+    seconds = simulate(published_network(), paths, rounds).makespan
+    assert seconds == pytest.approx(exact, abs=3e-4) and round(seconds, 2) == printed
+
+
+def test_the_papers_search_is_as_fast_as_published():
+    network = published_network()
+    found = skippipe.plan(network, 4, 3, rounds=2, seconds=None, iterations=1000)
+    assert found.makespan == pytest.approx(33.3138, abs=3e-4)
+    assert skippipe.check(network, found.paths, 4) == []
+    again = simulate(network, found.paths, rounds=2, order=found.order)
+    assert again.makespan == found.makespan
+    assert skippipe.lower_bound(network, 4, 3, rounds=2) <= found.makespan
+    full = simulate(network, PUBLISHED["DT-FM"][2], rounds=3).makespan
+    assert 1 - found.makespan / full == pytest.approx(0.58, abs=0.005)      # claimed: 55%
+
+
+# ================ The instance and the plans that were published with SkipPipe
+
+# {method: (rounds, seconds of an iteration, a path per microbatch of a round)}, from the released
+# code. The full pipeline has no partner for two of its five origins.
+PUBLISHED = {
+    "DT-FM": (3, 79.9397, 3 * [(0, 15, 1, 16, 5, 17), (3, 8, 9, 12, 18, 2), (4, 14, 6, 13, 7, 19)]),
+    "DT-FM skip": (2, 48.9157, [
+        (0, 12, 7, 17), (0, 14, 16, 9), (0, 1, 8, 19), (3, 12, 7, 17), (3, 15, 6, 5),
+        (3, 1, 8, 19), (4, 13, 18, 2), (4, 15, 6, 5), (4, 1, 8, 19), (10, 13, 18, 2),
+        (10, 15, 6, 5), (10, 14, 16, 9), (11, 13, 18, 2), (11, 12, 7, 17), (11, 14, 16, 9)]),
+    "no TC2": (2, 35.4348, [
+        (0, 12, 5, 19), (0, 1, 19, 18), (0, 6, 18, 17), (3, 12, 6, 2), (3, 14, 12, 2),
+        (3, 6, 14, 13), (4, 15, 13, 7), (4, 15, 5, 17), (4, 15, 13, 7), (10, 1, 17, 5),
+        (10, 1, 7, 2), (10, 14, 18, 19), (11, 8, 16, 9), (11, 8, 16, 9), (11, 8, 16, 9)]),
+    "SkipPipe": (2, 33.3138, 3 * [
+        (0, 14, 6, 12), (3, 15, 17, 5), (4, 7, 13, 19), (10, 1, 18, 2), (11, 8, 16, 9)]),
+}
+# From each city to those after it: milliseconds / 2^20 bits per second. London-NL is 1024 times too
+# slow, as in the released table.
+LINKS = """
+Belgium   41/163 4/1986.56 49/232 112/96 70/159 3/1986.56 66/171 83/132 105/102 3.5/1986.56 129/80.5
+Canada    44/261 14/620 74/148 35/250 42/205 30.5/386 107/97.8 89/120.5 38.5/298 98/108
+Germany   53.5/218 112/90.8 73/149.5 3.5/1986.56 68/122.2 80/102.4 102/103 6.6/1546.25 125.5/85.7
+Iowa      72.5/114.5 23.4/503.5 51/224.5 19.3/740 101.5/103.5 88/104.86 48.1/179 84/92
+Japan     50/227.5 108.5/93.2 46.2/249.5 35.6/319.5 19.2/628.5 107/72.8 58/113
+LA        71.5/116.75 12.4/971 79.5/138 64/132.65 68/122.2 69/120
+NL        67/167 81.5/134 105.5/98 4.8/1.94 128/78
+Oregon    78.5/137.5 59.5/191 64/174 68/120
+Singapore 23.2/507 85/128.5 48/244
+Taiwan    109.5/73.4 67/172
+London    132/77
+Australia"""
+
+
+def published_network():
+    """20 nodes, the i-th in city i modulo 12, in 6 stages. A message of 32 MiB (fp32, width 1024,
+    1024 tokens, 8 samples) takes its link's latency, its bytes, and 0.35 s."""
+    rows = [line.split()[1:] for line in LINKS.strip().splitlines()]
+    message = 4 * 1024 * 1024 * 8
+
+    def delay(i, j):
+        a, b = sorted((i % 12, j % 12))
+        if i == j:
+            return 0.0
+        if a == b:      # within a city
+            return 0.001 + message / (2 * 2**30) + 0.35
+        latency, speed = rows[a][b - a - 1].split("/")
+        return float(latency) / 1000 + message / (float(speed) * 2**20 / 8) + 0.35
+
+    delays = []
+    for i in range(20):
+        delays.append([delay(i, j) for j in range(20)])
+    stages = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
+    return Network(delays, 0.44, stages, memory=3, overhead=0.13, origin_overhead=0.09)

@@ -1,7 +1,6 @@
 """Oracles of several test files: a Llama in float64, blocking channels, all plans by trying everything."""
 
 import itertools
-import json
 from collections import Counter, deque
 from itertools import accumulate, pairwise
 
@@ -13,7 +12,7 @@ import train
 from model import Config, Llama, rotary
 from noloco import flatten
 from skippipe import chain
-from tests.harness import HERE, SMALL_CONFIG, connected_job, processes
+from tests.harness import SMALL_CONFIG, connected_job, processes
 from train import load_corpus
 
 
@@ -174,14 +173,6 @@ def replay(paths, ranks, order=None):
                 program.popleft()
                 moved = True
     return not any(programs.values())
-
-
-# The published routes and times (released code of arXiv 2502.19913):
-# method -> (rounds, {seconds of a forward: seconds of an iteration}, a path per microbatch of a round).
-PUBLISHED_ROUTES = {
-    method: (row["rounds"], {float(forward): seconds for forward, seconds in row["times"].items()},
-             [tuple(path) for path in row["paths"]])
-    for method, row in json.loads((HERE / "tests/published_routes.json").read_text()).items()}
 
 
 def random_network(draw, shape, speeds=(1.0,), memory=(1, 2, 3)):

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 import warnings
+from concurrent.futures import Future
 from functools import partial
 from unittest import mock
 
@@ -17,13 +18,14 @@ import torch.distributed as dist
 import train
 from gossip import outer_optimizer, undelayed
 from gossip.checks import Checked
-from gossip.delay import Delayed
+from gossip.delay import Delayed, PhiAhead
 from gossip.fragments import Fragments, cut
 from gossip.onebyte import BLOCK, MARGIN, OneByte, lengths_of
 from gossip.sums import BLOCK as SUM_BLOCK
 from gossip.sums import Bf16Sum, Int8Sum, rounded, values
+from gossip.window import gamma_bound
 from noloco import NoLoCo, flatten, random_groups
-from test_minimal import _noloco, assert_replicas, brute_force, inner, simulated, small_model
+from test_minimal import brute_force, flat_replicas, inner, quadratic_run, small_model
 from tests.harness import (
     SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host,
 )
@@ -32,6 +34,85 @@ from tests.harness import (
 def one_byte(params, *args, **settings):
     params = list(params)
     return NoLoCo(params, *args, codec=OneByte(lengths_of(params)), **settings)
+
+
+def phi_ahead(*args, **settings):
+    return PhiAhead(NoLoCo(*args, **settings))
+
+
+# ---------------- what processes do, and all replicas in float64
+
+
+@gloo
+def _noloco(rank, world, kind, kwargs, steps, still=()):
+    """(the weights, the bytes sent). still: the inner steps without a gradient."""
+    model, xs, ys = small_model(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    outer = kind(model.parameters(), **kwargs)
+    for step in range(steps):
+        if step not in still:
+            inner(model, optimizer, xs[step], ys[step])
+        outer.step()
+    outer.settle()
+    return [p.detach().numpy() for p in model.parameters()], outer.bytes_sent
+
+
+def simulated(world, steps, m, n, count=1, delay=0, gamma=0.7, alpha=0.5, beta=0.7, seen=None):
+    """Every replica's flat vector of weights at the end. Fragments are slices of it.
+
+    delay: inner steps from a departure to its merge, where theta becomes phi plus what was learnt
+    since. seen: what a replica reads of a partner's theta, from that one's theta and phi and its own.
+    """
+    models, theta = flat_replicas(world)
+    size = theta.shape[1]
+    bounds = [size // 16 * k // count * 16 for k in range(count + 1)]
+    phi, delta, flying = theta.clone(), torch.zeros_like(theta), {}
+
+    def land(part, sent, number, seed):
+        before, was = phi[:, part].clone(), delta[:, part].clone()
+        for group in random_groups(range(world), n, number, seed):
+            rows = list(group)
+            for own, r in enumerate(rows):
+                read = sent[rows]
+                for place, o in enumerate(rows):
+                    if seen and o != r:
+                        read[place] = seen(sent[o], before[o], sent[r])
+                phis, deltas = brute_force(read, before[rows], was[rows], alpha, beta, gamma)
+                phi[r, part], delta[r, part] = phis[own], deltas[own]
+        theta[:, part] += phi[:, part] - sent
+
+    for step in range(steps):
+        for model, xs, ys in models:
+            inner(model, torch.optim.SGD(model.parameters(), lr=0.05), xs[step].double(), ys[step].double())
+        for k in range(count):
+            at, part = k * m // count, slice(bounds[k], bounds[k + 1])
+            if delay and (k, step) in flying:
+                land(part, *flying.pop((k, step)))
+            if (step + 1 - at) % m == 0:
+                sent = theta[:, part].clone(), (step - at) // m, f"0 {at}" if at else 0
+                if delay:
+                    flying[k, step + delay] = sent
+                else:
+                    land(part, *sent)
+    return theta
+
+
+def flat(tensors):
+    """Tensors that a process returns, as the flat vector of its weights."""
+    padded = [torch.nn.functional.pad(torch.from_numpy(t).flatten(), (0, -t.size % 16)) for t in tensors]
+    return torch.cat(padded).double()
+
+
+def assert_replicas(found, want, atol=2e-6):
+    """The tensors that processes return are those of a simulation."""
+    for (tensors, _), theta in zip(found, want, strict=True):
+        assert torch.allclose(flat(tensors), theta, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("world, n, gamma", [(4, 2, 1.0), (5, 3, 0.4)])
+def test_with_phi_ahead_processes_equal_the_simulation(world, n, gamma):
+    found = processes(world, _noloco, phi_ahead, dict(inner_steps=3, group_size=n, gamma=gamma), 12)
+    assert_replicas(found, simulated(world, 12, 3, n, gamma=gamma))
 
 
 # ---------------- one byte a weight: M1 to M4 against float64
@@ -89,8 +170,9 @@ def test_what_has_not_moved_and_what_is_not_finite():
 
 
 def modulo(theta, phi, own):
-    """What a partner reads: (M1) to (M3) for one tensor, in float64."""
-    s = MARGIN * (theta - phi).abs().max() / 256
+    """What a partner reads: (M1) to (M3) in float64, for tensors that take 16 places each."""
+    largest = (theta - phi).view(-1, 16).abs().amax(1)
+    s = (MARGIN * largest / 256).repeat_interleave(16)
     q = torch.round(own / s)
     d = torch.remainder(torch.round(theta / s) - q + 128, 256) - 128
     return s * (q + d)
@@ -102,8 +184,9 @@ def test_processes_equal_a_float64_simulation_with_the_same_rounding(world, n):
     found = processes(world, _noloco, one_byte, dict(inner_steps=m, group_size=n), steps)
     assert_replicas(found, want)
     if world == 4:
-        padded = sum(-(-p.numel() // 16) * 16 for p in want[0])
-        assert [sent for _, sent in found] == [(n - 1) * (padded + 4 * len(want[0])) * steps // m] * world
+        tensors = 4                 # each sends its s
+        size = len(want[0]) + 4 * tensors
+        assert [sent for _, sent in found] == [(n - 1) * size * steps // m] * world
 
 
 # ---------------- any method, wire and delay against one simulation of all replicas
@@ -219,6 +302,22 @@ def test_fragments_with_messages_under_way_go_on_to_the_bit(trained, tmp_path, h
             assert all(torch.equal(found[name], want[name]) for name in ("phi", "delta"))
 
 
+def test_delayed_plain_averaging_keeps_the_mean_but_for_what_is_learnt_meanwhile():
+    params = [[torch.nn.Parameter(torch.randn(1000))] for _ in range(2)]
+    replicas = [Delayed(NoLoCo(own, inner_steps=1, alpha=0.0, beta=1.0), delay=1) for own in params]
+    thetas = [delayed.outer.theta for delayed in replicas]
+    for delayed in replicas:
+        delayed.step()                      # theta leaves
+    for delayed, theta in zip(replicas, thetas):
+        delayed.flying = Future()
+        delayed.flying.set_result(([other.sent.clone() for other in replicas], []))
+        theta.add_(torch.randn_like(theta))
+    want = sum(thetas)
+    for delayed in replicas:
+        delayed.step()                      # the two thetas land
+    assert torch.allclose(sum(thetas), want, rtol=0, atol=1e-5)
+
+
 class Mirrored(NoLoCo):
     """One of two replicas, whose partner's weights are always the negative of its own."""
 
@@ -242,6 +341,21 @@ def test_a_difference_shrinks_from_departure_to_departure_as_docs_stability_says
     learnt, outer.inner_steps = outer.theta - delayed.sent, outer.steps + 1
     delayed.step()                          # with another m the next departure comes before the landing
     assert torch.equal(delayed.sent, learnt)
+
+
+# ---------------- the window of gamma
+
+
+@pytest.mark.parametrize("alpha, n", [(0.5, 2), (0.3, 2), (0.8, 2), (0.5, 4)])
+def test_gamma_bound_separates_decay_from_growth(alpha, n):
+    for factor, grows in ((0.9, False), (1.1, True)):
+        # beta tiny: Delta's pull, which widens the bound a little, is left out; noise-free
+        gamma = factor * gamma_bound(alpha, n)
+        _, history = quadratic_run(256, 32, 1, 1e-9, alpha, beta=1e-9, gamma=gamma, steps=160, n=n,
+                                   noise=0)
+        growth = history[-1][1] / history[20][1]
+        assert growth > 10 if grows else growth < 0.1
+    assert gamma_bound(alpha, 2) == pytest.approx(2 * (1 - alpha**2))
 
 
 # ---------------- sums in bf16 and in one byte: Q1 to Q3
@@ -348,55 +462,6 @@ def test_a_run_goes_on_to_the_bit_and_its_replicas_are_equal(how, trained, tmp_p
 # ---------------- fragments
 
 
-def flat_replicas(world):
-    """(models with their data, theta): in float64, each model's weights in a row of theta."""
-    models = [small_model(r) for r in range(world)]
-    rooms = [-(-p.numel() // 16) * 16 for p in models[0][0].parameters()]
-    theta = torch.zeros(world, sum(rooms), dtype=torch.float64)
-    for (model, *_), row in zip(models, theta):
-        for p, room in zip(model.parameters(), row.split(rooms)):
-            place = room[:p.numel()].view(p.shape)
-            p.data = place.copy_(p.detach())
-    return models, theta
-
-
-def simulated_fragments(world, steps, m, n, count, delay=0, gamma=0.7, alpha=0.5, beta=0.7):
-    """Every replica's flat vector of weights at the end. Fragments are slices of it."""
-    models, theta = flat_replicas(world)
-    size = theta.shape[1]
-    bounds = [size // 16 * k // count * 16 for k in range(count + 1)]
-    phi, delta, flying = theta.clone(), torch.zeros_like(theta), {}
-
-    def land(k, part, sent, number, seed):
-        before, was = phi[:, part].clone(), delta[:, part].clone()
-        for group in random_groups(range(world), n, number, seed):
-            mine = list(group)
-            new_phi, new_delta = brute_force(sent[mine], before[mine], was[mine], alpha, beta, gamma)
-            phi[mine, part], delta[mine, part] = torch.stack(new_phi), torch.stack(new_delta)
-        theta[:, part] += phi[:, part] - sent
-
-    for step in range(steps):
-        for r, (model, xs, ys) in enumerate(models):
-            inner(model, torch.optim.SGD(model.parameters(), lr=0.05), xs[step].double(), ys[step].double())
-        for k in range(count):
-            at, part = k * m // count, slice(bounds[k], bounds[k + 1])
-            if delay and (k, step) in flying:
-                land(k, part, *flying.pop((k, step)))
-            if (step + 1 - at) % m == 0:
-                sent = theta[:, part].clone(), (step - at) // m, f"0 {at}" if at else 0
-                if delay:
-                    flying[k, step + delay] = sent
-                else:
-                    land(k, part, *sent)
-    return theta
-
-
-def flat(tensors):
-    """Tensors that a process returns, as the flat vector of its weights."""
-    padded = [torch.nn.functional.pad(torch.from_numpy(t).flatten(), (0, -t.size % 16)) for t in tensors]
-    return torch.cat(padded).double()
-
-
 @pytest.mark.parametrize("count, delay", [(1, 0), (2, 0), (3, 1), (4, 0), (4, 2), (4, 4)])
 @pytest.mark.parametrize("method, settings", [
     ("noloco", {}), ("noloco", dict(gamma=1.0)), ("diloco", dict(alpha=0.5))], ids=str)
@@ -405,9 +470,8 @@ def test_fragments_equal_a_float64_simulation_and_send_the_bytes_of_one(method, 
     n = 4 if method == "diloco" else 2
     kind = partial(outer_optimizer, method, "fp32", delay, fragments=count)
     found = processes(4, _noloco, kind, dict(settings, inner_steps=m), steps)
-    want = simulated_fragments(4, steps, m, n, count, delay, **settings)
-    for (tensors, _), theta in zip(found, want, strict=True):
-        assert torch.allclose(flat(tensors), theta, rtol=0, atol=2e-6)
+    want = simulated(4, steps, m, n, count, delay, **settings)
+    assert_replicas(found, want)
     # the first m / K steps before fragment k's first turn apart, each fragment goes every m steps
     vectors = 2 if settings.get("gamma") else 1
     turns = [(steps - k * m // count) // m + (k * m // count > 0) for k in range(count)]

@@ -1,4 +1,4 @@
-"""The model beyond test_minimal.py: gradients, stages, sizes, and Hugging Face's form."""
+"""The model: logits, gradients, stages, sizes, and Hugging Face's form."""
 
 import math
 
@@ -9,6 +9,27 @@ from model import Config, Llama, count_parameters, rotary
 from tools.export import save_pretrained
 from tests.harness import options
 from tests.oracles import reference_logits, through
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_logits_equal_independent_float64_llama(kv_heads):
+    config = Config(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=kv_heads,
+    )
+    model = Llama(config, seed=3)
+    with torch.no_grad():
+        for p in model.parameters():  # gains and weights far from their start, so that each matters
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.2)
+    tokens = torch.randint(50, (1, 9), generator=torch.Generator().manual_seed(0))
+    doubles = {name: weights.double() for name, weights in model.state_dict().items()}
+    want = reference_logits(tokens[0], doubles, config)
+    assert torch.allclose(model(tokens)[0].double(), want, rtol=1e-4, atol=1e-4)
+    targets = torch.randint(50, (1, 9), generator=torch.Generator().manual_seed(1))
+    loss = model.loss(model.blocks(model.embed(tokens)), targets)
+    logs = want.log_softmax(-1)[range(9), targets[0]]
+    assert loss.item() == pytest.approx(-logs.sum().item(), rel=1e-5)
+    assert count_parameters(config)[0] == sum(p.numel() for p in model.parameters())
 
 
 def test_gradients_equal_independent_float64_llama():

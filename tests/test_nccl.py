@@ -17,9 +17,9 @@ import torch.distributed as dist
 import train
 from gossip import outer_optimizer
 from train import layout
-from test_minimal import assert_replicas, inner, simulated, small_model
+from test_minimal import inner, small_model
 from tests.harness import LINKS, SMALL, metrics, processes, run
-from tests.test_gossip import M, PLAIN, STEPS, flat, modulo, simulated_fragments
+from tests.test_gossip import M, PLAIN, STEPS, assert_replicas, modulo, simulated
 
 
 @pytest.fixture
@@ -103,9 +103,7 @@ def test_fragments_on_a_gpu_equal_a_float64_simulation(backend, method, settings
     n = 4 if method == "diloco" else 2
     kind = partial(outer_optimizer, method, "fp32", delay, fragments=count)
     found = processes(4, _outer, backend, "cuda", kind, dict(settings, inner_steps=m), steps)
-    want = simulated_fragments(4, steps, m, n, count, delay, **settings)
-    for (tensors, _), theta in zip(found, want, strict=True):
-        assert torch.allclose(flat(tensors), theta, rtol=0, atol=2e-6)
+    assert_replicas(found, simulated(4, steps, m, n, count, delay, **settings))
 
 
 @pytest.mark.parametrize("method, wire", [("noloco", "fp32"), ("noloco", "int8"), ("diloco", "int8")])

@@ -1,5 +1,6 @@
 """Outer steps beyond the equations: refusals and warnings, the docs' recipes, Gloo's interface."""
 
+import io
 import itertools
 import os
 import re
@@ -14,8 +15,9 @@ import noloco
 from gossip import outer_optimizer
 from noloco import NoLoCo
 from train import BadInput, gloo_interface
-from test_minimal import inner, phi_ahead
+from test_minimal import brute_force, inner, small_model
 from tests.harness import HERE, gloo, processes
+from tests.test_gossip import phi_ahead
 
 
 def test_noloco_notices_moved_parameters():
@@ -87,6 +89,81 @@ def _some_ranks(rank, world, kind):
 @pytest.mark.parametrize("kind", [NoLoCo, phi_ahead])
 def test_other_processes_need_not_construct_it(kind):
     assert processes(4, _some_ranks, kind) == [None, True, True, None]
+
+
+# ---------------- the flat vector, its pieces, and its state
+
+
+def test_flatten_keeps_values_pads_and_refuses():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    theta = noloco.flatten(model.parameters())
+    assert theta.numel() == 16 * 4 and theta.count_nonzero() == 15 + 5 + 10 + 2
+    for p, old in zip(model.parameters(), before):
+        assert torch.equal(p, old) and p.data_ptr() % 64 == theta.data_ptr() % 64
+    theta.zero_()
+    assert not any(p.any() for p in model.parameters())
+    assert noloco.flatten(torch.nn.ParameterList([torch.ones(0), torch.ones(3)])).numel() == 16
+    tied = torch.nn.Linear(4, 4)
+    assert noloco.flatten([tied.weight, tied.weight]).numel() == 16
+    half = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    for bad in ([], half):
+        with pytest.raises(ValueError, match="give trainable float32 parameters"):
+            noloco.flatten(bad)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("gamma", [0.7, 0.0, 1.1])
+def test_an_outer_step_in_pieces_equals_float64(n, gamma):
+    torch.manual_seed(n)
+    size = (3 << 17) + 5  # several pieces, the last one odd
+    thetas, phis, deltas = torch.randn(3, n, size)
+    want_phis, want_deltas = brute_force(thetas.double(), phis.double(), deltas.double(), 0.5, 0.7, gamma)
+    padded = [torch.nn.functional.pad(v, (0, -size % 16)) for v in [*thetas, *phis]]
+    for i in range(n):
+        parameter = torch.nn.Parameter(thetas[i].clone())
+        outer = NoLoCo([parameter], gamma=gamma)
+        outer.phi[:size] = phis[i]
+        outer.delta[:size] = deltas[i]
+        came = padded[n:] if gamma != 0.7 else []
+        outer.outer_step(outer.theta, padded[:n], came)
+        found = outer.phi[:size], outer.delta[:size], parameter
+        for got, want in zip(found, (want_phis[i], want_deltas[i], want_phis[i])):
+            assert torch.allclose(got.double(), want, rtol=0, atol=4e-6)
+
+
+@gloo
+def _state_dict(rank, world, kind):
+    """Interrupt after 5 of 12 steps, rebuild all from the state dicts, go on: as if nothing had
+    happened."""
+    results = []
+    for stop in (None, 5):
+        model, xs, ys = small_model(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        outer = kind(model.parameters(), inner_steps=3, gamma=1.0)
+        for step in range(12):
+            if step == stop:
+                kept = io.BytesIO()
+                torch.save([model.state_dict(), outer.state_dict()], kept)
+                outer.settle()  # phi is on its way to the partners of the next outer step
+                kept.seek(0)
+                weights, state = torch.load(kept, weights_only=True)
+                model, *_ = small_model(rank, seed=9)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+                outer = kind(model.parameters(), inner_steps=3, gamma=1.0)
+                model.load_state_dict(weights)
+                outer.load_state_dict(state)
+            inner(model, optimizer, xs[step], ys[step])
+            outer.step()
+        results.append([p.tolist() for p in model.parameters()])
+        outer.settle()
+    return results
+
+
+@pytest.mark.parametrize("kind", [NoLoCo, phi_ahead])
+def test_state_dict_round_trips_to_the_bit(kind):
+    for whole, resumed in processes(4, _state_dict, kind):
+        assert whole == resumed
 
 
 # ---------------- other people's trainers: the recipes of docs/

@@ -1,5 +1,6 @@
 """The planner beyond test_minimal.py: invariants, feasibility, the dead, assignment, command line."""
 
+import contextlib
 import inspect
 import json
 import random
@@ -11,15 +12,17 @@ import pytest
 import torch
 
 import skippipe
+import test_minimal
 from experiments.skip import network_of
 from planning import methods, search
 from planning.__main__ import main
 from planning.assign import assign_stages
-from planning.bound import crossing_bound
+from planning.bound import crossing_bound, tighter_bound
 from planning.instance import published_network, spread_network
 from planning.regions import around
 from planning.training import plan_paths
-from tests.oracles import PUBLISHED_ROUTES, assert_possible, random_network, valid_combinations
+from test_minimal import PUBLISHED
+from tests.oracles import assert_possible, every_order, random_network, valid_combinations
 
 
 def in_regions(*args, **kwargs):
@@ -35,6 +38,66 @@ NETWORK = published_network()[0]
 def cap(monkeypatch, caps):
     """At most caps[r] paths through node r, whatever its memory and speed."""
     monkeypatch.setattr(skippipe, "node_caps", lambda network, share, dead=(): caps)
+
+
+@pytest.mark.parametrize("forward, seconds", [
+    (0.44, (79.9397, 48.9157, 35.4348, 33.3138)), (0.88, (105.6097, 60.3667, 48.4934, 44.7538)),
+    (1.76, (154.2028, 86.8002, 76.2072, 68.5538))])
+def test_published_routes_at_other_speeds(forward, seconds):
+    """The released simulator's figures, ties included; and each timeline is possible."""
+    network = replace(NETWORK, compute=forward)
+    for (rounds, _, paths), want in zip(PUBLISHED.values(), seconds, strict=True):
+        result = skippipe.simulate(network, paths, rounds=rounds)
+        assert result.makespan == pytest.approx(want, abs=3e-4)
+        assert_possible(network, paths, rounds, result)
+        again = skippipe.simulate(network, paths, rounds=rounds, order=result.order)
+        assert again.timeline == result.timeline
+
+
+def test_the_published_instance_is_test_minimals():
+    assert NETWORK == test_minimal.published_network()
+
+
+def test_published_plan_is_proven_optimal():
+    found = search.shorter_plan(NETWORK, 4, 3, rounds=2, seconds=None, iterations=20000)
+    assert found.makespan == pytest.approx(33.0538, abs=1e-3)
+    assert found.bound == pytest.approx(found.makespan, abs=1e-5)
+    assert skippipe.check(NETWORK, found.paths, 4) == []
+    paths, order = found
+    result = skippipe.simulate(NETWORK, paths, rounds=2, order=order)
+    assert result.makespan == found.makespan
+    assert_possible(NETWORK, paths, 2, result)
+    # Six paths of its own per origin, so that the second round may differ, are bounded by the same
+    # time.
+    assert tighter_bound(NETWORK, 4, 6, rounds=1) == pytest.approx(33.0538, abs=1e-3)
+
+
+def test_plan_against_brute_force():
+    draw = random.Random("brute force")
+    missed = 0
+    kinds = [([1, 2, 1], 2, 2), ([2, 1, 2], 2, 1), ([2, 1, 1], 3, 1), ([1, 2, 2], 2, 2),
+             ([1, 1, 1], 2, 2)]
+    for case in range(40):
+        shape, kept, each = draw.choice(kinds)
+        network = random_network(draw, shape, (0.5, 1.0, 2.0))
+        origins = network.stages[0] * each
+        best = float("inf")
+        caps = skippipe.node_caps(network, -(-len(origins) * (kept - 1) // (len(shape) - 1)))
+        for paths in valid_combinations(network, kept, origins, caps):
+            for order in every_order(paths, len(network.compute)):
+                with contextlib.suppress(skippipe.Deadlock):
+                    best = min(best, skippipe.simulate(network, paths, order=order).makespan)
+        bound = tighter_bound(network, kept, each)
+        assert skippipe.lower_bound(network, kept, each) <= bound <= best + 1e-6
+        alone = skippipe.plan(network, kept, each, seconds=None, iterations=1000)
+        assert skippipe.check(network, alone.paths, kept) == [] and alone.makespan >= best - 1e-6
+        found = search.shorter_plan(network, kept, each, seconds=None, iterations=3000)
+        assert skippipe.check(network, found.paths, kept) == [] and found.makespan >= best - 1e-6
+        if found.makespan > best + 1e-6:
+            missed += 1
+        assert found.makespan <= 1.1 * best, case
+    # found on all but at most one: the search is complete for validity, not for optimality
+    assert missed <= 1
 
 
 def test_conflict_based_search_alone_finds_valid_paths():
@@ -98,6 +161,9 @@ def test_a_plan_depends_on_seed_and_work_alone():
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_dead_nodes_and_what_cannot_be_met(plan, monkeypatch):
+    paths = PUBLISHED["SkipPipe"][2]
+    without = " ".join(skippipe.check(NETWORK, paths, 4, dead={5}))
+    assert "node 5 of stage 4, which is not there" in without
     for dead, paths in ({5, 8, 11}, 12), ({15, 8, 14}, 15):      # two nodes and an origin; a whole stage
         found = plan(NETWORK, 4, 3, 2, seconds=None, iterations=50, dead=dead)
         assert len(found.paths) == paths and skippipe.check(NETWORK, found.paths, 4, dead=dead) == []
@@ -129,7 +195,7 @@ def test_a_slow_node_gets_less_work_and_a_stage_one_visit_more():
 
 
 def test_an_order_that_deadlocks_is_no_candidate():
-    paths = PUBLISHED_ROUTES["SkipPipe"][2]
+    paths = PUBLISHED["SkipPipe"][2]
     order = skippipe.simulate(NETWORK, paths, rounds=2).order
     order[8].reverse()
     assert skippipe.Progress(NETWORK, rounds=2).simulate(paths, order) is None

@@ -245,7 +245,7 @@ def simulated_paces(world, steps):
             if step % m:
                 continue
             for group, i in itertools.product(random_groups(range(world), 2, step // m - 1, seed), part):
-                of = lambda tensors: [tensors[r][i].detach().clone() for r in group]
+                of = lambda tensors: torch.stack([tensors[r][i].detach() for r in group])
                 news = brute_force(of(replicas), of(phis), of(deltas), 0.5, 0.7, 0.7)
                 for r, phi, delta in zip(group, *news):
                     phis[r][i], deltas[r][i] = phi, delta

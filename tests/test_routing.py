@@ -26,7 +26,8 @@ from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_
                            metrics, options, processes, run, train_main)
 from tools.partial import with_stages_missing
 from train import load_data, measure, pipelines, read_links, scaled, shares
-from tests.oracles import numbered, random_network, reference_logits, replay, through, worst_gradient
+from tests.oracles import (any_paths, numbered, random_network, reference_logits, replay, through,
+                           worst_gradient)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (3, 2, 2), (1, 5), (2, 3, 1, 4)])
@@ -52,6 +53,25 @@ def test_evaluation_visits_every_rank(sizes):
     assert all(rank in ranks for path in paths for rank, ranks in zip(path, stages))
     if sizes[0] == max(sizes):
         assert paths == full_paths(stages, 1)
+
+
+def test_message_lists_replayed_as_blocking_fifo_channels_finish():
+    r = random.Random(0)
+    for trial in range(400):
+        sizes = [r.randint(1, 4) for _ in range(r.randint(1, 5))]
+        stages = numbered(sizes)
+        count = r.randint(1, 5)
+        paths = any_paths(stages, count, r) if trial % 2 else random_paths(stages, count, trial, 0)
+        assert replay(paths, range(sum(sizes))), f"deadlock: {paths}"
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 1, 1, 1), (3,), (1, 3)])
+def test_pipeline_gradients_equal_one_process(sizes):
+    r = random.Random(0)
+    stages = numbered(sizes)
+    sets = [full_paths(stages, 3)] + [random_paths(stages, 3, step, 0) for step in range(12)]
+    sets += [any_paths(stages, r.randint(1, 4), r) for _ in range(12)]
+    assert worst_gradient(stages, sets, (2, 8, 16)) < 1e-5
 
 
 def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():

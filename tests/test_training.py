@@ -249,6 +249,28 @@ def _poisoned(argv):
     train.main(argv)
 
 
+def test_ddp_on_two_processes_equals_one_process(trained, corpus, tmp_path):
+    """The gradient is the mean over all tokens: one process that reads both parts takes the same
+    steps."""
+    trained(2, "--method", "ddp", "--steps", 3, "--beta2", 0.999)
+    got = checkpoint(tmp_path / "runs/x", 3, 0)["theta"]
+    o = train.parse(["--steps", "3", "--data", str(corpus), *SMALL])
+    readers = [train.load_data(o, i, [0, 1])[1] for i in range(2)]
+    model = Llama(SMALL_CONFIG)
+    theta = flatten(model.parameters())
+    adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.999))
+    for step in range(3):
+        adam.zero_grad()
+        batch = torch.cat([r.next(o.batch) for _ in range(2) for r in readers])
+        targets = batch[:, 1:]
+        loss = model.loss(model.blocks(model.embed(batch[:, :-1])), targets) / targets.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.param_groups[0]["lr"] = train.schedule(step, o)
+        adam.step()
+    assert torch.allclose(got, theta, rtol=0, atol=2e-5)
+
+
 def test_schedule_warms_up_and_ends_at_a_tenth():
     o = options("--steps", 100, "--warmup", 10, "--lr", 1.0)
     rates = [train.schedule(s, o) for s in range(100)]
