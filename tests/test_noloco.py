@@ -13,8 +13,9 @@ import torch.distributed as dist
 import noloco
 from noloco import NoLoCo
 from train import BadInput, gloo_interface
-from test_minimal import inner, phi_ahead
+from test_minimal import inner
 from tests.harness import HERE, gloo, processes
+from tests.oracles import phi_ahead
 
 
 def test_noloco_notices_moved_parameters():

@@ -13,7 +13,7 @@ from planning.instance import published_network
 from planning.search import shorter_plan
 from planning.drawing import pyplot
 from skippipe import Network, check, full_paths, simulate
-from tests.oracles import random_network
+from test_minimal import random_network
 
 NETWORK, NAMES = published_network()
 PLAN = shorter_plan(NETWORK, 4, 3, 2, seconds=None, iterations=600)
