@@ -106,7 +106,7 @@ class Options:
     layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)",
                                     parse=integers)
     routing: str = option(None, "paths: random at every boundary, always the same, planned by the "
-                          "paper's search, or by planning/ (default: random; with --skip, skippipe)",
+                          "paper's search, or by planning/ (default: random; with --skip skippipe)",
                           choices=["random", "fixed", "skippipe", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths")
     unscaled: bool = option(False, "with --skip, evaluate as the papers do, all residuals whole")
