@@ -54,8 +54,8 @@ class NoLoCo:
     inner_steps: m. group_size: n. gamma: None means beta.
     codec: how theta becomes a message (gossip/onebyte.py); None: it is the message.
 
-    Memory beside the model: phi, delta and a buffer per partner, as large as theta each (two per
-    partner where phi travels, or with a codec or a GPU over Gloo).
+    Memory beside the model: phi, delta and a buffer for each of the n - 1 partners, as large as
+    theta each (two buffers where phi travels, or with a codec or a GPU over Gloo).
     NCCL: call torch.distributed.barrier() once before; its first message must have all ranks in it.
     """
 
@@ -150,22 +150,20 @@ class NoLoCo:
     def swap(self, name, vector, group, process_group=None, codec=None):
         """The vectors of the group, by rank. Both directions of a pair are posted at once."""
         message = self.encode(name, vector, codec)
-        theirs = {}
+        partners = [r for r in group if r != self.rank]
+        theirs = []
         operations = []
-        for r in group:
-            if r != self.rank:
-                theirs[r] = self.buffer((name, r), message, self.message_device)
-                operations.append(dist.P2POp(dist.irecv, theirs[r], r, process_group))
-                operations.append(dist.P2POp(dist.isend, message, r, process_group))
+        for i, r in enumerate(partners):
+            theirs.append(self.buffer((name, i), message, self.message_device))
+            operations.append(dist.P2POp(dist.irecv, theirs[i], r, process_group))
+            operations.append(dist.P2POp(dist.isend, message, r, process_group))
         works = dist.batch_isend_irecv(operations) if operations else []
         for work in works:
             work.wait()             # also for what this replica sent, which is about to change
         vectors = []
-        for r in group:
-            if r == self.rank:
-                vectors.append(vector)
-            else:
-                vectors.append(self.decode((name, r), theirs[r], vector, codec))
+        for i, came in enumerate(theirs):
+            vectors.append(self.decode((name, i), came, vector, codec))
+        vectors.insert(group.index(self.rank), vector)
         return vectors
 
     def encode(self, name, vector, codec):

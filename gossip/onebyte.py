@@ -32,7 +32,10 @@ WHOLE = 1.5 * 2**23         # the last byte of x + WHOLE, |x| < 2^22, is that of
 class OneByte:
     """A codec for NoLoCo: theta travels in one byte a weight, `codec=OneByte(lengths_of(params))`.
 
+    Where phi travels, it does so in fp32: it says nothing of how far replicas are apart.
+
     lengths: see `lengths_of`. A block is a tensor, or BLOCK weights of a larger one.
+    Memory: the message, and in NoLoCo, for each partner, its message and its vector in fp32.
     """
 
     def __init__(self, lengths):

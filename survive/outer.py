@@ -224,7 +224,9 @@ class SurvivingNoLoCo(NoLoCo):
         codecs = {"theta": self.codec_for(group), "phi": None}
         for tag, (name, vector) in enumerate(vectors.items()):
             mine = self.encode(name, vector, codecs[name])
-            theirs = {r: self.buffer((name, r), mine, self.message_device) for r in partners}
+            theirs = {}
+            for i, r in enumerate(partners):
+                theirs[r] = self.buffer((name, i), mine, self.message_device)
             for r in partners:
                 works[r].append(process_group.recv([theirs[r]], group.index(r), tag))
             for r in partners:
@@ -292,11 +294,16 @@ class SurvivingNoLoCo(NoLoCo):
             self.delta.zero_()
             self.reset()
             finite = [self.rank]
+        partners = [r for r in finite if r != self.rank]
         thetas, phis = [], []
         for r in finite:
             theta, *phi = arrived[r]
-            thetas.append(self.read(("theta", r), theta, self.theta))
-            phis += [self.read(("phi", r), message, self.phi) for message in phi]
+            if r != self.rank:
+                i = partners.index(r)
+                theta = self.read(("theta", i), theta, self.theta)
+                phi = [self.read(("phi", i), message, self.phi) for message in phi]
+            thetas.append(theta)
+            phis += phi
         return thetas, phis
 
     def finite(self, messages):
@@ -321,7 +328,7 @@ class SurvivingNoLoCo(NoLoCo):
         """phi becomes a partner's theta. The message is read beside phi, of the last outer step,
         since this replica's own theta is not finite.
         """
-        self.phi.copy_(self.read(("theta", self.adopted), message, self.phi))
+        self.phi.copy_(self.read(("theta", 0), message, self.phi))
 
     # ---- coming back
 

@@ -119,7 +119,7 @@ PLAIN = dict(alpha=0.0, beta=1.0)
 @pytest.mark.parametrize("delay", [0, 1, 2, 3])
 @pytest.mark.parametrize("method, wire, settings", [
     ("noloco", "fp32", {}), ("noloco", "fp32", PLAIN), ("noloco", "fp32", dict(gamma=1.0)),
-    ("noloco", "int8", {}), ("noloco", "int8", PLAIN),
+    ("noloco", "int8", {}), ("noloco", "int8", PLAIN), ("noloco", "int8", dict(gamma=1.0)),
     ("diloco", "fp32", dict(alpha=0.5)), ("diloco", "fp32", PLAIN),
     ("diloco", "bf16", dict(alpha=0.5)), ("diloco", "int8", dict(alpha=0.5)),
 ], ids=str)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import noloco
+from gossip import outer_optimizer
 from noloco import NoLoCo
 from train import BadInput, gloo_interface
 from test_minimal import inner
@@ -50,6 +51,22 @@ def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
         outer.step()
     with pytest.raises(ValueError, match="give trainable float32 parameters"):
         NoLoCo(p.detach() for p in model.parameters())
+
+
+@gloo
+def _buffers(rank, world, wire):
+    """Numbers of bytes of the buffers, after outer steps with every other replica."""
+    outer = outer_optimizer("noloco", wire, 0, [torch.nn.Parameter(torch.ones(16))], inner_steps=1)
+    met = set()
+    while len(met) < world:
+        met |= set(outer.group())
+        outer.step()
+    return sorted(buffer.nbytes for buffer in outer.buffers.values())
+
+
+@pytest.mark.parametrize("wire, sizes", [("fp32", [64]), ("int8", [20, 64])])
+def test_partners_share_one_buffer(wire, sizes):
+    assert processes(4, _buffers, wire) == [sizes] * 4
 
 
 # ---------------- replicas that are only some of the processes
