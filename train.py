@@ -1267,7 +1267,8 @@ def report(run, row, ends):
         file.write(json.dumps(line) + "\n")
     told = [f"step {run.step}: {', '.join(in_words(line, STEP))}"]
     if ends:
-        told += [*in_words(line, LAST), f"kept in {run.folder}"]
+        told += in_words(line, LAST)
+        told.append(f"kept in {run.folder}; a picture: python -m tools.plot {run.folder}")
     run.bar.write("\n".join(told), file=sys.stdout)
 
 
@@ -1280,6 +1281,7 @@ def line_of(run, rows, latest):
     syncs = sum(row["syncs"] for row in latest)
     losses = [loss for row in now for loss in row["heldout"]]
     heldout = mean(losses)
+    norms = [row["norm"] for row in now if row["norm"] is not None]
     spread = weight_spread(rows, run.stages)
     merged = mean([loss for row in now for loss in row["merged"]])
     if spread is None:          # a mean over some of the replicas is no model that anybody keeps
@@ -1292,7 +1294,7 @@ def line_of(run, rows, latest):
         perplexity=None if heldout is None else math.exp(min(heldout, 700)),
         heldout_nats_per_byte=per_byte(heldout, run.corpus),
         merged_loss=merged, merged_nats_per_byte=per_byte(merged, run.corpus),
-        weight_spread=spread, gradient_norm=mean([row["norm"] for row in now if row["norm"]]),
+        weight_spread=spread, gradient_norm=mean(norms),
         held=waited / len(latest) / seconds, sync_seconds=waited / syncs if syncs else None,
         iteration_seconds=max(row["iteration"] for row in now),
         simulated_seconds=run.routes.plan and run.routes.plan["makespan"],
