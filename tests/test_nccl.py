@@ -127,11 +127,16 @@ def _train(argv):
     train.main(argv)
 
 
+def _train_on_cpus(argv):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    train.main(argv)
+
+
 RUNS = {
     "delayed fragments": "--method noloco --inner-steps 4 --fragments 4 --delay 2",
     "phi ahead": "--method noloco --inner-steps 4 --gamma 0.5 --beta 0.7",
-    "one byte, delayed": "--method noloco --inner-steps 4 --wire int8 --delay half",
-    "diloco in one byte, delayed": "--method diloco --inner-steps 4 --wire int8 --delay half",
+    "one byte, delayed": "--method noloco --inner-steps 4 --wire int8 --delay 2",
+    "diloco in one byte, delayed": "--method diloco --inner-steps 4 --wire int8 --delay 2",
     "diloco in bf16, fragments": "--method diloco --inner-steps 4 --wire bf16 --fragments 2",
     "ddp in one byte": "--method ddp --wire int8",
     "muon": "--method noloco --inner-steps 4 --optimizer muon --fragments 4 --delay 2",
@@ -150,9 +155,9 @@ def trained_on(device, options, corpus, folder):
     name = device
     argv = ["--data", corpus, "--name", name, *SMALL, "--steps", 12, "--warmup", 2, *options.split()]
     if device == "cuda":
-        run(4, *argv, "--device", "cuda", "--backend", "nccl", cwd=folder, main=_train)
+        run(4, *argv, "--backend", "nccl", cwd=folder, main=_train)
     else:
-        run(4, *argv, cwd=folder)
+        run(4, *argv, cwd=folder, main=_train_on_cpus)
     return metrics(folder / "runs" / name)[-1]
 
 
@@ -166,7 +171,6 @@ def test_nccl_loses_what_gloo_loses(name, corpus, tmp_path, gpu):
     if want["merged_loss"] is not None:
         assert found["merged_loss"] == pytest.approx(want["merged_loss"], abs=near)
     assert found["sync_bytes"] == want["sync_bytes"] and found["pipeline_bytes"] == want["pipeline_bytes"]
-    assert found["gpu_bytes"] > 0 and want["gpu_bytes"] is None
 
 
 @pytest.mark.parametrize("options", ["--method noloco --fragments 4", "--method diloco --wire int8"])
@@ -187,7 +191,7 @@ def test_planned_paths_over_nccl(links, corpus, tmp_path, gpu):
     if links:
         (tmp_path / "links.json").write_text(json.dumps(LINKS))
         argv += " --links links.json"
-    run(5, "--data", corpus, "--name", "x", *SMALL, *argv.split(), "--device", "cuda", "--backend",
+    run(5, "--data", corpus, "--name", "x", *SMALL, *argv.split(), "--backend",
         "nccl", cwd=tmp_path, main=_train)
     lines = metrics(tmp_path / "runs/x")
     first, last = lines[0], lines[-1]
