@@ -447,13 +447,17 @@ class Reader:
         for _ in range(batch):
             epoch, place = divmod(self.cursor, len(self.sequences))
             if epoch != self.epoch:
-                seed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
-                generator = torch.Generator().manual_seed(seed)
-                self.order = torch.randperm(len(self.sequences), generator=generator)
-                self.epoch = epoch
+                self.shuffle(epoch)
             rows.append(self.sequences[int(self.order[place])])
             self.cursor += 1
         return torch.stack(rows).long()
+
+    def shuffle(self, epoch):
+        """Draw the order of this epoch's sequences."""
+        seed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
+        generator = torch.Generator().manual_seed(seed)
+        self.order = torch.randperm(len(self.sequences), generator=generator)
+        self.epoch = epoch
 
 
 # ---------------------------------------------------------------- processes

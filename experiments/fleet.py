@@ -1,10 +1,10 @@
 """Many replicas in one process: every method on the same batches, on one GPU or on a CPU.
 
 The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes
-all gradients. Outer steps are plain averages (alpha = 0, beta = gamma = 1). Groups, Adam, the
-data's order and the learning rate are those of train.py, so a trial's loss is that of `torchrun ...
-train.py` with the same options, up to rounding (tests/test_experiments.py compares them). Nothing
-is sent, but what rounding to one byte does is done.
+all gradients. Groups, outer steps, Adam, the data's order and the learning rate are those of
+train.py, so a trial's loss is that of `torchrun ... train.py` with the same options, up to rounding
+(tests/test_experiments.py compares them). Nothing is sent, but what rounding to one byte does is
+done. All is computed in fp32, on a GPU as well: matrices are multiplied without TF32.
 """
 import os
 import shutil
@@ -21,19 +21,23 @@ from torch.nn.utils import parameters_to_vector
 from tqdm import tqdm
 
 import train
+from experiments.batches import Batches
 from model import Config, Llama
-from noloco import random_groups
-from gossip.muon import dtype_for, orthogonal
+from noloco import outer_update, random_groups
+from gossip.muon import orthogonal
 from train import Reader, heldout_sequences, load_corpus
 from gossip.onebyte import MARGIN
 from gossip.sums import blocks_of, rounded, values
 
 # Tokens whose gradients are computed in one call. On a CPU more would not stay in its caches:
-# 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11.
-AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 11}
+# 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11. On a GPU fewer would not keep it busy,
+# and 80 << 10 divide the rows of most fleets of five seeds, so that few calls are filled up.
+AT_ONCE = {"cuda": 80 << 10, "cpu": 1 << 11}
 # Tokens of one model in such a call. On a GPU fewer: steps of 1024 tokens and of 32 768 then call
 # the gradient with one shape, and it is compiled once.
 OF_A_MODEL = {"cuda": 1 << 10, "cpu": 1 << 11}
+# Held-out tokens of a call, which keeps nothing for a gradient.
+EVALUATED = {"cuda": 1 << 20, "cpu": 1 << 12}
 # Steps from which on compiling the gradient pays. It takes 10 seconds of a core, and then a step on
 # a CPU takes 0.75 times as long.
 LONG = {"cuda": 1, "cpu": 300}
@@ -52,12 +56,14 @@ def machine():
 @dataclass(frozen=True)
 class Trial:
     """One method."""
-    method: str                 # ddp, diloco or noloco
+    method: str                 # ddp, diloco, noloco or local (which never averages)
     every: int = 1              # m
     delay: int = 0              # D
     wire: str = "fp32"
     group: int = 2              # n
     fragments: int = 1          # K
+    alpha: float = 0.0          # outer momentum
+    beta: float = 1.0           # outer learning rate, and gamma
 
 
 # ---------------------------------------------------------------- outer steps
@@ -98,6 +104,9 @@ class ManyOuters:
         self.seeds = seeds
         self.lengths = lengths
         self.phi = theta.clone()
+        self.delta = None           # plain averages need none
+        if (trial.alpha, trial.beta) != (0, 1):
+            self.delta = torch.zeros_like(theta)
         self.counts = torch.tensor(lengths, device=theta.device)
         self.steps = 0
         self.flying = None          # (theta when it left, the mean that will arrive)
@@ -115,8 +124,14 @@ class ManyOuters:
                 self.land()
 
     def land(self):
-        """phi is the mean of what was sent; what was learnt since stays."""
-        sent, self.phi = self.flying
+        """N2 and N3: with plain averages phi is the mean of what was sent. What was learnt since it
+        left stays."""
+        sent, mean = self.flying
+        if self.delta is None:
+            self.phi = mean
+        else:
+            beta = self.trial.beta
+            outer_update(self.phi, self.delta, mean, self.phi, self.trial.alpha, beta, beta)
         torch.add(self.phi, self.theta - sent, out=self.theta)
         self.flying = None
 
@@ -191,29 +206,44 @@ def decoded(codes, scales, own):
 
 
 class ManyMuons:
-    """The Muon of gossip/muon.py, for the matrices of many models at once."""
+    """The Muon of gossip/muon.py, for the matrices of many models at once, in fp32.
 
-    def __init__(self, matrices, grads):
-        dtype = dtype_for(matrices[0].device)
-        self.orthogonal = vmap(partial(orthogonal, dtype=dtype))
-        # Each is (models, rows, columns): weights, gradients, momentum.
-        self.parts = [(w, g, torch.zeros_like(g)) for w, g in zip(matrices, grads)]
+    matrices, grads: each (models, rows, columns). rates: (models,), of each model over the rate
+    that `step` gets.
+    """
+
+    def __init__(self, matrices, grads, rates):
+        self.orthogonal = vmap(partial(orthogonal, dtype=torch.float32))
+        self.rates = rates[:, None, None]
+        self.by_shape = {}          # {(rows, columns): [(weights, gradients, momentum)]}
+        for w, g in zip(matrices, grads):
+            parts = self.by_shape.setdefault(w.shape[1:], [])
+            parts.append((w, g, torch.zeros_like(g)))
 
     def step(self, lr):
         """Leaves gradients of zero, by which Adam moves nothing."""
-        for w, g, momentum in self.parts:
-            momentum.lerp_(g, 0.05)
-            update = self.orthogonal(g.lerp(momentum, 0.95))
-            w.add_(update, alpha=-0.2 * lr * max(w.shape[1:]) ** 0.5)
-            g.zero_()
+        for shape, parts in self.by_shape.items():
+            ahead = []
+            for _, g, momentum in parts:
+                momentum.lerp_(g, 0.05)
+                ahead.append(g.lerp(momentum, 0.95))
+                g.zero_()
+            # All matrices of a shape in one call: there are few shapes, and each call takes long
+            # to begin.
+            updates = self.orthogonal(torch.cat(ahead)).chunk(len(parts))
+            scale = self.rates * (-0.2 * lr * max(shape) ** 0.5)
+            for (w, _, _), update in zip(parts, updates):
+                w.addcmul_(update, scale)
 
 
 class Fleet:
-    """N replicas of every trial with every seed, trained in step. o: train.Options."""
+    """N replicas of every trial with every seed, trained in step. o: train.Options. rates: the
+    learning rate of each trial (None: o.lr for all)."""
 
-    def __init__(self, o, trials, replicas, seeds, device):
+    def __init__(self, o, trials, replicas, seeds, device, rates=None):
         self.o = o
         self.trials = trials
+        self.rates = rates or [o.lr] * len(trials)
         self.seeds = seeds
         self.N = replicas
         self.device = device
@@ -224,6 +254,7 @@ class Fleet:
         for seed in seeds:
             for place in range(replicas):
                 self.readers.append(Reader(corpus, o.seq_len, seed, place, replicas))
+        self.batches = Batches(corpus, self.readers, replicas, o.seq_len, device)
         self.make_models()
         self.make_optimizers()
 
@@ -238,29 +269,39 @@ class Fleet:
         self.lengths = [p.numel() for p in self.model.parameters()]
         first = first.to(self.device)[None, :, None]
         self.theta = first.repeat(len(self.trials), 1, self.N, 1)
-        self.theta.grad = self.grad = torch.zeros_like(self.theta)
-        if self.device == "cuda":
-            torch.set_float32_matmul_precision("high")              # TF32
+        self.grad = torch.zeros_like(self.theta)
+        # A call takes so many sequences of a model. What a model has more is computed in pieces.
+        most = OF_A_MODEL[self.device] // self.o.seq_len
+        self.sequences = largest_divisor(self.o.batch, most)
+        self.pieces = self.o.batch // self.sequences
+        models = self.theta.shape[:-1].numel()
+        self.row_grad = self.grad.view(models, -1)          # of each piece of each model
+        if self.pieces > 1:
+            self.row_grad = self.row_grad.repeat_interleave(self.pieces, 0)
         is_long = self.o.steps >= LONG[self.device]
         self.is_compiled = is_long and finds_compiler(self.device)
         self.loss, self.gradient = loss_and_gradient(astuple(config), self.device,
                                                      self.is_compiled)
 
     def make_optimizers(self):
-        self.adam = torch.optim.Adam([self.theta], betas=(0.9, self.o.beta2), fused=True)
+        groups = []
+        for vectors, grads in zip(self.theta, self.grad):
+            vectors.grad = grads
+            groups.append(dict(params=[vectors]))
+        self.adam = torch.optim.Adam(groups, betas=(0.9, self.o.beta2), fused=True)
         self.muon = None
         if self.o.optimizer == "muon":
             theta, grads = self.named(self.theta), self.named(self.grad)
             inside = [name for name, shape in self.shapes.items()
                       if "layers" in name and len(shape) == 2]
             matrices = [theta[name] for name in inside]
-            self.muon = ManyMuons(matrices, [grads[name] for name in inside])
-        self.sums = {}                          # of each DDP
+            shares = torch.tensor(self.rates, device=self.device) / self.o.lr
+            rates = shares.repeat_interleave(len(self.seeds) * self.N)
+            self.muon = ManyMuons(matrices, [grads[name] for name in inside], rates)
+        self.sums = [ManySums() for _ in self.trials]       # DDP's in one byte
         self.outers = []
         for trial, vectors in zip(self.trials, self.theta):
-            if trial.method == "ddp":
-                self.sums[trial] = ManySums()
-            else:
+            if trial.method in ("diloco", "noloco"):
                 self.outers += outers_of(trial, vectors, self.seeds, self.lengths)
 
     def named(self, vectors):
@@ -274,10 +315,10 @@ class Fleet:
     def step(self, number):
         """One step of all models: gradients, the inner optimizer, the outer steps that are due."""
         self.fill_gradients()
-        for trial, g in zip(self.trials, self.grad):
+        for trial, g, sums in zip(self.trials, self.grad, self.sums):
             if trial.method == "ddp":
                 if trial.wire == "int8":
-                    mean = self.sums[trial].mean(g)
+                    mean = sums.mean(g)
                 else:
                     mean = g.mean(1, keepdim=True)
                 g.copy_(mean.expand_as(g))
@@ -286,42 +327,41 @@ class Fleet:
         lr = train.schedule(number, self.o)
         if self.muon:
             self.muon.step(lr)
-        self.adam.param_groups[0]["lr"] = lr
+        for group, rate in zip(self.adam.param_groups, self.rates):
+            group["lr"] = lr * (rate / self.o.lr)
         self.adam.step()
         for outer in self.outers:
             outer.step()
 
     def fill_gradients(self):
-        """Each replica's batch is the same in all trials."""
-        tokens = torch.stack([reader.next(self.o.batch) for reader in self.readers])
-        tokens = tokens.to(self.device, non_blocking=True)
-        tokens = tokens.expand(len(self.trials), *tokens.shape).flatten(0, 1)   # (models, B, T + 1)
-        sequences = largest_divisor(self.o.batch, OF_A_MODEL[self.device] // self.o.seq_len)
-        pieces = tokens.split(sequences, 1)
-        self.grad.zero_()
-        for piece in pieces:
-            self.add_gradients(piece, 1 / len(pieces))
+        """Each replica's batch is the same in all trials. A row is a piece of a model's batch."""
+        tokens = self.batches.next(self.o.batch)
+        tokens = tokens.expand(len(self.trials), *tokens.shape)
+        tokens = tokens.reshape(-1, self.sequences, self.o.seq_len + 1)
+        room = max(1, AT_ONCE[self.device] // (self.sequences * self.o.seq_len))
+        for start in range(0, len(tokens), room):
+            self.fill_rows(start, tokens[start:start + room], room)
+        if self.pieces > 1:
+            shape = *self.theta.shape[:-1], self.pieces, -1
+            torch.mean(self.row_grad.view(shape), -2, out=self.grad)
 
-    def add_gradients(self, tokens, share):
-        """Add `share` of the mean loss's gradient for tokens (models, B, T + 1)."""
-        models, sequences, _ = tokens.shape
-        room = max(1, AT_ONCE[self.device] // (sequences * self.o.seq_len))     # models of a call
-        theta = self.theta.view(models, -1)
-        grads = self.named(self.grad)
-        for start in range(0, models, room):
-            some = slice(start, start + room)
-            own, batch = theta[some], tokens[some].contiguous()
-            if self.is_compiled:
-                own, batch = filled(own, room), filled(batch, room)
-            for name, gradient in self.gradient(self.named(own), batch).items():
-                g = grads[name][some]
-                g.add_(gradient[:len(g)], alpha=share)
+    def fill_rows(self, start, tokens, room):
+        """The mean loss's gradients of the rows from `start` on, with tokens (rows, B, T + 1)."""
+        count = len(tokens)
+        rows = torch.arange(start, start + count, device=self.device)
+        if self.is_compiled:
+            rows, tokens = filled(rows, room), filled(tokens, room)
+        theta = self.theta.view(-1, self.theta.shape[-1])
+        own = theta[rows // self.pieces]
+        grads = self.named(self.row_grad[start:start + count])
+        for name, gradient in self.gradient(self.named(own), tokens).items():
+            grads[name].copy_(gradient[:count])
 
     @torch.no_grad()
     def evaluate(self, vectors):
         """Held-out nats per token (...) of the models with weights vectors (..., P)."""
         weights = self.named(vectors)
-        some = max(1, 2 * AT_ONCE[self.device] // self.o.seq_len)       # sequences of a call
+        some = max(1, EVALUATED[self.device] // self.o.seq_len)         # sequences of a call
         total = 0.0
         for part in self.heldout.split(some):
             total = total + len(part) * self.losses(weights, part)
@@ -331,7 +371,7 @@ class Fleet:
         """(models,) mean nats per token."""
         found = []
         count = len(next(iter(weights.values())))
-        some = max(1, 2 * AT_ONCE[self.device] // tokens.numel())       # models of a call
+        some = max(1, EVALUATED[self.device] // tokens.numel())         # models of a call
         for a in range(0, count, some):
             part = {name: w[a:a + some] for name, w in weights.items()}
             found.append(vmap(self.loss, in_dims=(0, None))(part, tokens))
@@ -349,7 +389,7 @@ class Fleet:
             for s, seed in enumerate(self.seeds):
                 rows.append(dict(
                     trial=asdict(trial), seed=seed, replicas=self.N, optimizer=self.o.optimizer,
-                    tokens=self.o.batch * self.o.seq_len, lr=self.o.lr,
+                    tokens=self.o.batch * self.o.seq_len, lr=self.rates[i],
                     losses=[round(float(last[i, s]), 5)], merged=round(float(merged[i, s]), 5)))
         return rows
 
