@@ -625,21 +625,33 @@ def gloo_interface():
     hosts would never meet. Raises BadInput.
     """
     known = [name for _, name in socket.if_nameindex()]
-    alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
-    master = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 1))                                      # sends nothing
-        own = socket.inet_aton(probe.getsockname()[0])
-        for name in known:
-            with contextlib.suppress(OSError):                          # it may have no address
-                answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))  # SIOCGIFADDR
-                if answer[20:24] == own:
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        for name in interfaces_to_master(known):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for name in names.split(","):
         need(not name or name in known,
              f"GLOO_SOCKET_IFNAME={names}: a host has no {name}, only {', '.join(known)}")
     return names
+
+
+def interfaces_to_master(known):
+    """Those of the known interfaces with the address from which this host reaches MASTER_ADDR."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+    master = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", "127.0.0.1")
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 1))                                  # sends nothing
+        except OSError as error:
+            raise BadInput(f"MASTER_ADDR={master}: {error}")
+        own = socket.inet_aton(probe.getsockname()[0])
+        for name in known:
+            with contextlib.suppress(OSError):                          # it may have no address
+                answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))  # SIOCGIFADDR
+                if answer[20:24] == own:
+                    found.append(name)
+    return found
 
 
 # ---------------------------------------------------------------- the executor
@@ -1261,7 +1273,7 @@ def in_words(line, words):
 
 
 def report(run, row, ends):
-    """One line of metrics.jsonl, and one on the screen, from every rank's row. Returns the line."""
+    """One line of metrics.jsonl, and one on the screen, from every rank's row."""
     rows = run.job.collect(f"row/{run.step // run.o.eval_every}/{ends}", row | counts(run))
     if not run.job.leads:
         return
@@ -1406,7 +1418,8 @@ def load_part(file):
 
 def state_of(run):
     """What a rank's part of a checkpoint holds."""
-    meter = dict(vars(run.meter), loss=float(run.meter.loss), counts=counts(run), iterations=[])
+    meter = {f.name: getattr(run.meter, f.name) for f in fields(Meter)}
+    meter |= dict(loss=float(run.meter.loss), counts=counts(run), iterations=[])
     return dict(step=run.step, theta=run.theta, rho=run.rho, plan=run.routes.first,
                 cursor=run.cursor,
                 inner=[optimizer.state_dict()["state"] for optimizer in run.inner],
