@@ -1,12 +1,14 @@
 """Processes that end by themselves, and the few helpers that several test files share."""
 
 import contextlib
+import functools
 import io
 import json
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import shutil
 import socket
 import time
@@ -21,14 +23,16 @@ import torch.distributed.run
 from torch.utils._pytree import tree_leaves
 
 import train
-from model import Llama
+from model import Config, Llama
 from survive.__main__ import main as surviving
-from test_minimal import SMALL, SMALL_CONFIG, gloo, write_corpus     # noqa: F401, for all tests
 from train import Job
 
 # Torch asks for the name of each address that connects. A silent name server would hold a store for seconds.
 os.environ["RES_OPTIONS"] = "attempts:0"
 HERE = Path(__file__).parent.parent
+SMALL = ["--hidden", "32", "--layers", "4", "--heads", "2", "--mlp", "64", "--seq-len", "32", "--batch", "2",
+         "--eval-sequences", "8"]
+SMALL_CONFIG = Config(256, 32, 64, 4, 2, 2)     # that of a run with these options
 LINKS = dict(delay=[[0.002 * (i != j) * (1 + (i + j) % 3) for j in range(5)] for i in range(5)], compute=0.01,
              overhead=0.001)    # a network of five nodes
 
@@ -148,6 +152,19 @@ def wait_until(condition, limit=None):
         time.sleep(0.02)        # between two looks
 
 
+def gloo(function):
+    """Decorates a rank's function: the process group is up while it runs."""
+
+    @functools.wraps(function)
+    def wrapped(rank, world, *args):
+        dist.init_process_group("gloo")
+        result = function(rank, world, *args)
+        dist.barrier()
+        return result
+
+    return wrapped
+
+
 def connected_job():
     """What a Pipeline made by hand needs: this process's Job, with the default process group."""
     job = Job()
@@ -215,6 +232,16 @@ def goes_on_to_the_bit(folder, step, world=4, options=()):
     shutil.rmtree(folder / f"checkpoints/{step:08d}")
     run(world, "--resume", folder, *options, cwd=folder.parents[1])
     assert_same(folder, whole, step, world)
+
+
+def write_corpus(folder):
+    """A folder of ten small text files."""
+    r = random.Random(0)
+    folder.mkdir(exist_ok=True)
+    for i in range(10):
+        words = (r.choice(["phi", "theta", "delta", "gossip", "stage"]) for _ in range(1500))
+        (folder / f"{i}.txt").write_text(" ".join(words))
+    return folder
 
 
 def metrics(folder):

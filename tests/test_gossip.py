@@ -7,7 +7,6 @@ import re
 import signal
 import time
 import warnings
-from concurrent.futures import Future
 from functools import partial
 from unittest import mock
 
@@ -23,14 +22,11 @@ from gossip.fragments import Fragments, cut
 from gossip.onebyte import BLOCK, MARGIN, OneByte, lengths_of
 from gossip.sums import BLOCK as SUM_BLOCK
 from gossip.sums import Bf16Sum, Int8Sum, rounded, values
-from gossip.window import gamma_bound
 from noloco import NoLoCo, flatten, random_groups
-from test_minimal import (_noloco, _state_dict, assert_replicas, brute_force, inner, quadratic_run,
-                          simulated, small_model)
+from test_minimal import _noloco, assert_replicas, brute_force, inner, simulated, small_model
 from tests.harness import (
     SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host,
 )
-from tests.oracles import phi_ahead
 
 
 def one_byte(params, *args, **settings):
@@ -562,46 +558,3 @@ def test_a_replica_alone_is_warned_of_nothing_and_checks_pass_on_what_a_trainer_
     assert (outer.steps, outer.bytes_sent, set(outer.state_dict())) == (4, 0, {"phi", "delta", "steps"})
     outer.steps = 7
     assert outer.outer.steps == 7
-
-
-# ---------------- beside what test_minimal.py has of the exchange
-
-
-@pytest.mark.parametrize("n, gamma", [(2, 1.0), (3, 0.4)])
-def test_phi_ahead_equals_the_float64_simulation(n, gamma):
-    world = 5 if n == 3 else 4
-    found = processes(world, _noloco, phi_ahead, dict(inner_steps=3, group_size=n, gamma=gamma), 12)
-    assert_replicas(found, simulated(world, 12, 3, n, gamma))
-
-
-def test_phi_aheads_state_dict_round_trips_to_the_bit():
-    for whole, resumed in processes(4, _state_dict, phi_ahead):
-        assert whole == resumed
-
-
-def test_delayed_plain_averaging_keeps_the_mean_but_for_what_is_learnt_meanwhile():
-    params = [[torch.nn.Parameter(torch.randn(1000))] for _ in range(2)]
-    replicas = [Delayed(NoLoCo(own, inner_steps=1, alpha=0.0, beta=1.0), delay=1) for own in params]
-    thetas = [delayed.outer.theta for delayed in replicas]
-    for delayed in replicas:
-        delayed.step()                      # theta leaves
-    for delayed, theta in zip(replicas, thetas):
-        delayed.flying = Future()
-        delayed.flying.set_result(([other.sent.clone() for other in replicas], []))
-        theta.add_(torch.randn_like(theta))
-    want = sum(thetas)
-    for delayed in replicas:
-        delayed.step()                      # the two thetas land
-    assert torch.allclose(sum(thetas), want, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("alpha, n", [(0.5, 2), (0.3, 2), (0.8, 2), (0.5, 4)])
-def test_gamma_bound_separates_decay_from_growth(alpha, n):
-    for factor, grows in ((0.9, False), (1.1, True)):
-        # beta tiny: Delta's pull, which widens the bound a little, is left out; noise-free
-        gamma = factor * gamma_bound(alpha, n)
-        _, history = quadratic_run(256, 32, 1, 1e-9, alpha, beta=1e-9, gamma=gamma, steps=160, n=n,
-                                   noise=0)
-        growth = history[-1][1] / history[20][1]
-        assert growth > 10 if grows else growth < 0.1
-    assert gamma_bound(alpha, 2) == pytest.approx(2 * (1 - alpha**2))

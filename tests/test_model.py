@@ -8,8 +8,7 @@ import torch
 from model import Config, Llama, count_parameters, rotary
 from tools.export import save_pretrained
 from tests.harness import options
-from test_minimal import reference_logits
-from tests.oracles import through
+from tests.oracles import reference_logits, through
 
 
 def test_gradients_equal_independent_float64_llama():

@@ -14,9 +14,8 @@ import noloco
 from gossip import outer_optimizer
 from noloco import NoLoCo
 from train import BadInput, gloo_interface
-from test_minimal import inner
+from test_minimal import inner, phi_ahead
 from tests.harness import HERE, gloo, processes
-from tests.oracles import phi_ahead
 
 
 def test_noloco_notices_moved_parameters():

@@ -1,6 +1,5 @@
 """The planner beyond test_minimal.py: invariants, feasibility, the dead, assignment, command line."""
 
-import contextlib
 import inspect
 import json
 import random
@@ -16,14 +15,11 @@ from experiments.skip import network_of
 from planning import methods, search
 from planning.__main__ import main
 from planning.assign import assign_stages
-from planning.bound import crossing_bound, tighter_bound
+from planning.bound import crossing_bound
 from planning.instance import published_network, spread_network
 from planning.regions import around
-from planning.search import shorter_plan
 from planning.training import plan_paths
-from skippipe import Deadlock, simulate
-from test_minimal import every_order, random_network, valid_combinations
-from tests.oracles import PUBLISHED_ROUTES, assert_possible
+from tests.oracles import PUBLISHED_ROUTES, assert_possible, random_network, valid_combinations
 
 
 def in_regions(*args, **kwargs):
@@ -403,91 +399,3 @@ def test_help_names_its_own_program_and_starts_nothing(tmp_path, monkeypatch, ca
     assert "2 as in the published instance, where the function skippipe.plan has 1" in text
     assert inspect.signature(skippipe.plan).parameters["rounds"].default == 1
     assert not list(tmp_path.iterdir())
-
-
-# ---------------- the published instance, and the stronger search
-
-
-@pytest.mark.parametrize("method", PUBLISHED_ROUTES)
-def test_published_times(method):
-    """Four methods at three compute times: the released simulator's figures, ties included."""
-    rounds, times, paths = PUBLISHED_ROUTES[method]
-    published, _ = published_network()
-    for forward, seconds in times.items():
-        network = replace(published, compute=forward)
-        result = simulate(network, paths, rounds=rounds)
-        assert result.makespan == pytest.approx(seconds, abs=3e-4)
-        assert_possible(network, paths, rounds, result)
-        again = simulate(network, paths, rounds=rounds, order=result.order)
-        assert again.timeline == result.timeline
-
-
-def test_published_plan_is_proven_optimal():
-    network, _ = published_network()
-    found = shorter_plan(network, 4, 3, rounds=2, seconds=None, iterations=20000)
-    assert found.makespan == pytest.approx(33.0538, abs=1e-3)
-    assert found.bound == pytest.approx(found.makespan, abs=1e-5)
-    assert skippipe.check(network, found.paths, 4) == []
-    paths, order = found
-    result = simulate(network, paths, rounds=2, order=order)
-    assert result.makespan == found.makespan
-    assert_possible(network, paths, 2, result)
-    # Six paths of its own per origin, so that the second round may differ, are bounded by the same
-    # time.
-    assert tighter_bound(network, 4, 6, rounds=1) == pytest.approx(33.0538, abs=1e-3)
-    # The paper's search alone, first come, first served, takes as long as published: 33.31 s.
-    alone = skippipe.plan(network, 4, 3, rounds=2, seconds=None, iterations=1000)
-    assert alone.makespan == pytest.approx(33.3138, abs=3e-4)
-    assert skippipe.check(network, alone.paths, 4) == []
-
-
-def test_check_names_microbatch_stage_and_node():
-    network, _ = published_network()
-    paths = sorted(PUBLISHED_ROUTES["SkipPipe"][2])
-    for path, words in [
-        ((15, 14, 6, 12), "CC1: microbatch 2 has node 15 of stage 1"),
-        ((0, 14, 3, 12), "CC1: microbatch 2 has node 3 of stage 0"),
-        ((0, 6, 18, 14), "CC2: microbatch 2 goes from stage 4 (node 18) to stage 1 (node 14)"),
-        ((0, 12, 6, 14), "CC2: microbatch 2 goes from stage 2 (node 6) to stage 1 (node 14)"),
-        ((0, 14, 6, 16),
-         "TC1: node 16 (stage 3) carries 4 microbatches, [2, 12, 13, 14], of at most 3"),
-        ((0, 14, 6, 2), "CC3: stage 5"),
-        ((0, 14, 6), "microbatch 2 visits 3 stages, not 4"),
-        ((0, 14, 6, 77), "microbatch 2 visits node 77"),
-    ]:
-        changed = [*paths[:2], path, *paths[3:]]
-        assert words in " ".join(skippipe.check(network, changed, 4)), words
-    assert skippipe.check(network, paths, 4) == []
-    without = " ".join(skippipe.check(network, paths, 4, dead={5}))
-    assert "node 5 of stage 4, which is not there" in without
-    result = simulate(network, paths, rounds=2)
-    waits = list(skippipe.tc2(network, paths, result))
-    assert "s at node" in waits[0].text
-    waited = sum(task.start - task.arrived for task in result.timeline)
-    assert sum(v.excess for v in waits) == pytest.approx(waited, abs=1e-6)
-
-
-def test_the_stronger_plan_against_brute_force():
-    draw = random.Random("brute force")
-    missed = 0
-    kinds = [([1, 2, 1], 2, 2), ([2, 1, 2], 2, 1), ([2, 1, 1], 3, 1), ([1, 2, 2], 2, 2),
-             ([1, 1, 1], 2, 2)]
-    for case in range(40):
-        shape, kept, each = draw.choice(kinds)
-        network = random_network(draw, shape, (0.5, 1.0, 2.0))
-        origins = network.stages[0] * each
-        best = float("inf")
-        caps = skippipe.node_caps(network, -(-len(origins) * (kept - 1) // (len(shape) - 1)))
-        for paths in valid_combinations(network, kept, origins, caps):
-            for order in every_order(paths, len(network.compute)):
-                with contextlib.suppress(Deadlock):
-                    best = min(best, simulate(network, paths, order=order).makespan)
-        bound = tighter_bound(network, kept, each)
-        assert skippipe.lower_bound(network, kept, each) <= bound <= best + 1e-6
-        found = shorter_plan(network, kept, each, seconds=None, iterations=3000)
-        assert skippipe.check(network, found.paths, kept) == [] and found.makespan >= best - 1e-6
-        if found.makespan > best + 1e-6:
-            missed += 1
-        assert found.makespan <= 1.1 * best, case
-    # found on all but at most one: the search is complete for validity, not for optimality
-    assert missed <= 1

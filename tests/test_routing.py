@@ -26,8 +26,7 @@ from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_
                            metrics, options, processes, run, train_main)
 from tools.partial import with_stages_missing
 from train import load_data, measure, pipelines, read_links, scaled, shares
-from test_minimal import numbered, random_network, reference_logits, replay, worst_gradient
-from tests.oracles import through
+from tests.oracles import numbered, random_network, reference_logits, replay, through, worst_gradient
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (3, 2, 2), (1, 5), (2, 3, 1, 4)])
