@@ -105,13 +105,13 @@ class Options:
                           parse=integers)
     layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)",
                                     parse=integers)
-    routing: str = option(None, "paths: random at every boundary, always the same, or planned by the "
-                          "paper's search; others: planning/ (default: random; skippipe with --skip)",
+    routing: str = option(None, "paths: random at every boundary, always the same, planned by the "
+                          "paper's search, or by planning/ (default: random; with --skip skippipe)",
                           choices=["random", "fixed", "skippipe", *PLANNERS])
     skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths")
     unscaled: bool = option(False, "with --skip, evaluate as the papers do, all residuals whole")
-    links: str = option(None, "JSON with the ranks' delay and compute in seconds, for planned paths "
-                        "(default: measured)")
+    links: str = option(None, "JSON with the ranks' delay and compute in seconds, for planned "
+                        "paths (default: measured)")
     microbatches: int = option(2, "microbatches per origin and step", least=1)
     batch: int = option(4, "sequences per microbatch", least=1)
     model: str = option("tiny", "tiny, or one of the NoLoCo paper's",
@@ -447,13 +447,17 @@ class Reader:
         for _ in range(batch):
             epoch, place = divmod(self.cursor, len(self.sequences))
             if epoch != self.epoch:
-                seed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
-                generator = torch.Generator().manual_seed(seed)
-                self.order = torch.randperm(len(self.sequences), generator=generator)
-                self.epoch = epoch
+                self.shuffle(epoch)
             rows.append(self.sequences[int(self.order[place])])
             self.cursor += 1
         return torch.stack(rows).long()
+
+    def shuffle(self, epoch):
+        """Draw the order of this epoch's sequences."""
+        seed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
+        generator = torch.Generator().manual_seed(seed)
+        self.order = torch.randperm(len(self.sequences), generator=generator)
+        self.epoch = epoch
 
 
 # ---------------------------------------------------------------- processes
@@ -536,7 +540,7 @@ class Job:
             tqdm.write(line)
 
     def connect(self, o, group=True):
-        """NCCL where each process has a GPU of its own, else Gloo. group: make the default group."""
+        """NCCL where each process has a GPU of its own, else Gloo. group: whether Gloo has one."""
         gpus = torch.cuda.device_count()
         found = self.share("gpus", [gpus, int(os.environ.get("LOCAL_WORLD_SIZE", self.world))])
         enough = all(there >= ranks for there, ranks in found)
@@ -553,8 +557,9 @@ class Job:
         if group or self.nccl:
             # Lazily Gloo connects only pairs that talk, otherwise every pair at the start.
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1" if self.world > 64 else "0")
+            store = dist.PrefixStore("job", self.store)
             dist.init_process_group("nccl" if self.nccl else "gloo", rank=self.rank,
-                                    world_size=self.world, store=dist.PrefixStore("job", self.store))
+                                    world_size=self.world, store=store)
             dist.barrier()              # NCCL: the first use of a group must have every rank in it
 
     def meet_hosts(self):
@@ -591,7 +596,7 @@ class Job:
 
 
 def average_in(group, vector, count):
-    """Make the vector the mean of those of `count` processes. Returns the sum of (vector - mean)^2."""
+    """Make the vector the mean of those of `count` processes: the sum of (vector - mean)^2."""
     squares = 0.0
     for piece in vector.split(1 << 18):         # in float64: the mean of equal replicas is exact
         own = piece.double()
@@ -604,7 +609,8 @@ def average_in(group, vector, count):
 
 
 def this_host():
-    """(a text that no other machine has, one that no other host has): network namespaces are hosts."""
+    """(a text that no other machine has, one that no other host has): a network namespace is a
+    host."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     if not (boot.exists() and network.exists()):            # not Linux
         return socket.gethostname(), socket.gethostname()
@@ -619,21 +625,33 @@ def gloo_interface():
     hosts would never meet. Raises BadInput.
     """
     known = [name for _, name in socket.if_nameindex()]
-    alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
-    master = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 1))                                      # sends nothing
-        own = socket.inet_aton(probe.getsockname()[0])
-        for name in known:
-            with contextlib.suppress(OSError):                          # it may have no address
-                answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))  # SIOCGIFADDR
-                if answer[20:24] == own:
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        for name in interfaces_to_master(known):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for name in names.split(","):
         need(not name or name in known,
              f"GLOO_SOCKET_IFNAME={names}: a host has no {name}, only {', '.join(known)}")
     return names
+
+
+def interfaces_to_master(known):
+    """Those of the known interfaces with the address from which this host reaches MASTER_ADDR."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+    master = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", "127.0.0.1")
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 1))                                  # sends nothing
+        except OSError as error:
+            raise BadInput(f"MASTER_ADDR={master}: {error}")
+        own = socket.inet_aton(probe.getsockname()[0])
+        for name in known:
+            with contextlib.suppress(OSError):                          # it may have no address
+                answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))  # SIOCGIFADDR
+                if answer[20:24] == own:
+                    found.append(name)
+    return found
 
 
 # ---------------------------------------------------------------- the executor
@@ -1118,7 +1136,8 @@ def sample_of(size, seed):
     """Where in a vector of `size` weights the sample lies: the same for all ranks of a stage."""
     if size <= SAMPLE:
         return torch.arange(size)
-    generator = torch.Generator().manual_seed(random.Random(f"spread {seed} {size}").getrandbits(63))
+    draw = random.Random(f"spread {seed} {size}").getrandbits(63)
+    generator = torch.Generator().manual_seed(draw)
     return torch.randint(size, (SAMPLE,), generator=generator).sort().values
 
 
@@ -1254,7 +1273,7 @@ def in_words(line, words):
 
 
 def report(run, row, ends):
-    """One line of metrics.jsonl, and one on the screen, from every rank's row. Returns the line."""
+    """One line of metrics.jsonl, and one on the screen, from every rank's row."""
     rows = run.job.collect(f"row/{run.step // run.o.eval_every}/{ends}", row | counts(run))
     if not run.job.leads:
         return
@@ -1264,7 +1283,8 @@ def report(run, row, ends):
         file.write(json.dumps(line) + "\n")
     told = [f"step {run.step}: {', '.join(in_words(line, STEP))}"]
     if ends:
-        told += [*in_words(line, LAST), f"kept in {run.folder}"]
+        told += in_words(line, LAST)
+        told.append(f"kept in {run.folder}; a picture: python -m tools.plot {run.folder}")
     run.bar.write("\n".join(told), file=sys.stdout)
 
 
@@ -1277,6 +1297,7 @@ def line_of(run, rows, latest):
     syncs = sum(row["syncs"] for row in latest)
     losses = [loss for row in now for loss in row["heldout"]]
     heldout = mean(losses)
+    norms = [row["norm"] for row in now if row["norm"] is not None]
     spread = weight_spread(rows, run.stages)
     merged = mean([loss for row in now for loss in row["merged"]])
     if spread is None:          # a mean over some of the replicas is no model that anybody keeps
@@ -1289,7 +1310,7 @@ def line_of(run, rows, latest):
         perplexity=None if heldout is None else math.exp(min(heldout, 700)),
         heldout_nats_per_byte=per_byte(heldout, run.corpus),
         merged_loss=merged, merged_nats_per_byte=per_byte(merged, run.corpus),
-        weight_spread=spread, gradient_norm=mean([row["norm"] for row in now if row["norm"]]),
+        weight_spread=spread, gradient_norm=mean(norms),
         held=waited / len(latest) / seconds, sync_seconds=waited / syncs if syncs else None,
         iteration_seconds=max(row["iteration"] for row in now),
         simulated_seconds=run.routes.plan and run.routes.plan["makespan"],
@@ -1329,8 +1350,8 @@ def write_text(path, text):
 
 
 class Checkpoints:
-    """Every rank writes its own part, runs/NAME/checkpoints/00000600/rank3.pt, on its own machine or
-    in a folder for all. Subclasses may override parts, keep, forget and load."""
+    """Every rank writes its own part, runs/NAME/checkpoints/00000600/rank3.pt, on its own machine
+    or in a folder for all. Subclasses may override parts, keep, forget and load."""
 
     def __init__(self, job, folder):
         self.job, self.folder = job, folder / "checkpoints"
@@ -1381,8 +1402,8 @@ class Checkpoints:
         held = self.job.share("sound", list(sound))
         step = max(set.intersection(*map(set, held)), default=-1)
         if step < 0 and not restarts():
-            self.job.refuse(f"{self.folder.parent} has no checkpoint that all {self.job.world} ranks "
-                            "hold")
+            self.job.refuse(f"{self.folder.parent} has no checkpoint that all {self.job.world} "
+                            "ranks hold")
         self.forget([newer for newer in self.parts() if newer > step])
         return sound.get(step)
 
@@ -1397,15 +1418,17 @@ def load_part(file):
 
 def state_of(run):
     """What a rank's part of a checkpoint holds."""
-    meter = dict(vars(run.meter), loss=float(run.meter.loss), counts=counts(run), iterations=[])
-    return dict(step=run.step, theta=run.theta, rho=run.rho, plan=run.routes.first, cursor=run.cursor,
+    meter = {f.name: getattr(run.meter, f.name) for f in fields(Meter)}
+    meter |= dict(loss=float(run.meter.loss), counts=counts(run), iterations=[])
+    return dict(step=run.step, theta=run.theta, rho=run.rho, plan=run.routes.first,
+                cursor=run.cursor,
                 inner=[optimizer.state_dict()["state"] for optimizer in run.inner],
                 outer=run.outer and run.outer.state_dict(), owed=run.average and run.average.owed,
                 meter=meter, corpus=run.corpus and run.corpus.digest)
 
 
 def restore(run, state):
-    """Put what `state_of` returned into the run, but for the plan. Raises BadInput for other data."""
+    """Put what `state_of` returned into the run, but for the plan. Raises BadInput."""
     need(not run.corpus or state["corpus"] == run.corpus.digest,
          f"the data differ from those of {run.folder}: give the same --data or start a new run")
     run.step, run.rho, run.cursor = state["step"], state["rho"], state["cursor"]
@@ -1564,7 +1587,7 @@ def begin(run):
     kept = []
     log = run.folder / "metrics.jsonl"
     for line in log.read_text(errors="replace").splitlines() if log.exists() else []:
-        with contextlib.suppress(ValueError, KeyError):     # a crash may have cut the last one short
+        with contextlib.suppress(ValueError, KeyError):     # a crash may have cut the last one
             if json.loads(line)["step"] <= run.step:
                 kept.append(line + "\n")
     write_text(log, "".join(kept))
@@ -1653,7 +1676,8 @@ def in_one_line(run):
     except RuntimeError as error:
         if not any(words in str(error) for words in BROKEN):
             raise
-        status, line = 2, f"stopped: rank {run.job.rank} at step {run.step}: another process is gone"
+        line = f"stopped: rank {run.job.rank} at step {run.step}: another process is gone"
+        status = 2
     else:
         return
     if run.bar:

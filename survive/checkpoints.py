@@ -15,7 +15,7 @@ class SurvivingCheckpoints(Checkpoints):
         return super().parts()
 
     def parts(self):
-        """As Checkpoints.parts. Where this rank was dead, a part of a replica stands for its own."""
+        """As Checkpoints.parts. Where this rank was dead, a replica's part stands for its own."""
         found = self.own()
         replicas = next(ranks for ranks in self.job.stages if self.job.rank in ranks)
         for mark in self.folder.glob(f"*/rank{self.job.rank}.dead"):

@@ -72,8 +72,8 @@ EVENTS = {      # the first rank's line for each event, at its next evaluation
 class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends.
 
-    timeout: the seconds of --survive. members: the ranks that share values: all, or after a takeover
-    those that met. joining: whether this process takes its place in a job that is training.
+    timeout: the seconds of --survive. members: the ranks that share values: all, or after a
+    takeover those that met. joining: whether this process takes its place in a job that trains.
     """
 
     def __init__(self, job, timeout, asks):

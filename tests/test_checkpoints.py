@@ -39,9 +39,9 @@ def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_pa
             raise KeyboardInterrupt
         real(state, file)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(torch, "save", crash)
-        captured(0, 1, train.main, [*argv, "x"])
+        assert captured(0, 1, train.main, [*argv, "x"])[0] == 130
     # and a line cut short
     (tmp_path / "runs/x/metrics.jsonl").write_text('{"step": 2}\n{"step": 4, "hel')
     captured(0, 1, train.main, ["--resume", "runs/x"])
@@ -82,9 +82,9 @@ def test_instead_of_a_damaged_checkpoint_the_one_before_is_taken(done, tmp_path)
     folder = shutil.copytree(done, tmp_path / "copy")
     broken = Path("runs/x/checkpoints/00000004/rank1.pt")
     (folder / broken).write_bytes((folder / broken).read_bytes()[:1000])
-    out = run(2, "--resume", "runs/x", cwd=folder)
+    (_, out), (_, warned) = processes(2, train_main, ["--resume", "runs/x"], cwd=folder)
     assert "runs/x, from step 2" in out
-    assert re.search(rf"^warning: {broken} is damaged \(.*\)$", out, re.M)
+    assert re.search(rf"^warning: {broken} is damaged \(.*\)$", warned, re.M)
     assert_same(folder / "runs/x", done / "runs/x", 4, world=2)
     for step, rank in ((2, 1), (4, 0)):
         (folder / f"runs/x/checkpoints/{step:08d}/rank{rank}.pt").write_bytes(b"")
@@ -189,6 +189,7 @@ def test_a_run_does_not_go_on_as_another_one(other, done, tmp_path):
 
 def _falls(rank, world, argv, number):
     """Rank 1 gets a signal in its third step after the checkpoint."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)       # a background job of a shell ignores it
     usual = train.inner_step
 
     def fall(run, *rest):

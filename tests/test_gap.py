@@ -13,7 +13,7 @@ from experiments import gap, gap_runs
 from experiments.batches import Batches
 from experiments.fleet import Fleet, ManyOuters, Trial
 from noloco import random_groups
-from plumbing.data import load_corpus, reader_of
+from train import Reader, load_corpus
 
 FULL = gap_runs.SCALES["full"]
 
@@ -225,8 +225,8 @@ def test_batches_are_what_readers_give_over_several_epochs(words):
     readers, others = [], []
     for seed in (3, 4):
         for place in range(2):
-            readers.append(reader_of(corpus, o.seq_len, seed, place, 2))
-            others.append(reader_of(corpus, o.seq_len, seed, place, 2))
+            readers.append(Reader(corpus, o.seq_len, seed, place, 2))
+            others.append(Reader(corpus, o.seq_len, seed, place, 2))
     batches = Batches(corpus, readers, 2, o.seq_len, "cpu")
     for _ in range(60):
         expected = torch.stack([reader.next(5) for reader in others])

@@ -9,6 +9,7 @@ It needs as many processes as the run has ranks; each loads its part of the newe
 import json
 import math
 import random
+import sys
 from itertools import combinations
 
 from train import (BadInput, Job, Options, Parser, build, evaluate, integers, options_of, scaled,
@@ -17,6 +18,8 @@ from train import (BadInput, Job, Options, Parser, build, evaluate, integers, op
 
 def main(argv=None):
     job = Job()
+    if not job.leads and {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+        sys.exit(0)
     parser = Parser(__doc__)
     parser.add_argument("run", help="its folder")
     parser.add_argument("--shares", type=shares, default=[1.0, 0.75, 0.5],
