@@ -472,8 +472,9 @@ class Job:
     """This process among those of the run, which tell each other small values through a store.
 
     nccl: whether messages travel over NCCL. leads: it prints, and writes the log. Subclasses may
-    override share, collect, refuse, average and close.
+    override share, collect, refuse, average, leave and close.
     """
+    joining = False         # whether it takes its place in a job that is training (survive/)
 
     def __init__(self):
         self.rank = int(os.environ.get("RANK", 0))
@@ -1601,7 +1602,7 @@ def begin(run):
 def train(run):
     """Make all steps that are left."""
     o, job, outer = run.o, run.job, run.outer
-    if run.step >= o.steps:
+    if run.step >= o.steps and not job.joining:
         job.say(f"{run.folder} has done all its {run.step} steps: give more --steps to go on")
         return job.close()
     job.agree_on(begin, run)
