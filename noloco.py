@@ -16,7 +16,10 @@ and theta is the only message: half of the released code's bytes.
 With a group of everyone and equal phi this is DiLoCo's step (arXiv 2311.08105), but for DiLoCo's
 true Nesterov momentum: what the paper calls so is, as printed, heavy-ball momentum. The paper
 prints -beta in N2, which would climb; its appendix and the released code have +beta.
-docs/differences.md has the rest.
+docs/annotated.md has the rest.
+
+For a minimal copy take `outer_update`, `random_groups`, `flatten`, and of NoLoCo `step`, `exchange`
+and `outer_step`.
 """
 import random
 

@@ -12,7 +12,7 @@ ROOMS = ("noloco.py", "model.py", "skippipe.py", "train.py", "bench_sync.py", "t
 IMPORTS = {     # of ours; a room that is not named here may import everything
     "noloco.py": [], "model.py": [],
     "bench_sync.py": ["noloco"],
-    "skippipe.py": ["planning.__main__"],       # by `python skippipe.py` only
+    "skippipe.py": [],
     "gossip": ["noloco", "gossip"],
     # what it has of gossip and planning it imports by `beside`, each with its option
     "train.py": ["noloco", "model", "skippipe"],

@@ -1,7 +1,6 @@
 """The programs of docs/trainers.md: checkpoints, the mean without an all-reduce, two paces."""
 
 import itertools
-import math
 import os
 import re
 import shutil
@@ -9,15 +8,14 @@ import subprocess
 import sys
 from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.utils._pytree import tree_leaves
 
-from gossip import OneByte, PhiAhead, lengths_of, outer_optimizer
-from noloco import DiLoCo, NoLoCo, random_groups
-from test_minimal import brute_force, inner, small_model
+from gossip import PhiAhead, outer_optimizer
+from noloco import DiLoCo, NoLoCo
+from test_minimal import inner, small_model
 from tests.harness import HERE, gloo, processes
 from tests.test_noloco import recipe
 
@@ -131,135 +129,3 @@ def test_the_pages_own_loop_trains_and_goes_on_to_the_bit_with_noloco_alone(tmp_
     for want, found in zip(whole, resumed, strict=True):
         for a, b in zip(tree_leaves(want), tree_leaves(found), strict=True):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b
-
-
-# ---------------- the mean without an all-reduce
-
-
-@gloo
-def _hypercube(rank, world, one_byte, ranks):
-    """(theta before, phi, theta after): each replica has come its own way since phi, in two blocks."""
-    merge = recipe("trainers.md", "The mean without an all-reduce", NoLoCo=NoLoCo)["merge"]
-    tensors = [torch.nn.Parameter(10 * torch.randn(900, generator=torch.Generator().manual_seed(s)))
-               for s in range(2)]
-    outer = NoLoCo(tensors, ranks, inner_steps=1, gamma=None if one_byte else 1.0,
-                   codec=OneByte(lengths_of(tensors)) if one_byte else None)
-    come = torch.randn(len(outer.theta), generator=torch.Generator().manual_seed(9 + rank))
-    outer.theta.add_(come, alpha=0.02)
-    before = outer.theta.clone()
-    merge(outer)
-    return before.numpy(), outer.phi.numpy(), outer.theta.numpy()
-
-
-def run_hypercube(world, one_byte, ranks=None):
-    """The same, each as a float64 matrix with a row per replica."""
-    before, phi, after = zip(*processes(world, _hypercube, one_byte, ranks))
-    return as_rows(before), as_rows(phi), as_rows(after)
-
-
-def as_rows(arrays):
-    return torch.stack([torch.from_numpy(array).double() for array in arrays])
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_merging_on_a_hypercube_gives_all_the_same_mean(world):
-    before, _, after = run_hypercube(world, False, list(reversed(range(world))))
-    assert (after == after[0]).all()
-    assert torch.allclose(after[0], before.mean(0), rtol=0, atol=math.log2(world) * 2**-24 * 64)
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_merging_in_one_byte_is_as_exact_as_the_page_says(world):
-    before, phi, after = run_hypercube(world, True)
-    error = (after - before.mean(0)).abs()
-    for block in (slice(0, 912), slice(912, None)):
-        d = (before - phi)[:, block].abs().max()
-        worst = error[:, block].max()
-        assert d / 1000 < worst <= math.log2(world) / 64 * d + 1e-5
-    assert (after != after[0]).any()
-
-
-@gloo
-def _merged_in_fp32(rank, world):
-    """(weights, merged weights) of delayed fragments in one byte, merged by a NoLoCo made for it."""
-    merge = recipe("trainers.md", "The mean without an all-reduce")["merge"]
-    training = model, _, outer, *_ = fresh(rank, "fragments")
-    weights = trained_on(training, range(10))
-    outer.settle()
-    merge(NoLoCo(model.parameters()))
-    return weights, trained_on(training, [])
-
-
-def test_a_noloco_made_for_the_merge_is_exact_after_anything():
-    weights, merged = zip(*processes(4, _merged_in_fp32))
-    assert all(m == merged[0] for m in merged)
-    mean = torch.tensor(weights, dtype=torch.float64).mean(0)
-    assert torch.allclose(torch.tensor(merged[0]).double(), mean, rtol=0, atol=1e-7)
-
-
-def test_what_cannot_be_merged_so_is_said():
-    merge = recipe("trainers.md", "The mean without an all-reduce")["merge"]
-    weight = torch.nn.Parameter(torch.ones(3))
-    three = NoLoCo([weight], [0, 1, 2], inner_steps=2)
-    with pytest.raises(ValueError, match="3 replicas are no power of two: average them by an all-reduce"):
-        merge(three)
-    outer = NoLoCo([weight], [0], inner_steps=2, codec=OneByte(lengths_of([weight])))
-    with pytest.raises(ValueError, match="in one byte, merge in place of an outer step"):
-        merge(outer)
-    outer.step()
-    merge(outer)                    # the second step is due
-
-
-# ---------------- two paces
-
-PACES = {"often": 2, "seldom": 3}
-
-
-@gloo
-def _two_paces(rank, world, steps):
-    """The weights, and for each outer optimizer the steps at which it met and its bytes."""
-    model, xs, ys = small_model(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    outers = recipe("trainers.md", "Two paces")["two_paces"](model, ends=("0.",), **PACES)
-    met = [[], []]
-    for step in range(steps):
-        inner(model, optimizer, xs[step], ys[step])
-        for outer, at in zip(outers, met):
-            if outer.step():
-                at.append(step + 1)
-    return [p.detach().numpy() for p in model.parameters()], met, [outer.bytes_sent for outer in outers]
-
-
-def simulated_paces(world, steps):
-    """Every replica's tensors in float64: the first layer's two and the last's meet at their own steps."""
-    models = [small_model(r) for r in range(world)]
-    replicas = [list(model.double().parameters()) for model, *_ in models]
-    phis, deltas = [], []
-    for tensors in replicas:
-        phis.append([p.detach().clone() for p in tensors])
-        deltas.append([torch.zeros_like(p) for p in phis[-1]])
-    for step in range(1, steps + 1):
-        for (model, xs, ys), tensors in zip(models, replicas):
-            inner(model, torch.optim.SGD(tensors, lr=0.05), xs[step - 1].double(), ys[step - 1].double())
-        for seed, (m, part) in enumerate(zip(PACES.values(), [(0, 1), (2, 3)])):
-            if step % m:
-                continue
-            for group, i in itertools.product(random_groups(range(world), 2, step // m - 1, seed), part):
-                of = lambda tensors: torch.stack([tensors[r][i].detach() for r in group])
-                news = brute_force(of(replicas), of(phis), of(deltas), 0.5, 0.7, 0.7)
-                for r, phi, delta in zip(group, *news):
-                    phis[r][i], deltas[r][i] = phi, delta
-                    replicas[r][i].data.copy_(phi)
-    return replicas
-
-
-def test_two_paces_equal_a_float64_simulation_and_no_circle_waits():
-    """At step 12 both meet, and their pairs make a ring of all four: it ends since all keep one order."""
-    first, second = random_groups(range(4), 2, 5, 0), random_groups(range(4), 2, 3, 1)
-    assert not set(first) & set(second)
-    found = processes(4, _two_paces, 12)
-    for (tensors, met, sent), wanted in zip(found, simulated_paces(4, 12), strict=True):
-        assert met == [[2, 4, 6, 8, 10, 12], [3, 6, 9, 12]]
-        assert sent == [6 * 4 * (16 + 16), 4 * 4 * (16 + 16)]
-        for tensor, want in zip(tensors, wanted, strict=True):
-            assert torch.allclose(torch.from_numpy(tensor).double(), want, rtol=0, atol=2e-6)

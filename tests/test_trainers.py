@@ -1,18 +1,13 @@
 """Other people's trainers: the recipes of docs/trainers.md, with two processes each."""
 
-import abc
-import copy
-import functools
 import importlib.util
 import os
-import sys
-import types
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import free_port, gloo, processes
+from tests.harness import gloo, processes
 from tests.test_noloco import _whole, batches, loss_of, recipe, small
 
 APART = [False, False, True]        # whether two replicas are equal after each step, where m = 3
@@ -130,93 +125,3 @@ def test_lightning_keeps_replicas_apart_between_outer_steps():
     assert [first[step] == second[step] for step in range(7)] == [True, *APART * 2]
     assert steps == 6
     assert wrapped == {"DistributedDataParallel"}
-
-
-def stub_of_exogym():
-    """The parts of exogym's interface that the recipe meets.
-
-    Read in exo-explore/gym, commit a326c68: a worker starts the process group and copies the strategy, whose
-    `_init_node` gives the module the model, and whose `step` calls `communicate` after the optimizer's.
-    """
-    class CommunicationModule(abc.ABC):
-        __init__ = abc.abstractmethod(lambda self: None)
-        _init_node = abc.abstractmethod(lambda self, model, rank, num_nodes: None)
-        communicate = abc.abstractmethod(lambda self, model, rank, num_nodes, local_step: None)
-
-    class CommunicateOptimizeStrategy:
-        def __init__(self, communication_modules, optim_spec):
-            self.modules, self.make = communication_modules, optim_spec
-
-        def _init_node(self, model, rank, num_nodes):
-            self.node, self.local_step = (model, rank, num_nodes), 0
-            for module in self.modules:
-                module._init_node(*self.node)
-            self.optim = self.make(model.parameters())
-
-        def step(self):
-            self.optim.step()
-            for module in self.modules:
-                module.communicate(*self.node, self.local_step)
-            self.local_step += 1
-
-    stub = types.ModuleType("exogym.strategy.communicate_optimize_strategy")
-    stub.CommunicationModule = CommunicationModule
-    stub.CommunicateOptimizeStrategy = CommunicateOptimizeStrategy
-    for name in ("exogym", "exogym.strategy"):
-        sys.modules[name] = types.ModuleType(name)
-    sys.modules[stub.__name__] = stub
-    return stub
-
-
-@gloo
-def _exogym(rank, world):
-    """The weights at the end of a training loop as exogym's."""
-    stub = stub_of_exogym()
-    module = recipe("trainers.md", "exogym")["NoLoCoModule"](inner_steps=3, alpha=0, beta=1)
-    inner = functools.partial(torch.optim.SGD, lr=0.05)
-    model = small()
-    strategy = copy.deepcopy(stub.CommunicateOptimizeStrategy([module], inner))
-    strategy._init_node(model, rank, world)
-    for batch in batches(rank):
-        strategy.optim.zero_grad()
-        loss_of(model, batch.flatten(0, 1)).backward()
-        strategy.step()
-    return weights_of(model)
-
-
-def test_exogyms_module_equals_a_loop_of_ones_own():
-    for weights, expected in zip(processes(2, _exogym), processes(2, _whole)):
-        assert weights == pytest.approx(expected, abs=1e-6)
-
-
-def _torchtitan(rank, world, port):
-    """The weights at the end of a job of one rank, whose parameters are sharded as torchtitan's are.
-
-    Its trainer has what the recipe uses of torchtitan's: the model's parts, and an optimizer around others.
-    """
-    from torch.distributed.fsdp import fully_shard                      # seconds
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = small()
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trainer = types.SimpleNamespace(model_parts=[model], optimizers=optimizer)
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    meet_other_jobs = recipe("trainers.md", "torchtitan")["meet_other_jobs"]
-    outer = meet_other_jobs(trainer, store, rank, world, inner_steps=3, alpha=0, beta=1)
-    for batch in batches(rank):
-        optimizer.zero_grad()
-        loss_of(model, batch.flatten(0, 1)).backward()
-        optimizer.step()
-    store.set(f"done {rank}", "")
-    store.wait([f"done {r}" for r in range(world)])
-    weights = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]).tolist()
-    store.set(f"left {rank}", "")
-    if rank == 0:                                                       # it hosts the store
-        store.wait([f"left {r}" for r in range(world)])
-    return weights, outer.alone
-
-
-def test_torchtitans_jobs_meet_over_a_store():
-    for (weights, alone), expected in zip(processes(2, _torchtitan, free_port()), processes(2, _whole)):
-        assert weights == pytest.approx(expected, abs=1e-6)
-        assert alone == 0
