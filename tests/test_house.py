@@ -52,7 +52,7 @@ def test_an_equations_number_is_defined_once():
 
 
 # Alarms with room to spare: what is longer is hardly read once. Files in tests/ may be longer.
-LINES = {"skippipe.py": 700, "train.py": 1700, "test_minimal.py": 850}
+LINES = {"skippipe.py": 700, "train.py": 1750, "test_minimal.py": 850}
 
 
 def own_files():
