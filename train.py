@@ -1072,7 +1072,7 @@ def shares(paths, stages):
     found = []
     for ranks in stages:
         visits = sum(1 for path in paths if not set(ranks).isdisjoint(path))
-        found.append(visits / len(paths))
+        found.append(visits / max(1, len(paths)))       # experiments/ may leave no path
     return found
 
 
