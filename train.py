@@ -255,7 +255,8 @@ def check(o, given, kept):
     need(planned or not o.skip, f"--skip needs a planned routing, not --routing {o.routing}")
     need(o.wire != "bf16" or o.method != "noloco",
          "--wire bf16 rounds updates of NoLoCo's theta away: give --wire int8")
-    need(not kept or "name" not in given, f"--name: --resume goes on in {o.resume}: drop it")
+    need(not kept or "name" not in given or Path(o.resume).resolve().name == o.name,
+         f"--name {o.name}: --resume goes on in {o.resume}: drop it")
     need(Path(o.name).name == o.name != "..", f"--name {o.name}: takes a name without a path")
 
 
@@ -1071,7 +1072,7 @@ def shares(paths, stages):
     found = []
     for ranks in stages:
         visits = sum(1 for path in paths if not set(ranks).isdisjoint(path))
-        found.append(visits / len(paths))
+        found.append(visits / max(1, len(paths)))       # experiments/ may leave no path
     return found
 
 
