@@ -57,8 +57,12 @@ def lose(share, argv):
 def settings(scale):
     options = (f"--method noloco --steps {STEPS[scale]} --lr 4e-3 --microbatches 6 --batch 2 "
                "--stages 2,2,2,2 --layers 8")
+    processes = 8
+    if scale == "try":
+        options += " --stages 2,2 --eval-sequences 8"
+        processes = 4
     for share in SHARES[scale]:
-        yield Setting(f"{share:.0%} of the iterations", options,
+        yield Setting(f"{share:.0%} of the iterations", options, processes,
                       program=f"-m experiments.failures --losing {share}")
 
 

@@ -164,14 +164,12 @@ def run_all(name, settings, seeds, o):
     return found
 
 
-def torchrun(processes, *words, hosts=(), **kwargs):
-    """Run words, `-m MODULE` or a script and its options, to the end. kwargs: of Popen.
+def run_ranks(processes, *words, hosts=(), **kwargs):
+    """Run words, `-m MODULE` and its options, to the end, on so many ranks. kwargs: of Popen.
 
-    hosts: options of tools/hosts.py. Raises CalledProcessError. An interrupt ends the processes
-    too.
+    hosts: options of tools/hosts.py. Raises CalledProcessError. An interrupt ends the ranks too.
     """
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    line += ["--nproc-per-node", str(processes)]
+    line = [sys.executable, "-m", "experiments.launch", str(processes)]
     if hosts:
         line = [sys.executable, "-m", "tools.hosts", str(processes), *hosts, "--"]
         line += ["sh", "-c", ALONE, "sh", sys.executable]
@@ -225,8 +223,8 @@ def run_logged(setting, words, folder):
     """Run the command. Where it fails, its output goes to FOLDER.log, and BadInput is raised."""
     with tempfile.TemporaryFile("w+") as log:
         try:
-            torchrun(setting.processes, *words.split(), hosts=setting.hosts.split(), stdout=log,
-                     stderr=log)
+            run_ranks(setting.processes, *words.split(), hosts=setting.hosts.split(),
+                      stdout=log, stderr=log)
         except subprocess.CalledProcessError:
             log.seek(0)
             text = log.read()

@@ -69,7 +69,8 @@ NUMBERS = {         # {(the label's end, the share of the stages that run): by s
 def expected(found):
     told, scale = [], found["scale"]
     for (end, share), numbers in NUMBERS.items():
-        cost = missing_over(there(found, 4)[end], share).mean
+        runs = there(found, 4).get(end)
+        cost = runs and missing_over(runs, share).mean
         told.append(Expected(f"4 stages, {end} in training: perplexity with half of the stages, "
                              "over all (paper: +1.7%)", cost, *numbers.get(scale, (0, 0)),
                              judged=scale in numbers))

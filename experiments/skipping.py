@@ -15,7 +15,7 @@ import subprocess
 from dataclasses import replace
 
 import train
-from experiments.harness import Row, Setting, command, run_all, torchrun
+from experiments.harness import Row, Setting, command, run_all, run_ranks
 from experiments.pictures import COLOURS, WIDTH, counted, differences, frame
 from experiments.tables import (Comparison, Expected, Table, mean_final, over, over_runs, results,
                                 same_seeds)
@@ -48,20 +48,34 @@ def network_of(stages):
 
 
 def settings(scale):
-    """At the small scales 4 stages, none and half skipped, under the rho rule alone."""
-    every = list(papers_settings(STEPS[scale]))
-    every += [under_rho(setting) for setting in every if UNSCALED in setting.options]
-    if scale == "full":
-        return every
-    few = {"4 stages, 0% skipped", "4 stages, 0% skipped, in order, equal time",
-           f"4 stages, 50% skipped{RHO}", f"4 stages, 50% skipped, equal time{RHO}"}
-    if scale == "try":
-        few = {"4 stages, 0% skipped", f"4 stages, 50% skipped{RHO}"}
-    more = f" --eval-every {STEPS[scale]}"
+    if scale != "full":
+        yield from small_settings(scale)
+        return
+    papers = list(papers_settings(STEPS[scale]))
+    yield from papers
+    for setting in papers:
+        if UNSCALED in setting.options:
+            yield under_rho(setting)
+
+
+def small_settings(scale):
+    """4 stages, half skipped, under the rho rule; where it is no try, beside full pipelines."""
+    steps, half = STEPS[scale], (0.5, "stronger")
+    runs = [skip_setting("4 stages, 50% skipped", 4, *half, steps)]
+    more = f" --eval-every {steps}"
     if scale == "try":
         more += " --eval-sequences 8"
-    return [replace(setting, options=setting.options + more) for setting in every
-            if setting.label in few]
+    else:
+        planned = 0.0, "no-swaps"
+        runs += [skip_setting("4 stages, 0% skipped", 4, *FULL, steps),
+                 skip_setting("4 stages, 0% skipped, in order, equal time", 4, *planned,
+                              equal_time(steps, 4, *planned)),
+                 skip_setting("4 stages, 50% skipped, equal time", 4, *half,
+                              equal_time(steps, 4, *half))]
+    for setting in runs:
+        if UNSCALED in setting.options:
+            setting = under_rho(setting)
+        yield replace(setting, options=setting.options + more)
 
 
 def papers_settings(steps):
@@ -113,7 +127,7 @@ def missing_stages(folder):
     DDP keeps a stage's replicas equal, so one replica's loss is that of all.
     """
     stages = train.parse(["--resume", str(folder)]).stages
-    torchrun(sum(stages), "-m", "tools.partial", str(folder), stdout=subprocess.DEVNULL)
+    run_ranks(sum(stages), "-m", "tools.partial", str(folder), stdout=subprocess.DEVNULL)
     rows, found = json.loads((folder / "partial.json").read_text()), {}
     for row in rows:
         share = str(len(row["stages"]) / len(stages))
@@ -124,20 +138,21 @@ def missing_stages(folder):
 # ---------------------------------------------------------------- the tables
 
 
-def full_of(label, runs):
-    """(the full pipeline beside which a run is put, its label): DT-FM's after equal steps, in equal
+def full_of(label):
+    """The label of the full pipeline beside which a run is put: DT-FM's after equal steps, in equal
     time the planned one."""
     same = "0% skipped"
     if "equal time" in label:
         same = "0% skipped, in order, equal time"
-    name = f"{label.split(',')[0]}, {same}"
-    return runs[name], name
+    return f"{label.split(',')[0]}, {same}"
 
 
 def over_full(label, runs):
-    """Perplexity over the full pipeline's; None of that itself."""
-    full, name = full_of(label, runs)
-    return None if label == name else over_runs(runs[label], full)
+    """Perplexity over the full pipeline's; None of that itself, and without it."""
+    name = full_of(label)
+    if label == name or name not in runs:
+        return None
+    return over_runs(runs[label], runs[name])
 
 
 def show(found):
@@ -187,6 +202,7 @@ def draw(plt, found):
     for axis, title, there in (
             (axes[0], "after equal steps", [x for x in labels if "equal time" not in x]),
             (axes[1], "in equal simulated time", [x for x in labels if "equal time" in x])):
+        there = [label for label in there if over_full(label, runs)]
         names = []
         for label in there:
             stages, share = label.split(" skipped")[0].split(", ")
@@ -214,9 +230,10 @@ def expected(found):
     runs, told = results(found), []
     for label, numbers in NUMBERS.items():
         if label in runs:
+            more = over_full(label, runs)
             number = numbers.get(found["scale"], (0.0, 0.0))
             told.append(Expected(f"{label}, perplexity over a full pipeline's",
-                                 over_full(label, runs).mean, *number,
+                                 more and more.mean, *number,
                                  judged=found["scale"] in numbers))
     return told
 

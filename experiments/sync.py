@@ -13,7 +13,7 @@ from pathlib import Path
 
 import bench_sync
 from bench_sync import quartiles
-from experiments.harness import Row, command, torchrun
+from experiments.harness import Row, command, run_ranks
 from experiments.pictures import COLOURS, WIDTH, frame
 from experiments.tables import Expected, kept_result
 from gossip.onebyte import OneByte, lengths_of
@@ -40,7 +40,7 @@ def measure(o):
     """What `python bench_sync.py --simulate` writes; at the full scale real processes first."""
     if o.scale == "full":
         for processes in 2, 8:
-            torchrun(processes, "-m", "experiments.sync", "--out", o.out)
+            run_ranks(processes, "-m", "experiments.sync", "--out", o.out)
     draws = ["--draws", "0.05"] if o.scale == "try" else []
     with contextlib.redirect_stdout(io.StringIO()):
         bench_sync.simulate(bench_sync.parse(["--simulate", "--out", str(o.out), *draws]))
