@@ -201,14 +201,15 @@ def draw(plt, found):
     tiny = TINY["noloco"]["alpha"], TINY["noloco"]["beta"]
     axis.plot(*found["default"], "o", color=COLOURS["NoLoCo"], mec="w", ms=9)
     axis.plot(*tiny, "s", color=COLOURS["DiLoCo"], mec="w", ms=9, clip_on=False)
-    for text, place, align in (
-            ("the paper's window:\nabove this line ...", (0.93, 0.95), "right"),
-            ("... and below this one", (0.93, 1.87), "right"),
-            ("our bound: stable below", (0.03, 2.1), "left"),
-            ("the paper's values", (0.53, 0.7), "left"), ("train.py's", (0.02, 1.14), "left")):
-        axis.text(*place, text, ha=align, va="center")
-    axis.text(0.02, 3.6, "replicas drift apart")
-    axis.text(0.02, 0.25, "replicas stay together", color="white")
+    for text, place, align, colour in (
+            ("the paper's window: from here ...", (0.93, 0.25), "right", "black"),
+            ("... to here", (0.93, 1.83), "right", "black"),
+            ("our bound: stable below", (0.03, 2.1), "left", "black"),
+            ("the paper's values", (0.5, 0.85), "center", "white"),
+            ("train.py's", (0.02, 1.0), "left", "white"),
+            ("replicas drift apart", (0.02, 3.6), "left", "white")):
+        axis.text(*place, text, ha=align, va="center", color=colour)
+    axis.annotate("", (0.93, 0.92), (0.93, 0.35), arrowprops=dict(arrowstyle="->"))
     axis.set(xlabel="alpha, the momentum", ylabel="gamma = beta", xlim=(0, 0.95), ylim=(0, 4))
     axis.grid(False)
     figure.colorbar(coloured, ax=axis, extend="both",

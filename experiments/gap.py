@@ -248,7 +248,7 @@ def draw(plt, found):
     axis.annotate("DDP", (100, 0), xytext=(8, 0), textcoords="offset points", va="center")
     axis.set_xscale("log")
     places, names = ticks(there)
-    axis.set(xlim=(min(places) / 6, 220), ylim=(-4, None), xticks=places, xticklabels=names,
+    axis.set(xlim=(min(places) / 16, 220), ylim=(-4, None), xticks=places, xticklabels=names,
              xlabel="bytes that a rank sends to synchronise, of DDP's",
              ylabel="perplexity over DDP's, %")
     axis.minorticks_off()
@@ -278,11 +278,17 @@ def label_column(axis, ends, labels, away):
     to the right of them, or to the left."""
     axis.figure.draw_without_rendering()
     to_points = 72 / axis.figure.dpi
+    pick = max if away > 0 else min
+    column = {}         # of labels near each other, the end that lies farthest out
+    for label in labels:
+        x = ends[label][1]
+        column[label] = pick(other[1] for key, other in ends.items()
+                             if key in labels and 0.5 < other[1] / x < 2)
     heights = [to_points * axis.transData.transform(ends[label][1:])[1] for label in labels]
     moved = push_apart(heights, [13.0 * (1 + label.count("\n")) for label in labels])
     for label, height, place in zip(labels, heights, moved):
-        colour, x, y = ends[label]
-        axis.annotate(label, (x, y), xytext=(away, place - height), textcoords="offset points",
+        colour, _, y = ends[label]
+        axis.annotate(label, (column[label], y), xytext=(away, place - height), textcoords="offset points",
                       ha="left" if away > 0 else "right", va="center", color=colour)
 
 

@@ -211,6 +211,7 @@ def draw(plt, found):
         differences(axis, [over_full(label, runs) for label in there], colours, names, "+.1%")
         axis.set_title(title)
         axis.set_xlabel("perplexity over a full pipeline's")
+        axis.set_xticks([-0.1, -0.05, 0, 0.05, 0.1])
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
     seeds = counted(len(runs[labels[0]]), "seed")
     frame(figure, found, "Skipping costs perplexity after equal steps and gains it in equal time",

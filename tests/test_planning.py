@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import skippipe
-from experiments.skip import network_of
+from experiments.skipping import network_of
 from planning import methods, search
 from planning.__main__ import main
 from planning.assign import assign_stages
