@@ -131,7 +131,7 @@ class ManyOuters:
             self.phi = mean
         else:
             beta = self.trial.beta
-            outer_update(self.phi, self.delta, mean, None, self.trial.alpha, beta, beta)
+            outer_update(self.phi, self.delta, mean, self.phi, self.trial.alpha, beta, beta)
         torch.add(self.phi, self.theta - sent, out=self.theta)
         self.flying = None
 

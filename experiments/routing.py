@@ -92,7 +92,7 @@ def show(found):
 
 def draw(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 4.2))
-    words = {"NoLoCo": "NoLoCo", "local": "never\naveraged"}
+    words = {"NoLoCo": "NoLoCo", "local": "never averaged"}
     for name, both in pairs(found).items():
         for runs, routing, dashes in zip(both, ("random", "fixed"), ("-", "--")):
             spreads = [run.curves["weight_spread"] for run in runs]

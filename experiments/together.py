@@ -255,9 +255,9 @@ def difference(runs, share, one, other):
 # ---------------------------------------------------------------- the picture
 
 LINES = {   # (paths, method): (its name, colour, dashes)
-    (FULL, "NoLoCo"): ("full,\nNoLoCo", "NoLoCo", "--"), (FULL, "DDP"): ("full, DDP", "DDP", "--"),
-    (HALF, "NoLoCo"): ("half skipped,\nNoLoCo", "NoLoCo", "-"),
-    (HALF, "DDP"): ("half skipped,\nDDP", "DDP", "-"),
+    (FULL, "NoLoCo"): ("full, NoLoCo", "NoLoCo", "--"), (FULL, "DDP"): ("full, DDP", "DDP", "--"),
+    (HALF, "NoLoCo"): ("half, NoLoCo", "NoLoCo", "-"),
+    (HALF, "DDP"): ("half, DDP", "DDP", "-"),
 }
 
 

@@ -6,8 +6,6 @@ import functools
 import itertools
 import json
 import math
-import pathlib
-import statistics
 import time
 import types
 from collections import Counter
