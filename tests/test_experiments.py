@@ -177,7 +177,9 @@ TRAINED = {"failures": failures, "routing": routing, "skipping": skipping, "toge
 
 
 def given(command):
-    """{option: its last value}, without the steps, which depend on the planner."""
+    """{option: its last value}, without the steps, which depend on the planner. What results/ calls
+    skippipe is the search that is now called stronger."""
+    command = command.replace("--routing skippipe", "--routing stronger")
     pairs = dict(part.partition(" ")[::2] for part in command.split(" --"))
     return {option: value for option, value in pairs.items() if option not in ("name", "seed", "steps")}
 
