@@ -10,10 +10,10 @@ export MALLOC_TRIM_THRESHOLD_ = 4294967296
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
 
-# the papers' headline plots beside their expected numbers, into runs/plots: at most 15 minutes on 2
-# idle cores. QUICK=1: a try of each, under 2 minutes, into runs/plots/quick
+# every row of README's table, a small copy beside its expected numbers, into runs/plot: at most 15
+# minutes on 2 idle cores. QUICK=1: a try of each, under 2 minutes, into runs/try
 plots: .venv/ready
-	$(BIN)/python -m experiments.plots $(if $(QUICK),--quick)
+	$(BIN)/python -m experiments --scale $(if $(QUICK),try,plot)
 
 # three tests at a time; then, by themselves, the tests that measure rates and times
 test: .venv/ready
@@ -29,19 +29,13 @@ faults: .venv/ready
 # the results and the pictures of docs/: about thirty hours on 2 cores. Runs that are in runs/ already
 # are not run again
 headline: .venv/ready
-	for part in losses skip failure together stability; do \
-		$(BIN)/python -m experiments.$$part --out . || exit; done
 	$(BIN)/python -m planning --picture figures/plan.png --results results/skippipe.json
-	$(BIN)/python bench_sync.py --simulate --out .
-	for n in 2 8; do $(BIN)/torchrun --standalone --nproc-per-node $$n -m experiments.sync --out . || exit; done
-	$(BIN)/python -m experiments.sync --out .
+	$(BIN)/python -m experiments --scale full
 
-# loss against real time between 8 hosts of this machine: hours on 2 idle cores, as root
-# QUICK=1: a try between two by the same clock, into runs/quick
-OUT := $(if $(QUICK),runs/quick,.)
+# the rows that run between 8 hosts of this machine, as root: hours on 2 idle cores. QUICK=1: a try
 hosts: .venv/ready
-	$(BIN)/python -m experiments.network $(if $(QUICK),--steps 5 --seeds 0) --out $(OUT)
-	$(BIN)/python -m experiments.points $(if $(QUICK),points --steps 5 --seeds 0) --out $(OUT)
+	$(BIN)/python -m experiments.race --scale $(if $(QUICK),try,full)
+	$(BIN)/python -m experiments.cities --scale $(if $(QUICK),try,full)
 
 .venv/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=python3.12")'

@@ -1,22 +1,23 @@
-"""The papers' results at the size of this machine: one program per result, one shared harness.
+"""One program a row of README's table, and what they share.
 
-    harness.py      settings of train.py to run, the command line, what is kept, tried and shown
-    results.py      results/*.json as losses, curves and paired differences
-    comparing.py    intervals, Holm's correction, tables
-    pictures.py     the style, lines of several seeds, labels at the lines' ends
+    harness.py      the command line, runs of train.py that are kept, what is shown
+    tables.py       JSON files, intervals, Holm's correction, tables, expected numbers
+    pictures.py     drawing
+    fleet.py        many replicas in one process (batches.py: what they read)
+    clock.py        runs of train.py between hosts, by the clock
 
-    plots.py        `make plots`: small copies of the headlines, beside their expected numbers
-                    (claims.py), measured and drawn by plotted.py
+    gap.py          NoLoCo beside DDP and DiLoCo, per step and per byte (gap_runs.py: its runs)
+    fragments.py    parts of the weights meet in turn
+    race.py         NoLoCo against DiLoCo in equal time between hosts
+    routing.py      random routing and the weight spread
+    gamma.py        the window of gamma
+    sync.py         how long synchronisation takes
+    shorter.py      SkipPipe's iterations, simulated
+    cities.py       SkipPipe's iterations, and its loss, between hosts
+    skipping.py     the loss of a model trained with skipping
+    missing.py      stages missing at inference
+    together.py     both papers at once
+    failures.py     a node dies in training
 
-    losses.py       convergence: DDP, DiLoCo, NoLoCo, local
-    replicas.py     the gap to DDP against bytes, delays, 2 to 64 replicas (trained by fleet.py)
-    fragments.py    whole messages and fragments (rows kept by fleets.py)
-    tokens.py       the gap to DDP against the tokens of a step
-    points.py       NoLoCo against DiLoCo in equal time between hosts (by clock.py)
-    skip.py         SkipPipe: skipped stages, the rho rule, missing stages
-    network.py      SkipPipe's pipeline between hosts (by clock.py)
-    together.py     both papers on the published instance
-    failure.py      deaths of nodes
-    stability.py    the window of gamma
-    sync.py         bench_sync.py's tables and pictures
+`python -m experiments` shows all rows that need no root; harness.py has the scales.
 """

@@ -1,12 +1,13 @@
 """Runs of train.py by the clock: about as many steps as fit into so many measured seconds.
 
-    python -m experiments.network --clock SECONDS ...   train.py's options: as many steps as fit
+    torchrun ... -m experiments.clock --clock SECONDS ...   train.py's options: as many steps as fit
 
 The replicas are on hosts of this machine (tools/hosts.py; root and iproute2), each with CPU of a
 processor; the relay, which is the network, has its own. Each origin evaluates on its own part of
-the second half of the held-out text. (The first half chose settings of experiments that are gone.)
+the second half of the held-out text.
 """
 import json
+import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -16,10 +17,9 @@ import train
 from experiments.harness import built
 from train import Job, Parser
 
-FIRST, CPU = 20, 0.2            # steps of warm-up; of a processor
+CPU = 0.2                       # of a processor, that each host has
 EVALUATIONS = 6                 # of a run
-PROGRAM = "-m experiments.network --clock"
-TINY = "--hidden 128 --mlp 512 --heads 4"       # train.py's own
+PROGRAM = "-m experiments.clock --clock"
 
 
 @dataclass
@@ -122,3 +122,7 @@ def clock_parser():
     p.add_argument("--memory", type=int, default=3,
                    help="microbatches that a node holds, for the planner")
     return p
+
+
+if __name__ == "__main__":
+    clocked(sys.argv[1:])

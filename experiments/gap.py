@@ -1,16 +1,10 @@
 """How far NoLoCo and DiLoCo end above DDP, for how many bytes: the row "gap" of README's table.
 
-    python -m experiments.gap train [--scale try|plot|full] [--minutes M] [--out DIR]
-    python -m experiments.gap show [--scale try|plot|full] [--out DIR]
+    python -m experiments.gap [--scale try|plot|full] [--plot] [--seeds 0 1]
 
-`train` trains what DIR/results/gap.json lacks, then tells and draws what is there, as `show` does
-alone. It may be stopped at any moment: each chunk's rows are kept once it is trained, the same
-command goes on, and with --minutes no chunk begins that would end too late. Two processes may train
-into one DIR, with --seeds of their own: a row is added under a lock, and none is lost.
-
-    try     seconds: all code, no finding
-    plot    some minutes of a laptop: the five settings of the picture's middle, one rate, 300 steps
-    full    minutes of an H100, some ten hours of two cores: the settings below
+`full` takes 5 minutes of an H100 or some ten hours of two cores, and may be stopped at any moment:
+each chunk's rows are kept once it is trained. Two processes may train into one DIR, with --seeds of
+their own. `plot` has one seed, one rate and 200 steps.
 
 Fleets of replicas (experiments/fleet.py) learn the standard library's text, byte by byte, in fp32,
 messages and sums as well. Every gap is the merged model's perplexity over DDP's, paired by seed.
@@ -20,17 +14,15 @@ steps take the rates of 4096 for 300. The text has about 9 million bytes: a repl
 its part 1.1 times in 1200 steps of 1024 tokens and in 300 of 4096, 4.4 times in 1200 of 4096.
 PRIMARY holds the comparisons that were named before the runs.
 """
-import argparse
 import math
 import statistics
-import sys
 
-from experiments.comparing import Comparison, Table, holm
-from experiments.gap_runs import (DDP, DILOCO, FULL, LATE, LATE_PARTS, LATER, MAIN, NAMES, NEVER,
-                                  NOLOCO, PAIR, PAPER_DILOCO, PAPER_NOLOCO, SCALES, WIDE, Clock,
-                                  OutOfTime, Rows, best_rate, measured_lessons, rate_losses,
-                                  train_all)
-from experiments.pictures import COLOURS, WIDTH, picture, push_apart
+from experiments.gap_runs import (DDP, DILOCO, LATE, LATE_PARTS, LATER, MAIN, NAMES, NEVER,
+                                  NOLOCO, PAIR, PAPER_DILOCO, PAPER_NOLOCO, SCALES, WIDE, Rows,
+                                  best_rate, measured_lessons, rate_losses, train_all)
+from experiments.harness import Row, command
+from experiments.pictures import COLOURS, WIDTH, bars, counted, frame, push_apart
+from experiments.tables import Comparison, Expected, Table, holm
 
 # ---------------------------------------------------------------- what was found
 
@@ -66,6 +58,11 @@ class Found:
         self.scale = scale
         self.rows = rows
         self.settings = {setting.name: setting for setting in scale.settings}
+
+    @classmethod
+    def of(cls, found):
+        """found: results/gap.json, and the name of its scale."""
+        return cls(SCALES[found["scale"]], found["rows"])
 
     def losses(self, name, trial, key="merged"):
         """{seed: nats per byte} of a setting's trial. key: "merged", or "mean" of the replicas."""
@@ -119,15 +116,18 @@ class Found:
                 return False
         return True
 
-    def is_finding(self):
-        return self.scale.settings == FULL and self.is_whole()
-
     def rate(self, name, trial):
         return best_rate(self.scale, self.settings[name], trial, self.rows)
 
 
+def measure(o):
+    """Each row is kept as soon as it is trained."""
+    train_all(SCALES[o.scale], Rows(o.out), o.seeds)
+
+
 def show(found):
     """All tables of what is there."""
+    found = Found.of(found)
     show_primary(found)
     for setting in found.scale.settings:
         if found.losses(setting.name, DDP) and setting.trials != PAIR:
@@ -135,8 +135,6 @@ def show(found):
     show_pairs(found)
     show_means(found)
     show_rates(found)
-    if not found.is_finding():
-        print("A small copy, or not all is trained yet: these tables hold no finding.\n")
 
 
 def show_primary(found):
@@ -222,52 +220,46 @@ def show_rates(found):
 LINES = {   # its label: (setting, trials, colour, style)
     "NoLoCo": (MAIN, NOLOCO.values(), "NoLoCo", dict(ls="-")),
     "DiLoCo": (MAIN, DILOCO.values(), "DiLoCo", dict(ls="-")),
-    "NoLoCo with Muon": ("Muon", (NOLOCO[2], NOLOCO[10]), "NoLoCo", dict(ls="--")),
-    "NoLoCo, the paper's outer step": (MAIN, (PAPER_NOLOCO,), "NoLoCo", dict(mfc="white", ms=6)),
+    "NoLoCo\nwith Muon": ("Muon", (NOLOCO[2], NOLOCO[10]), "NoLoCo", dict(ls="--")),
+    "NoLoCo, its paper's outer step": (MAIN, (PAPER_NOLOCO,), "NoLoCo", dict(mfc="white", ms=6)),
     "DiLoCo, its paper's outer step": (MAIN, (PAPER_DILOCO,), "DiLoCo", dict(mfc="white", ms=6)),
 }
+LEFT = [label for label in LINES if label not in ("NoLoCo", "DiLoCo")]      # of their lines
 TICKS = (50, 100), (10, 20), (2, 4)         # NoLoCo's m and DiLoCo's, of about as many bytes
 
 
 def draw(plt, found):
     """The merged model's perplexity over DDP's against the bytes that a rank sends."""
+    there = Found.of(found)
     figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
-    left, right = [], []
+    ends = {}
     for label, (name, trials, colour, style) in LINES.items():
-        compared = {}
+        gaps = {}
         for trial in trials:
-            gap = found.over(name, trial)
+            gap = there.over(name, trial)
             if gap:
-                compared[100 * bytes_of_ddp(trial, 8)] = gap
-        if not compared:
-            continue
-        x = sorted(compared)
-        draw_line(axis, x, [compared[at] for at in x], COLOURS[colour], style)
-        end = label, COLOURS[colour], x[-1], 100 * compared[x[-1]].mean
-        (left if len(trials) == 1 else right).append(end)
+                gaps[100 * bytes_of_ddp(trial, 8)] = gap
+        if gaps:
+            x = sorted(gaps)
+            bars(axis, x, [gaps[at] for at in x], COLOURS[colour], **style)
+            end = x[0] if label in LEFT else x[-1]
+            ends[label] = COLOURS[colour], end, 100 * gaps[end].mean
     axis.plot([100], [0], "s", color=COLOURS["DDP"], ms=6)
     axis.annotate("DDP", (100, 0), xytext=(8, 0), textcoords="offset points", va="center")
     axis.set_xscale("log")
-    places, names = ticks(found)
-    axis.set(xlim=(0.09 if left else 3.5, 220), ylim=(-3, None), xticks=places, xticklabels=names,
-             xlabel="bytes that a rank sends to synchronise, of DDP's (fp32, 8 replicas)",
-             ylabel="perplexity over DDP's, %\n(same optimizer; bars: 95% intervals)",
-             title=title(found))
+    places, names = ticks(there)
+    axis.set(xlim=(min(places) / 16, 220), ylim=(-4, None), xticks=places, xticklabels=names,
+             xlabel="bytes that a rank sends to synchronise, of DDP's",
+             ylabel="perplexity over DDP's, %")
     axis.minorticks_off()
-    figure.draw_without_rendering()
-    label_column(axis, right, "left", 8)
-    label_column(axis, left, "right", -8)
+    seeds = counted(len(there.losses(MAIN, DDP)), "seed")
+    frame(figure, found, finding(there), "NoLoCo and DiLoCo beside DDP: perplexity against bytes",
+          f"Merged models, each over DDP with its own optimizer (Adam where none is named). "
+          f"8 replicas, fp32, {there.settings[MAIN].steps} steps of 1024 tokens a replica; "
+          f"{seeds} (Muon 5); bars: 95% intervals.")
+    label_column(axis, ends, [label for label in ends if label not in LEFT], 8)
+    label_column(axis, ends, [label for label in ends if label in LEFT], -8)
     return figure
-
-
-def draw_line(axis, x, gaps, colour, style):
-    means = [100 * gap.mean for gap in gaps]
-    reach = []
-    for gap in gaps:
-        low, high = gap.interval or (gap.mean, gap.mean)
-        reach.append(50 * (high - low))
-    axis.errorbar(x, means, reach, color=colour, marker="o", capsize=2, elinewidth=0.8, lw=1.5,
-                  **style)
 
 
 def ticks(found):
@@ -281,70 +273,59 @@ def ticks(found):
     return [*places, 100], [*names, "100%\nDDP"]
 
 
-def label_column(axis, ends, side, away):
-    """Write labels beside the ends (label, colour, x, y) of lines: in one column, none on another.
-    side: of the text, at which its end lies; away: points between them."""
-    if not ends:
-        return
-    pick = max if side == "left" else min
-    x = pick(end[2] for end in ends)
+def label_column(axis, ends, labels, away):
+    """Write labels beside the ends {label: (colour, x, y)} of lines, none on another. away: points
+    to the right of them, or to the left."""
+    axis.figure.draw_without_rendering()
     to_points = 72 / axis.figure.dpi
-    heights = [to_points * axis.transData.transform((x, y))[1] for _, _, _, y in ends]
-    moved = push_apart(heights, [13.0] * len(ends))
-    for (label, colour, _, y), height, place in zip(ends, heights, moved):
-        axis.annotate(label, (x, y), xytext=(away, place - height), textcoords="offset points",
-                      ha=side, va="center", color=colour, annotation_clip=False)
+    pick = max if away > 0 else min
+    column = {}         # of labels near each other, the end that lies farthest out
+    for label in labels:
+        x = ends[label][1]
+        column[label] = pick(other[1] for key, other in ends.items()
+                             if key in labels and 0.5 < other[1] / x < 2)
+    heights = [to_points * axis.transData.transform(ends[label][1:])[1] for label in labels]
+    moved = push_apart(heights, [13.0 * (1 + label.count("\n")) for label in labels])
+    for label, height, place in zip(labels, heights, moved):
+        colour, _, y = ends[label]
+        axis.annotate(label, (column[label], y), xytext=(away, place - height), textcoords="offset points",
+                      ha="left" if away > 0 else "right", va="center", color=colour)
 
 
-def title(found):
-    """The finding, where the whole of the full scale is there."""
+def finding(found):
+    """The picture's title, where all primary comparisons are there."""
     verdicts = found.verdicts()
-    if not (verdicts and found.is_finding()):
-        setting = found.settings[MAIN]
-        return (f"NoLoCo and DiLoCo beside DDP (a small copy: {setting.steps} steps, "
-                f"{len(found.losses(MAIN, DDP))} seeds; no finding)")
-    far = found.over(MAIN, NOLOCO[10]).mean
-    near = found.over(MAIN, NOLOCO[2]).mean
+    if not verdicts:
+        return ""
+    far, near = found.over(MAIN, NOLOCO[10]).mean, found.over(MAIN, NOLOCO[2]).mean
     diloco = {"better": "and below DiLoCo", "worse": "and above DiLoCo",
               "cannot tell": "with no clear difference to DiLoCo"}[verdicts[TEN_OVER_DILOCO]]
     return (f"NoLoCo ends {far:.0%} above DDP for {bytes_of_ddp(NOLOCO[10], 8):.0%} of its bytes "
             f"({near:.0%} for {bytes_of_ddp(NOLOCO[2], 8):.0%}), {diloco}")
 
 
-# ---------------------------------------------------------------- the command line
+# ---------------------------------------------------------------- expected numbers
+
+NUMBERS = {     # (trial, base): {scale: (perplexity over the base's, at most so much off)}
+    (NOLOCO[2], DDP): dict(full=(0.052, 0.01), plot=(0.1, 0.1)),
+    (NOLOCO[10], DDP): dict(full=(0.115, 0.01), plot=(0.2, 0.15)),
+    (DILOCO[20], DDP): dict(full=(0.118, 0.01), plot=(0.2, 0.15)),
+    (NOLOCO[10], DILOCO[20]): dict(full=(0.0, 0.01), plot=(0.0, 0.1)),
+}
 
 
-def parse(argv=None):
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=["train", "show"])
-    p.add_argument("--scale", choices=list(SCALES), default="full")
-    p.add_argument("--minutes", type=float, help="no chunk begins that would end later")
-    p.add_argument("--seeds", type=int, nargs="+", help="only these are measured now")
-    p.add_argument("--out", help="folder of results/ and figures/ (default: for full here, else "
-                   "runs/gap-SCALE)")
-    o = p.parse_args(argv)
-    if o.minutes is not None and not o.minutes > 0:
-        sys.exit(f"--minutes must be above 0, got {o.minutes:g}")
-    if o.out is None:
-        o.out = "." if o.scale == "full" else f"runs/gap-{o.scale}"
-    return o
+def expected(found):
+    there = Found.of(found)
+    told = []
+    for (trial, base), numbers in NUMBERS.items():
+        more = there.over(MAIN, trial, base)
+        number = numbers.get(found["scale"], (0.0, 0.0))
+        told.append(Expected(f"{NAMES[trial]} over {NAMES[base]}, perplexity", more and more.mean,
+                             *number, judged=found["scale"] in numbers))
+    return told
 
 
-def main(argv=None):
-    o = parse(argv)
-    scale = SCALES[o.scale]
-    rows = Rows(o.out)
-    if o.what == "train":
-        try:
-            train_all(scale, rows, Clock(o.minutes), o.seeds)
-        except OutOfTime as error:
-            print(f"stopped: {error}. The same command goes on from here\n")
-    found = Found(scale, rows.read())
-    show(found)
-    if found.losses(MAIN, DDP):
-        picture(o.out, "gap", draw, found)
-
+ROW = Row("gap", measure, show, {"gap": draw}, expected)
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, ROW)

@@ -1,12 +1,10 @@
-"""What experiments/gap.py trains, and how: settings, rates, rows, chunks that end in time."""
+"""What experiments/gap.py trains, and how: settings, rates, rows, chunks."""
 import fcntl
 import itertools
 import json
-import math
 import os
 import statistics
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,7 +95,7 @@ FULL = (
     Setting("32 replicas", replicas=32),
     Setting(WIDE_LONG, tokens=4096, steps=1200, lender=WIDE),
 )
-MIDDLE = DDP, NOLOCO[2], NOLOCO[10], DILOCO[4], DILOCO[20]
+MIDDLE = DDP, NEVER, NOLOCO[2], NOLOCO[10], DILOCO[4], DILOCO[20], PARTS, LATE_PARTS, LATE, LATER
 
 
 def tried(setting):
@@ -110,8 +108,8 @@ def tried(setting):
 SCALES = {
     "full": Scale(FULL, RATES, RATE_SEEDS, f"{MODEL} --warmup 50 --eval-sequences 512",
                   {"cuda": 1280, "cpu": 32}),
-    "plot": Scale((Setting(MAIN, MIDDLE, (0, 1), steps=300),), {"adam": (4e-3,)}, RATE_SEEDS,
-                  f"{MODEL} --warmup 50 --eval-sequences 256", {"cuda": 1280, "cpu": 40}),
+    "plot": Scale((Setting(MAIN, MIDDLE, (0,), steps=200),), {"adam": (4e-3,)}, RATE_SEEDS,
+                  f"{MODEL} --warmup 20 --eval-sequences 128", {"cuda": 1280, "cpu": 40}),
     "try": Scale(tuple(map(tried, FULL)), {"adam": RATES["adam"][:2], "muon": RATES["muon"][:1]},
                  RATE_SEEDS, "--hidden 16 --mlp 32 --heads 2 --layers 1 --microbatches 1 "
                  "--warmup 2 --eval-sequences 8", {"cuda": 1280, "cpu": 256}),
@@ -206,82 +204,27 @@ class Rows:
 # ---------------------------------------------------------------- training
 
 
-class OutOfTime(Exception):
-    """The next chunk would end too late. The message says what it is."""
-
-
-class Clock:
-    """Until when a chunk may end, and how long one takes. minutes: None: for ever.
-
-    The first fleet of a GPU also compiles the gradient; until one is trained nothing is known.
-    """
-    FIRST = {"cuda": 4e6, "cpu": 2e4}       # tokens a second
-    START = {"cuda": 75.0, "cpu": 20.0}     # seconds of compiling
-    MORE = 1.15                             # of what is expected, to be on the safe side
-
-    def __init__(self, minutes):
-        seconds = math.inf
-        if minutes:
-            seconds = 60 * minutes
-        self.end = time.monotonic() + seconds
-        self.rates = {}                     # tokens a second: {(optimizer, tokens of a step): it}
-        self.warm = False
-
-    def seconds(self, setting, lessons):
-        tokens = tokens_of(setting, lessons)
-        known = self.rates.get(setting.optimizer, min(self.rates.values(), default=None))
-        if known is None:
-            return self.START[device()] + tokens / self.FIRST[device()]
-        return self.MORE * tokens / known + 3
-
-    def saw(self, setting, lessons, seconds):
-        if not self.warm:
-            seconds = max(0.3 * seconds, seconds - self.START[device()] / 2)
-        self.warm = True
-        self.rates[setting.optimizer] = tokens_of(setting, lessons) / seconds
-
-    def fitting(self, setting, lessons):
-        """The lessons of as many seeds, the first ones, as end in time. Raises OutOfTime."""
-        left = self.end - time.monotonic()
-        seeds = sorted({lesson.seed for lesson in lessons})
-        for count in range(len(seeds), 0, -1):
-            some = [lesson for lesson in lessons if lesson.seed in seeds[:count]]
-            needed = self.seconds(setting, some)
-            if needed <= left:
-                return some
-        raise OutOfTime(f"{setting.name}, {len(some)} runs would take {needed:.0f} s")
-
-
-def tokens_of(setting, lessons):
-    return sum(lesson.steps for lesson in lessons) * setting.replicas * setting.tokens
-
-
-def train_all(scale, rows, clock, seeds=None):
-    """Train what is missing, the rates first. Raises OutOfTime."""
+def train_all(scale, rows, seeds=None):
+    """Train what is missing, the rates first."""
     for setting in scale.settings:
         lessons = [one for one in rate_lessons(scale) if one.setting == setting.name]
-        train_missing(scale, setting, lessons, rows, clock)
+        train_missing(scale, setting, lessons, rows)
     for setting in scale.settings:
         lessons = list(measured_lessons(scale, setting, rows.read(), seeds))
-        train_missing(scale, setting, lessons, rows, clock)
+        train_missing(scale, setting, lessons, rows)
 
 
-def train_missing(scale, setting, lessons, rows, clock):
+def train_missing(scale, setting, lessons, rows):
     """Chunk by chunk. What another process has added meanwhile is not trained."""
     while True:
         there = rows.read()
         missing = [lesson for lesson in lessons if lesson.label not in there]
         if not missing:
             return
-        chunk = clock.fitting(setting, next_chunk(scale, setting, missing))
-        began = time.monotonic()
+        chunk = next_chunk(scale, setting, missing)
         print(f"{setting.name}: {len(chunk)} of {len(missing)} runs, {chunk[0].steps} steps",
               flush=True)
         rows.add(train_chunk(scale, setting, chunk, rows))
-        seconds = time.monotonic() - began
-        clock.saw(setting, chunk, seconds)
-        print(f"{seconds:.0f} s, {tokens_of(setting, chunk) / seconds / 1e6:.2f} million tokens a "
-              "second", flush=True)
 
 
 def next_chunk(scale, setting, missing):

@@ -1,14 +1,14 @@
-"""The harness of all experiments: runs of train.py, kept in runs/headline-*, told as tables and
-pictures.
+"""The harness of all rows: the command line, runs of train.py that are kept, what is shown.
 
-    python -m experiments.losses [PART ...] [--seeds 0 1 2] [--steps N] [--out DIR]
-    python -m experiments.losses --plot --out .         the tables and pictures again, from results/
-    python -m experiments.losses --plot --out . --record        and steps, ranges and predictions
+    python -m experiments.ROW [--scale try|plot|full] [--plot] [--seeds 0 1] [--out DIR]
 
-A finished run is not run again; remove its folder in runs/ when train.py has changed. Several
-instances may run at a time, each with an `--only LABEL` (and `--seeds`) of its own; the plain
-command then collects all. Results go to OUT/results/headline_PART.json, pictures to OUT/figures
-(default OUT: runs; the README shows those of `.`).
+    try     seconds: all code runs, no number counts
+    plot    minutes of two cores: a small copy beside its expected numbers
+    full    hours: what results/ and figures/ of this repository hold
+
+A row has the same settings, table and picture at each scale. A finished run of train.py is kept in
+runs/ and not run again; remove its folder when train.py has changed. Several commands may run at
+one time, each with --seeds of its own; the plain command then collects all.
 """
 import itertools
 import json
@@ -19,30 +19,44 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Callable
 
 from tqdm import tqdm
 
 import train
-from experiments.comparing import Table
 from experiments.pictures import picture
-from experiments.results import ROOT, kept_result, mean_final, results, save_result
+from experiments.tables import ROOT, kept_result, save_result
 from train import BadInput, Job, Parser, write_text
 
+FOLDERS = {"try": "runs/try", "plot": "runs/plot", "full": "."}     # of results/ and figures/
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --save-every 1000000"
 # The columns of metrics.jsonl that results keep.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds",
         "seconds", "iteration_seconds", "steps_alone", "ranks", "sync_seconds")
-# Below tables of runs that were made before train.py measured the merged model.
-MEANS_ONLY = ("NoLoCo's losses are the mean over its replicas: these runs have no loss of the "
-              "merged model.\n")
-FIVE = 0, 1, 2, 3, 4        # seeds
 # torchrun would import torch once more on each host, which takes a fifth of a processor 12 seconds.
 ALONE = ("RANK=$PET_NODE_RANK WORLD_SIZE=$PET_NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
          'MASTER_ADDR=$PET_MASTER_ADDR MASTER_PORT=$PET_MASTER_PORT exec "$@"')
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of README's table. What is found goes to results/SOURCE.json."""
+    name: str
+    measure: Callable       # o -> found, as JSON can hold it; None: it has saved what it found
+    show: Callable          # found: prints its tables
+    pictures: dict          # {name: draw(plt, found) -> figure}
+    expected: Callable      # found -> [Expected]
+    of_row: str = ""        # the row whose runs this one shows too
+    full_alone: tuple = ()  # pictures that small scales do not have
+
+    @property
+    def source(self):
+        return self.of_row or self.name
 
 
 @dataclass
@@ -56,145 +70,106 @@ class Setting:
     hosts: str = ""             # options of tools/hosts.py: each process on a host of its own
 
 
-def has_all_seeds(found, part):
-    """Whether these are the runs that the part's findings rest on: all steps, and all seeds of
-    most."""
-    if found.get("steps"):
-        return False
-    return max(map(len, found["runs"].values())) >= len(part.seeds)
-
-
-@dataclass
-class Part:
-    """One result: OUT/results/headline_PART.json, its tables and its pictures."""
-    settings: Callable          # steps or None -> Settings
-    show: Callable              # found: prints its tables, of at most five columns
-    record: Callable = None     # found: prints what is only for the record
-    pictures: dict = field(default_factory=dict)    # {name: (plt, found) -> figure}
-    seconds: Callable = None    # -> simulated seconds, kept beside the runs
-    seeds: tuple = (0, 1, 2)    # without --seeds
-    measure: Callable = None    # (name, part, o) -> found (default: `run_all`)
-    beside: str = ""            # another part, whose results in the same OUT are found["beside"]
-    is_whole: Callable = has_all_seeds
-
-
 # ---------------------------------------------------------------- the command line
 
 
-def headline(description, parts):
-    """The whole command of an experiment; parts: {name: Part}. Bad input ends in one line."""
+def command(description, *rows):
+    """The whole command of one row, or of all that are given. Bad input ends in one line."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # so that started processes end too
-
-    def run_or_show():
-        o = parse_arguments(description, parts)
-        for name in o.parts or parts:
-            run_part(name, parts[name], o)
-
-    Job().together(run_or_show)
+    o = Job().together(parse_arguments, description, rows)
+    sys.exit(run_rows([row for row in rows if row.name in o.rows], o))
 
 
-def run_part(name, part, o):
-    """Run what is not run yet, unless --plot says not to; print and draw what there is."""
-    if not o.plot:
-        measure = part.measure or run_all
-        found = measure(name, part, o)
-        if o.only:              # it has said what it ran; the plain command collects it
-            return
-        save_result(o.out, f"headline_{name}", found)
-    found = load_part(part, name, o.out)
-    part.show(found)
-    if o.record and part.record:
-        part.record(found)
-    for drawn, draw in part.pictures.items():
-        picture(o.out, f"headline_{drawn}", draw, found)
-
-
-def load_part(part, name, out):
-    """What OUT/results has of the part, as its tables and pictures take it: with "whole", whether
-    these are the runs that its findings rest on, and "beside"."""
-    found = kept_result(out, f"headline_{name}")
-    if part.beside:
-        found["beside"] = kept_result(out, f"headline_{part.beside}")
-    found["whole"] = part.is_whole(found, part)
-    return found
-
-
-def parse_arguments(description, parts):
+def parse_arguments(description, rows):
+    """The command line. Raises BadInput."""
+    names = [row.name for row in rows]
     p = Parser(description)
-    p.add_argument("parts", nargs="*", help=f"{', '.join(parts)} (default: all)")
-    p.add_argument("--seeds", nargs="+", type=int, help="one run each of every kind (mostly 0 1 2)")
-    p.add_argument("--only", default="",
-                   help="run only what has this in its label, and show its losses")
-    p.add_argument("--steps", type=int, help="training steps, in place of each run's own")
-    p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
-    p.add_argument("--plot", action="store_true",
-                   help="no runs: tables and pictures of OUT/results")
-    p.add_argument("--record", action="store_true",
-                   help="print the tables that are only for the record too")
+    if len(names) > 1:
+        p.add_argument("rows", nargs="*", help=f"{', '.join(names)} (default: all)")
+    p.add_argument("--scale", choices=list(FOLDERS), default="plot", help="default: plot")
+    p.add_argument("--plot", action="store_true", help="no runs: show what DIR has")
+    p.add_argument("--seeds", type=int, nargs="+", help="train these now, and show nothing")
+    p.add_argument("--out", metavar="DIR", help="folder of results/ and figures/ (default: "
+                   "runs/try, runs/plot, for full this repository's)")
     o = p.parse_args()
-    for name in o.parts:
-        if name not in parts:
-            raise BadInput(f"no part {name}, only {', '.join(parts)}")
-    if o.steps is not None and o.steps < 1:
-        raise BadInput(f"--steps must be at least 1, got {o.steps}")
+    o.rows = getattr(o, "rows", None) or names
+    for name in o.rows:
+        if name not in names:
+            raise BadInput(f"no row {name}, only {', '.join(names)}")
+    if not find_spec("matplotlib"):
+        raise BadInput("no picture without matplotlib: pip install '.[plot]'")
+    if o.out is None:
+        o.out = FOLDERS[o.scale]
     return o
 
 
-def show_runs(found):
-    """What a command with --only ran."""
-    if not found["runs"]:
-        print("no run of this part has that in its label")
-        return
-    table = Table("run", "seeds", "steps", "held-out nats per byte")
-    for label, runs in results(found).items():
-        table.add(label, len(runs), f"{runs[0].steps[-1]:.0f}", mean_final(runs))
-    table.end()
+def run_rows(rows, o):
+    """All rows, whatever becomes of one; then the expected numbers. Returns the exit status."""
+    told, failed, measured = [], False, set()
+    for row in rows:
+        try:
+            if not o.plot and row.source not in measured:
+                measure(row, o)
+                measured.add(row.source)
+            if not o.seeds:
+                told += show(row, o)
+        except (BadInput, OSError) as error:
+            print(f"error: {row.name}: {str(error).splitlines()[0]}", file=sys.stderr)
+            failed = True
+    for one in told:
+        print(one)
+    return int(failed or any(one.is_outside for one in told))
 
 
-def title_of(found, finding, subject):
-    """A picture's title: the finding of the whole runs, else the subject and that it is a try."""
-    if found.get("whole", True):
-        return finding
-    steps = f"{found['steps']} steps" if found.get("steps") else "some of the runs"
-    return f"{subject} (a try: {steps}, too little for a finding)"
+def measure(row, o):
+    """Run what is not run yet, and save what was found."""
+    began, spent = time.perf_counter(), cpu_seconds()
+    found = row.measure(o)
+    if found and not o.seeds:
+        save_result(o.out, row.source, found)
+    print(f"{row.name} took {(time.perf_counter() - began) / 60:.1f} minutes, "
+          f"{cpu_seconds() - spent:.0f} processor seconds")
+
+
+def show(row, o):
+    """Print and draw what there is; its expected numbers."""
+    found = load(row, o.out, o.scale)
+    print(f"\n{row.name}\n")
+    row.show(found)
+    for name, draw in row.pictures.items():
+        if o.scale == "full" or name not in row.full_alone:
+            picture(o.out, name, draw, found)
+    return row.expected(found)
+
+
+def load(row, out, scale):
+    """What OUT/results has of the row, with "scale" and "out", as tables and pictures take it."""
+    return kept_result(out, row.source) | dict(scale=scale, out=out)
 
 
 # ---------------------------------------------------------------- the runs
 
 
-def run_all(name, part, o):
-    """{"cpu_hours", "runs": {label: [a row per seed]}} of the part's settings.
-
-    Also "seconds" if the part simulates any, and "steps" if --steps cut the runs short.
-    """
-    settings = [setting for setting in part.settings(o.steps) if o.only in setting.label]
-    seeds = o.seeds or part.seeds
+def run_all(name, settings, seeds, o):
+    """{"cpu_hours", "runs": {label: [a row per seed]}}"""
+    settings, seeds = list(settings), o.seeds or seeds
     found = dict(cpu_hours=0.0, runs={setting.label: [] for setting in settings})
-    if o.steps:
-        found["steps"] = o.steps
-    if part.seconds:
-        found["seconds"] = part.seconds()
-    with tqdm(total=len(seeds) * len(settings), unit="run") as progress:
+    with tqdm(total=len(seeds) * len(settings), unit="run", desc=name) as progress:
         for seed, setting in itertools.product(seeds, settings):
             progress.set_postfix_str(setting.label)
-            own = f"-of-{o.steps}-steps" if o.steps else ""     # a try keeps to folders of its own
-            row = train_once(setting, f"{name}-{setting.label}-{seed}{own}", seed)
+            row = train_once(setting, f"{o.scale}-{name}-{setting.label}-{seed}", seed)
             found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
             found["runs"][setting.label].append(row)
             progress.update()
-    if o.only:
-        show_runs(found)
     return found
 
 
-def torchrun(processes, *words, hosts=(), **kwargs):
-    """Run words, `-m MODULE` or a script and its options, to the end. kwargs: of Popen.
+def run_ranks(processes, *words, hosts=(), **kwargs):
+    """Run words, `-m MODULE` and its options, to the end, on so many ranks. kwargs: of Popen.
 
-    hosts: options of tools/hosts.py. Raises CalledProcessError. An interrupt ends the processes
-    too.
+    hosts: options of tools/hosts.py. Raises CalledProcessError. An interrupt ends the ranks too.
     """
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    line += ["--nproc-per-node", str(processes)]
+    line = [sys.executable, "-m", "experiments.launch", str(processes)]
     if hosts:
         line = [sys.executable, "-m", "tools.hosts", str(processes), *hosts, "--"]
         line += ["sh", "-c", ALONE, "sh", sys.executable]
@@ -217,12 +192,12 @@ def environment(**more):
 def train_once(setting, name, seed):
     """The run's row of results: command, hosts, curves, CPU hours, and what `after` finds in its
     folder."""
-    name = "headline-" + re.sub(r"[^\w.]+", "-", name)
+    name = re.sub(r"[^\w.]+", "-", name)
     row = dict(command=f"{setting.program} --name {name} {SMALL} {setting.options} --seed {seed}")
     if setting.hosts:
         row["hosts"] = setting.hosts
     folder = Path("runs", name)
-    done = folder / "headline.json"
+    done = folder / "row.json"
     if done.exists():
         found = json.loads(done.read_text())
         if found.items() >= row.items():
@@ -244,18 +219,18 @@ def cpu_seconds():
     return sum(os.times()[:4])
 
 
-def run_logged(setting, command, folder):
+def run_logged(setting, words, folder):
     """Run the command. Where it fails, its output goes to FOLDER.log, and BadInput is raised."""
     with tempfile.TemporaryFile("w+") as log:
         try:
-            torchrun(setting.processes, *command.split(), hosts=setting.hosts.split(), stdout=log,
-                     stderr=log)
+            run_ranks(setting.processes, *words.split(), hosts=setting.hosts.split(),
+                      stdout=log, stderr=log)
         except subprocess.CalledProcessError:
             log.seek(0)
             text = log.read()
             folder.parent.mkdir(exist_ok=True)
             Path(f"{folder}.log").write_text(text)
-            raise BadInput(f"{command} failed (see {folder}.log): {text[-1000:]}")
+            raise BadInput(f"{words} failed (see {folder}.log): {text[-1000:]}")
 
 
 def read_curves(folder):

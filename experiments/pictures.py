@@ -1,9 +1,12 @@
 """How results are drawn: OUT/figures/NAME.png, one style, each line's label at its end."""
 import statistics
+import textwrap
 from pathlib import Path
 
 from planning.drawing import COLOURS, WIDTH, pyplot     # noqa: F401, for all parts
 from train import BadInput
+
+GREY = "#555555"
 
 
 def picture(out, name, draw, found):
@@ -19,6 +22,22 @@ def picture(out, name, draw, found):
     figure.savefig(path, dpi=150)
     plt.close(figure)
     print(path)
+
+
+def frame(figure, found, finding, subject, caption):
+    """Write the title and the caption, and the labels of all lines. Call it last.
+
+    The title is the finding of the full scale, else the subject. caption: how it was made.
+    """
+    title = finding
+    if found["scale"] != "full":
+        title = subject
+        caption = f"A small copy (--scale {found['scale']}), which holds no finding.  {caption}"
+    figure.suptitle(title, x=0.01, ha="left")
+    width = int(figure.get_figwidth() * 15)         # characters of a line
+    figure.supxlabel(textwrap.fill(caption, width), x=0.01, ha="left", fontsize=8, color=GREY)
+    for axis in figure.axes:
+        label_ends(axis)
 
 
 def counted(number, thing):
@@ -49,13 +68,30 @@ def band(axis, curves, x, colour, **style):
     axis.fill_between(x, lows, highs, color=colour, alpha=0.15, lw=0)
 
 
-def bars(axis, points, x, colour, **style):
-    """Draw the mean of each point's values, joined by a line, and their range as a bar."""
-    means = [statistics.mean(point) for point in points]
-    below = [mean - min(point) for mean, point in zip(means, points)]
-    above = [max(point) - mean for mean, point in zip(means, points)]
-    axis.errorbar(x, means, [below, above], color=colour, capsize=2, elinewidth=0.8,
-                  **{"lw": 1.5, "marker": "o", **style})
+def bars(axis, x, comparisons, colour, times=100, **style):
+    """Draw the mean of each comparison, joined by a line, and its 95% interval as a bar; a single
+    seed has none. times: what they are multiplied with, 100 for percent."""
+    means, reach = [], []
+    for one in comparisons:
+        low, high = one.interval or (one.mean, one.mean)
+        means.append(times * one.mean)
+        reach.append(times * (high - low) / 2)
+    style = {"marker": "o", "lw": 1.5} | style
+    axis.errorbar(x, means, reach, color=colour, capsize=2, elinewidth=0.8, **style)
+
+
+def differences(axis, comparisons, colours, names, form="+.3f"):
+    """Draw comparisons below each other, each as its mean, its number and its 95% interval, beside
+    a line at zero."""
+    axis.axvline(0, color="#000000", lw=1)
+    for height, (one, colour) in enumerate(zip(comparisons, colours)):
+        low, high = one.interval or (one.mean, one.mean)
+        axis.plot([low, high], [height, height], color=colour, lw=2.5)
+        axis.plot(one.mean, height, "o", color=colour, ms=8)
+        axis.annotate(f"{one.mean:{form}}", (one.mean, height), xytext=(0, 8), ha="center",
+                      textcoords="offset points", color=colour)
+    axis.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.7))
+    axis.grid(axis="y", visible=False)
 
 
 def focus(axis, curves):

@@ -1,18 +1,24 @@
-"""What bench_sync.py found: its tables and pictures; and the row of one byte a weight.
+"""How long synchronisation takes: bench_sync.py's tables and pictures, and one byte a weight.
 
-    python -m experiments.sync --out .                  tables and pictures of results/
-    torchrun --nproc-per-node 8 -m experiments.sync     its measurement (its options), and that row
+    python -m experiments.sync [--scale try|plot|full] [--plot]
+    torchrun --nproc-per-node 8 -m experiments.sync --out .     its measurement (its options), and
+                                                                the row of one byte a weight
+
+The simulations take half a minute of a core. The measurement is of the full scale alone: 2 and 8
+processes, each by the second command.
 """
-import sys
+import contextlib
+import io
 from pathlib import Path
 
 import bench_sync
 from bench_sync import quartiles
-from experiments.pictures import COLOURS, WIDTH, label_ends, picture
-from experiments.results import kept_result
+from experiments.harness import Row, command, run_ranks
+from experiments.pictures import COLOURS, WIDTH, frame
+from experiments.tables import Expected, kept_result
 from gossip.onebyte import OneByte, lengths_of
 from noloco import NoLoCo
-from train import Job, Parser
+from train import Job
 
 SHADES = ("#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")    # one per number of replicas
 COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; tables have 4 too
@@ -30,17 +36,30 @@ def methods_and_one_byte(o, size, device):
     return [*vectors, weights.detach()], rows
 
 
-# ---------------------------------------------------------------- the simulated picture
+def measure(o):
+    """What `python bench_sync.py --simulate` writes; at the full scale real processes first."""
+    if o.scale == "full":
+        for processes in 2, 8:
+            run_ranks(processes, "-m", "experiments.sync", "--out", o.out)
+    draws = ["--draws", "0.05"] if o.scale == "try" else []
+    with contextlib.redirect_stdout(io.StringIO()):
+        bench_sync.simulate(bench_sync.parse(["--simulate", "--out", str(o.out), *draws]))
 
 
-def draw_simulated(plt, found):
-    figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 11.5))
-    draw_over_tree(axes[0], found)
-    draw_over_diloco(axes[1], found)
-    draw_with_bytes(axes[2], found)
-    for axis in axes:
-        label_ends(axis)
-    return figure
+def measured(out):
+    """The measurements that OUT/results has."""
+    files = sorted(Path(out, "results").glob("sync_measured_*"))
+    return [kept_result(out, file.stem) for file in files]
+
+
+def show(found):
+    bench_sync.print_simulated(found)
+    if found["scale"] == "full":
+        for processes in measured(found["out"]):
+            bench_sync.print_measured(processes)
+
+
+# ---------------------------------------------------------------- the pictures
 
 
 def line(axis, x, points, colour, name):
@@ -50,69 +69,78 @@ def line(axis, x, points, colour, name):
     axis.errorbar(x, values, two, color=colour, marker="o", capsize=2, lw=1.2, label=name)
 
 
-def draw_over_tree(axis, found):
+def draw_over_tree(plt, found):
+    """Fig. 5A."""
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.4))
     for colour, n in zip(SHADES, COUNTS):
         line(axis, found["spreads"], found["ratio"][n], colour, f"{n} replicas")
     axis.set(xlabel="std(t) / t_c of a message", ylabel="time, tree all-reduce / pair",
-             ylim=(0, None),
-             title="A  Simulated: a pair averages 10 times as fast as a tree of 1024, more if "
-             "messages vary\n(bars: two standard errors)")
+             ylim=(0, None))
+    frame(figure, found, "A pair averages 10 times as fast as a tree of 1024, more if messages vary",
+          "A tree all-reduce over a pair (Fig. 5A)",
+          "Simulated, the NoLoCo paper's Fig. 5A. Bars: two standard errors.")
+    return figure
 
 
-def draw_over_diloco(axis, found):
-    """From many inner steps to few, so that the lines end apart."""
+def draw_over_diloco(plt, found):
+    """Fig. 5B, from many inner steps to few, so that the lines end apart."""
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.4))
     for colour, n in zip(SHADES, COUNTS):
         ratios = found["training"]["NoLoCo"][n][1]
         line(axis, found["inner_steps"][::-1], ratios[::-1], colour, f"{n} replicas")
     axis.set_xscale("log")
     ticks = (100, 50, 20, 10, 5, 2, 1)
     axis.set(xlabel="inner steps per outer step (fewer to the right)", xlim=(150, 0.9),
-             xticks=ticks, xticklabels=ticks, ylabel="training time, DiLoCo / NoLoCo",
-             title="B  Simulated: DiLoCo waits for the slowest of all replicas, NoLoCo for a "
-             "partner\n(500 outer steps, exchange time left out)")
+             xticks=ticks, xticklabels=ticks, ylabel="training time, DiLoCo / NoLoCo")
     axis.minorticks_off()
+    frame(figure, found, "DiLoCo waits for the slowest of all replicas, NoLoCo for a partner",
+          "DiLoCo's training time over NoLoCo's (Fig. 5B)",
+          "Simulated, the NoLoCo paper's Fig. 5B: 500 outer steps, without the time of exchanges. "
+          "Bars: two standard errors.")
+    return figure
 
 
-def draw_with_bytes(axis, found):
+def draw_with_bytes(plt, found):
     names = {"tree": "tree", "ring": "ring", "halving and doubling": "halving\nand doubling",
              "pair, two exchanges (paper)": "pair, two exchanges\n(paper)",
              "NoLoCo here, one exchange": "NoLoCo here,\none exchange"}
     colours = (SHADES[0], SHADES[2], SHADES[4], "#555555", COLOURS["NoLoCo"])
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
     for colour, (name, text) in zip(colours, names.items()):
         seconds = found["seconds"][name]
         line(axis, [int(n) for n in seconds], list(seconds.values()), colour, text)
     ticks = (5, 10, 50, 100, 500)
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.set(xlabel="replicas", ylabel="seconds per synchronisation",
-             title="C  Simulated: with bytes an all-reduce is closer\n"
-             f"({found['params'] / 1e6:g}M fp32 weights, {found['mbit']:g} Mbit/s, "
-             f"{1000 * found['latency_seconds']:g} ms, std(t) / t_c {found['spread']:g})")
+    axis.set(xlabel="replicas", ylabel="seconds per synchronisation")
     axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
     axis.set_yticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
-
-
-# ---------------------------------------------------------------- the measured picture
+    frame(figure, found, "With bytes counted, the best all-reduce is closer to a pair",
+          "Synchronisation with bytes counted",
+          f"Simulated: {found['params'] / 1e6:g}M fp32 weights, {found['mbit']:g} Mbit/s, "
+          f"{1000 * found['latency_seconds']:g} ms, std(t) / t_c {found['spread']:g}. Bars: two "
+          "standard errors.")
+    return figure
 
 
 def draw_measured(plt, found):
     """Bars of the same rows for each number of processes."""
-    names = [name for name in found[0]["rows"] if "delayed" not in name and "memcpy" not in name]
+    rows = measured(found["out"])
+    names = [name for name in rows[0]["rows"] if "delayed" not in name and "memcpy" not in name]
     names.reverse()
-    figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 4.4), sharey=True, squeeze=False)
-    for axis, measured in zip(axes.flat, found):
-        quarters = [quartiles(measured["rows"][name]["seconds"]) for name in names]
+    figure, axes = plt.subplots(1, len(rows), figsize=(WIDTH, 3.8), sharey=True, squeeze=False)
+    for axis, processes in zip(axes.flat, rows):
+        quarters = [quartiles(processes["rows"][name]["seconds"]) for name in names]
         middles = [middle for _, middle, _ in quarters]
         below = [middle - low for low, middle, _ in quarters]
         above = [high - middle for _, middle, high in quarters]
         axis.barh(names, middles, 0.7, xerr=[below, above], capsize=2, ecolor="#777777",
                   color=[bar_colour(name) for name in names])
-        axis.set(xlabel="seconds", title=f"{measured['replicas']} processes, "
-                 f"{measured['params'] / 1e6:g}M weights in fp32")
-    figure.suptitle(f"{measured_finding(found)}\n(medians, bars: quartiles; grey: the bare "
-                    f"messages; the rest: whole outer steps; {found[0]['device']})",
-                    x=0.01, ha="left")
+        axis.set(xlabel="seconds", title=f"{processes['replicas']} processes")
+    frame(figure, found, measured_finding(rows), "Outer steps, measured",
+          f"{rows[0]['params'] / 1e6:g}M weights in fp32, {rows[0]['device']}. Medians, bars: "
+          "quartiles. Grey: the bare messages; the rest: whole outer steps.")
     return figure
 
 
@@ -121,36 +149,41 @@ def bar_colour(name):
     return COLOURS.get(method, "#999999")
 
 
-def measured_finding(found):
+def measured_finding(rows):
     """What the largest number of processes shows."""
-    most = max(found, key=lambda measured: measured["replicas"])
+    most = max(rows, key=lambda processes: processes["replicas"])
     diloco = quartiles(most["rows"]["DiLoCo"]["seconds"])[1]
     noloco = quartiles(most["rows"]["NoLoCo"]["seconds"])[1]
     relation = "faster" if noloco < diloco else "not faster"
-    return (f"Measured: NoLoCo's outer step is {relation} than DiLoCo's between {most['replicas']} "
+    return (f"NoLoCo's outer step is {relation} than DiLoCo's between {most['replicas']} "
             "processes")
 
 
-def show_sync(argv=None):
-    p = Parser(__doc__)
-    p.add_argument("--out", default="runs", help="folder of results/ and figures/ (default: runs)")
-    p.add_argument("--plot", action="store_true",
-                   help="the same: this program measures under torchrun only")
-    o = p.parse_args(argv)
-    simulated = kept_result(o.out, "sync_simulated")
-    bench_sync.print_simulated(simulated)
-    picture(o.out, "sync_simulated", draw_simulated, simulated)
-    files = sorted(Path(o.out, "results").glob("sync_measured_*"))
-    measured = [kept_result(o.out, file.stem) for file in files]
-    for found in measured:
-        bench_sync.print_measured(found)
-    if measured:
-        picture(o.out, "sync_measured", draw_measured, measured)
+# ---------------------------------------------------------------- expected numbers
 
+
+def expected(found):
+    alike, varied = found["spreads"].index(0), found["spreads"].index(1)
+    ratios = found["ratio"]["1024"]
+    hundred = found["inner_steps"].index(100)
+    most = found["outer_steps"].index(500)
+    return [
+        Expected("a tree all-reduce over a pair, 1024 replicas, all messages alike (Fig. 5A; "
+                 "paper: 10)", ratios[alike][0], 10.0, 0.01, ".2f"),
+        Expected("the same with std(t) = t_c", ratios[varied][0], 17.0, 0.6, ".1f"),
+        Expected("DiLoCo's time over NoLoCo's, 1024 replicas, 100 inner steps (Fig. 5B; paper: "
+                 "about +20%)", found["training"]["NoLoCo"]["1024"][most][hundred][0] - 1, 0.194,
+                 0.015),
+    ]
+
+
+PICTURES = {"sync_5a": draw_over_tree, "sync_5b": draw_over_diloco, "sync_bytes": draw_with_bytes,
+            "sync_measured": draw_measured}
+ROW = Row("sync", measure, show, PICTURES, expected, of_row="sync_simulated",
+          full_alone=("sync_measured",))
 
 if __name__ == "__main__":
-    job = Job()
-    if job.world > 1:
-        bench_sync.measure(bench_sync.parse(sys.argv[1:]), methods_and_one_byte)
+    if Job().world > 1:
+        bench_sync.measure(bench_sync.parse(), methods_and_one_byte)
     else:
-        job.together(show_sync)
+        command(__doc__, ROW)

@@ -1,8 +1,9 @@
 """Both papers at once on the published instance: 20 nodes in 12 cities, 30 microbatches an
 iteration.
 
-    python -m experiments.together [--seeds 0 1 2] [--steps N] [--out DIR] [--plot]
+    python -m experiments.together [--scale try|plot|full] [--plot]
 
+full: 8 hours of two cores.
 Losses are measured with a tiny model. Seconds are simulated with the messages and weights of the
 500M model: an iteration by skippipe.simulate, a synchronisation by `slowest_all_reduce` or
 `slowest_groups`. Of synchronisations only "delayed" ones overlap: they take less than an iteration,
@@ -17,17 +18,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 import train
-from experiments.comparing import Table
-from experiments.harness import MEANS_ONLY, Part, Setting, headline, title_of
-from experiments.pictures import COLOURS, WIDTH, bars, counted, label_ends
-from experiments.results import finals, mean_final, more_at_the_ends, results, spread_of
+from experiments.harness import Row, Setting, command, run_all
+from experiments.pictures import COLOURS, WIDTH, band, counted, frame
+from experiments.tables import (MEANS_ONLY, Expected, Table, finals, mean_final, more_at_the_ends,
+                                results)
 from noloco import random_groups
 from planning.instance import city_delays, city_links, published_network
 from planning.training import plan_paths
 
 MODEL_BYTES = 4 * 500e6         # the 500M model whose messages the published instance has, fp32
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}        # of a weight
-WHOLE = 40_000                  # simulated seconds of the longest runs
+WHOLE = {"try": 200, "plot": 4000, "full": 40_000}      # simulated seconds of the longest runs
+SEEDS = {"try": (0,), "plot": (0,), "full": (0, 1, 2)}
 FULL, HALF = "full pipeline", "half skipped"
 PATHS = {FULL: 0.0, HALF: 0.5}  # the share skipped
 EVERY = 2                       # inner steps of DiLoCo and NoLoCo
@@ -156,22 +158,30 @@ def a_step(found, paths, method, way=""):
 # ---------------------------------------------------------------- the runs
 
 
-def together_settings(steps):
-    """As many steps as fit into WHOLE; --steps: into a share of it, steps / 400."""
-    links = keep_links(published_network()[0], "headline-links-20.json")
-    found = simulated_seconds()
-    whole = WHOLE
-    if steps:
-        whole *= steps / 400
-    for (share, methods), paths in itertools.product(COMPARED.items(), PATHS):
+def settings(scale):
+    """As many steps as fit into each share of WHOLE. The small scales have one share of it, and a
+    try the most of the paths alone."""
+    links = keep_links(published_network()[0], "links-20.json")
+    seconds = simulated_seconds()
+    compared, ways, small = COMPARED, PATHS, ""
+    if scale != "full":
+        compared, small = {1.0: ("DDP, int8", "NoLoCo, int8")}, " --eval-sequences 64"
+    if scale == "try":
+        compared, ways = {1.0: ("NoLoCo, int8",)}, (HALF,)
+    for (share, methods), paths in itertools.product(compared.items(), ways):
         for method in methods:
-            fit = int(share * whole / a_step(found, paths, method))
+            fit = int(share * WHOLE[scale] / a_step(seconds, paths, method))
             fit = max(EVERY, fit // EVERY * EVERY)
             if method.endswith("delayed"):
                 fit -= 1                            # just after a merge
             yield Setting(f"{paths}: {method}, {share:.0%}",
                           f"{LEARN} --skip {PATHS[paths]:g} --links {links} {METHODS[method]} "
-                          f"--steps {fit}", 20)
+                          f"--steps {fit}{small}", 20)
+
+
+def measure(o):
+    found = run_all("together", settings(o.scale), SEEDS[o.scale], o)
+    return found | dict(seconds=simulated_seconds())
 
 
 # ---------------------------------------------------------------- the tables
@@ -188,20 +198,21 @@ def share_rows(found):
 
 
 def best_ddp(rows):
-    """The runs with the lowest mean loss of DDP's on the full pipeline for the whole time."""
+    """The runs with the lowest mean loss of DDP's on the full pipeline for the whole time; None
+    without any."""
     candidates = [seeds for paths, method, share, seeds in rows
                   if paths == FULL and method.startswith("DDP") and share == "100%"]
-    return min(candidates, key=lambda seeds: statistics.mean(finals(seeds)))
+    return min(candidates, key=lambda seeds: statistics.mean(finals(seeds)), default=None)
 
 
 def over_another(seeds, others):
-    """Nats per byte over the others', each at its own end; None beside themselves."""
-    if others is seeds:
+    """Nats per byte over the others', each at its own end; None beside themselves or nothing."""
+    if others is seeds or others is None:
         return None
     return more_at_the_ends(seeds, others)
 
 
-def show_together(found):
+def show(found):
     table = Table("paths: method, share of the time", "steps", "held-out nats per byte",
                   "over the best full pipeline's after 100%", "over DDP's, same paths and time")
     rows = share_rows(found)
@@ -209,67 +220,81 @@ def show_together(found):
     ddp = {(paths, share): seeds for paths, method, share, seeds in rows if method == "DDP, int8"}
     for paths, method, share, seeds in rows:
         table.add(f"{paths}: {method}, {share}", f"{seeds[0].steps[-1]:.0f}", mean_final(seeds),
-                  over_another(seeds, best), over_another(seeds, ddp[paths, share]))
-    table.end()
-    by_kind = {(paths, method, share): seeds for paths, method, share, seeds in rows}
-    table = Table("share of the time, one byte a weight", "DDP: half skipped over full",
-                  "half skipped: NoLoCo over DDP", "half skipped: NoLoCo over DiLoCo")
-    for share in [f"{share:.0%}" for share in COMPARED]:
-        ddp = by_kind[HALF, "DDP, int8", share]
-        diloco = by_kind[HALF, "DiLoCo, int8", share]
-        noloco = by_kind[HALF, "NoLoCo, int8", share]
-        table.add(share, more_at_the_ends(ddp, by_kind[FULL, "DDP, int8", share]),
-                  more_at_the_ends(noloco, ddp), more_at_the_ends(noloco, diloco))
+                  over_another(seeds, best), over_another(seeds, ddp.get((paths, share))))
     table.end()
     print(MEANS_ONLY)
+    show_each(found)
 
 
-def record_together(found):
-    table = Table("paths: method, share of the time", "s a step", "where a node's messages queue",
-                  "held-out nats per byte (least to largest)")
-    for paths, method, share, seeds in share_rows(found):
-        free = a_step(found["seconds"], paths, method)
-        queued = a_step(found["seconds"], paths, method, ", queued")
-        table.add(f"{paths}: {method}, {share}", f"{free:.1f}", f"{queued:.1f}",
-                  spread_of(finals(seeds)))
+def show_each(found):
+    """What each paper brings, at each share of the time."""
+    runs = by_kind(found)
+    table = Table("share of the time, one byte a weight", "DDP: half skipped over full",
+                  "half skipped: NoLoCo over DDP", "half skipped: NoLoCo over DiLoCo")
+    for share in dict.fromkeys(share for *_, share in runs):
+        table.add(share, difference(runs, share, (HALF, "DDP"), (FULL, "DDP")),
+                  difference(runs, share, (HALF, "NoLoCo"), (HALF, "DDP")),
+                  difference(runs, share, (HALF, "NoLoCo"), (HALF, "DiLoCo")))
     table.end()
+
+
+def by_kind(found):
+    """{(paths, method, share): its runs}"""
+    return {(paths, method, share): seeds for paths, method, share, seeds in share_rows(found)}
+
+
+def difference(runs, share, one, other):
+    """Nats per byte of one (paths, method) over another's, in one byte; None where one is
+    missing."""
+    found = []
+    for paths, method in (one, other):
+        found.append(runs.get((paths, f"{method}, int8", share)))
+    return None if None in found else more_at_the_ends(*found)
 
 
 # ---------------------------------------------------------------- the picture
 
+LINES = {   # (paths, method): (its name, colour, dashes)
+    (FULL, "NoLoCo"): ("full, NoLoCo", "NoLoCo", "--"), (FULL, "DDP"): ("full, DDP", "DDP", "--"),
+    (HALF, "NoLoCo"): ("half, NoLoCo", "NoLoCo", "-"),
+    (HALF, "DDP"): ("half, DDP", "DDP", "-"),
+}
 
-def draw_together(plt, found):
+
+def draw(plt, found):
     """Last losses of the runs planned for each share of the time."""
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), sharey=True)
-    rows = share_rows(found)
-    best = statistics.mean(finals(best_ddp(rows)))
-    for axis, where in zip(axes, PATHS):
-        axis.axhline(best, color=COLOURS["DDP"], ls=":", lw=1)
-        for method in IN_INT8:
-            ends = {}
-            for paths, kind, share, seeds in reversed(rows):
-                if (paths, kind) == (where, method):
-                    ends[float(share[:-1])] = finals(seeds)
-            name = method.split(",")[0]
-            bars(axis, list(ends.values()), list(ends), COLOURS[name], label=name)
-        axis.set(xlabel=f"% of {WHOLE / 3600:.1f} simulated hours",
-                 xticks=[100 * share for share in COMPARED], xlim=(20, 103),
-                 title=where.capitalize())
-    axes[0].set_ylabel("held-out nats per byte")
-    finding = ("Half skipped after 60% of the time is near the full pipeline after 100%; NoLoCo "
-               "trails")
-    seeds = counted(len(rows[0][-1]), "seed")
-    figure.suptitle(title_of(found, finding, "Both papers together") + "\n(each point: runs whose "
-                    f"rate is planned for that time; bars: range of {seeds}; dotted: DDP, full, "
-                    "100%)",
-                    x=0.01, ha="left")
-    for axis in axes:
-        label_ends(axis)
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
+    runs = by_kind(found)
+    hours = WHOLE[found["scale"]] / 3600
+    for (paths, method), (name, colour, dashes) in LINES.items():
+        ends = {}
+        for (its_paths, its_method, share), seeds in runs.items():
+            if (its_paths, its_method) == (paths, f"{method}, int8"):
+                ends[hours * float(share[:-1]) / 100] = finals(seeds)
+        if ends:
+            x = sorted(ends)
+            band(axis, list(zip(*(ends[at] for at in x))), x, COLOURS[colour], ls=dashes,
+                 marker="o", label=name)
+    axis.set(xlabel="simulated hours, for which each run's rate is planned",
+             ylabel="held-out nats per byte")
+    seeds = counted(len(next(iter(runs.values()))), "seed")
+    frame(figure, found, "Half skipped after 60% of the time is near full after all of it; NoLoCo "
+          "loses some of that", "Both papers together: loss against time",
+          f"Simulated times of the published instance, losses of a tiny model, replicas' means. "
+          f"One byte a weight, NoLoCo averages every {EVERY} steps; {seeds}, bands: their range.")
     return figure
 
 
-PARTS = {"together": Part(together_settings, show_together, record_together,
-                          {"together": draw_together}, simulated_seconds)}
+def expected(found):
+    runs = by_kind(found)
+    more = difference(runs, "100%", (HALF, "DDP"), (FULL, "DDP"))
+    known = {"full": (-0.056, 0.06), "plot": (-0.3, 0.3)}
+    return [Expected("DDP, half skipped over full, the whole time, nats per byte",
+                     more and more.mean, *known.get(found["scale"], (0, 0)), "+.3f",
+                     judged=found["scale"] in known)]
+
+
+ROW = Row("together", measure, show, {"together": draw}, expected)
 
 if __name__ == "__main__":
-    headline(__doc__, PARTS)
+    command(__doc__, ROW)

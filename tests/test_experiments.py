@@ -6,8 +6,6 @@ import functools
 import itertools
 import json
 import math
-import pathlib
-import statistics
 import time
 import types
 from collections import Counter
@@ -17,8 +15,8 @@ import pytest
 import torch
 
 import train
-from experiments import (clock, comparing, failure, fleet, fleets, fragments, harness, losses, network,
-                         points, replicas, results, skip, stability, sync, together, tokens)
+from experiments import (__main__, cities, clock, failures, fleet, gamma, harness, race, routing, skipping,
+                         tables, together)
 from noloco import outer_update
 from train import layout
 from gossip import sums
@@ -42,26 +40,26 @@ def test_moment_recursion_equals_the_average_over_all_groupings(replicas, n):
             outer_update(p, q, (1 - pull) * p.mean(0), p.mean(0), alpha, beta, gamma)
             phi[g], delta[g] = p, q
         total += moments(phi - phi.mean(), delta - delta.mean()) / math.factorial(replicas)
-    matrix = stability.moment_matrix(alpha, stability.contraction(replicas, n), beta, gamma, pull)
+    matrix = gamma.moment_matrix(alpha, gamma.contraction(replicas, n), beta, gamma, pull)
     assert torch.allclose(matrix @ moments(x, d), total, rtol=1e-12)
 
 
 def test_spectral_radius_crosses_one_exactly_at_the_bound():
-    radius = lambda *settings: torch.linalg.eigvals(stability.moment_matrix(*settings)).abs().max()
+    radius = lambda *settings: torch.linalg.eigvals(gamma.moment_matrix(*settings)).abs().max()
     for alpha, n, pull in itertools.product((0.0, 0.5, 0.9), (2, 4, 16), (0.0, 0.3)):
-        for k in (1 - 1 / n, stability.contraction(16, n)):
-            bound = stability.exact_bound(alpha, k, pull)
+        for k in (1 - 1 / n, gamma.contraction(16, n)):
+            bound = gamma.exact_bound(alpha, k, pull)
             low, high = 0.999 * bound, 1.001 * bound
             assert radius(alpha, k, low, low, pull) < 1 < radius(alpha, k, high, high, pull)
-            assert bound >= stability.exact_bound(alpha, k)         # gamma = beta: a pull widens the window
-        assert stability.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
+            assert bound >= gamma.exact_bound(alpha, k)         # gamma = beta: a pull widens the window
+        assert gamma.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
         for count in (2, 3, 4, 5, 16, 17):
             if n <= count:
-                exact = stability.exact_bound(alpha, stability.contraction(count, n))
+                exact = gamma.exact_bound(alpha, gamma.contraction(count, n))
                 assert gamma_bound(alpha, n, count) == pytest.approx(exact)
     assert gamma_bound(0.9, 2) > 0.1 and radius(0.9, 0.5, 0.7, 0.1, 1.0) > 1         # another beta, full pull
     # heavy ball: 2 (1 + alpha); one replica has nothing to hold together
-    assert stability.exact_bound(0.5, stability.contraction(16, 16)) == pytest.approx(3)
+    assert gamma.exact_bound(0.5, gamma.contraction(16, 16)) == pytest.approx(3)
     assert gamma_bound(0.5, 2, 1) == gamma_bound(0.5, 2, 2) == pytest.approx(3)
 
 
@@ -79,12 +77,11 @@ def test_all_reduce_seconds_by_hand():
 
 def test_steps_take_what_they_hold_and_losses_lie_on_straight_lines():
     curves = dict(step=[1, 2, 3], seconds=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], sync_bytes=[0, 0, 0])
-    run = results.RunResult(dict(command="--seed 1 --seed 3", ranks=1, curves=curves))
+    run = tables.RunResult(dict(command="--seed 1 --seed 3", ranks=1, curves=curves))
     assert run.seed == 3
     found = {"half": 10.0, "DDP, int8": 12.0, "NoLoCo, int8": 14.0}
     assert [together.a_step(found, "half", m) for m in [*together.METHODS][1:]] == [22, 16, 17, 24, 10, 10]
-    assert [results.reaches(loss, run.losses, curves["seconds"]) for loss in (1.5, 0.9)] == [25, None]
-    assert [results.loss_at(second, run) for second in (5, 15, 40)] == pytest.approx([3.0, 2.5, 1.0])
+    assert [tables.loss_at(second, run) for second in (5, 15, 40)] == pytest.approx([3.0, 2.5, 1.0])
 
 
 def test_half_widths_are_those_of_the_printed_table():
@@ -92,40 +89,40 @@ def test_half_widths_are_those_of_the_printed_table():
     printed = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262,
                10: 2.228, 11: 2.201, 12: 2.179, 15: 2.131, 19: 2.093, 24: 2.064, 29: 2.045, 60: 2.000,
                120: 1.980}
-    assert {n: round(comparing.half_width(n), 3) for n in printed} == printed
-    assert comparing.share_within(2.228, 10) == pytest.approx(0.95, abs=1e-4)
-    assert comparing.share_within(2.0, 3) == pytest.approx(1 - 0.1393, abs=1e-4)
-    many = comparing.Comparison([0.1 * (-1) ** i + 1 for i in range(40)])     # any number of seeds
+    assert {n: round(tables.half_width(n), 3) for n in printed} == printed
+    assert tables.share_within(2.228, 10) == pytest.approx(0.95, abs=1e-4)
+    assert tables.share_within(2.0, 3) == pytest.approx(1 - 0.1393, abs=1e-4)
+    many = tables.Comparison([0.1 * (-1) ** i + 1 for i in range(40)])     # any number of seeds
     assert many.interval[0] == pytest.approx(1 - 2.0227 * many.error, rel=1e-4)
 
 
 def test_comparisons_by_hand():
-    three = comparing.Comparison([1.0, 2.0, 3.0], ".3f")
+    three = tables.Comparison([1.0, 2.0, 3.0], ".3f")
     assert str(three) == "2.000 [-0.484, 4.484]" and three.verdict == "cannot tell"     # t is 4.303
-    four = comparing.Comparison([-1.0, -2.0, -3.0, -2.0], ".1f")
+    four = tables.Comparison([-1.0, -2.0, -3.0, -2.0], ".1f")
     assert str(four) == "-2.0 [-3.3, -0.7]" and four.verdict == "better"
     assert four.p == pytest.approx(0.0163, abs=1e-4)                    # t = 4.899, 3 degrees of freedom
-    one = comparing.Comparison([0.25])
+    one = tables.Comparison([0.25])
     assert str(one) == "+0.250" and one.p is None and one.interval is None and one.verdict == "one seed"
-    assert comparing.Comparison([1.0, 1.0]).p == 0 and comparing.Comparison([0.0, 0.0]).p == 1
+    assert tables.Comparison([1.0, 1.0]).p == 0 and tables.Comparison([0.0, 0.0]).p == 1
 
 
 def test_holm_against_a_worked_example():
     """At 5%: 0.005 <= 0.05/4, 0.01 <= 0.05/3, 0.03 > 0.05/2 ends it, so 0.04 <= 0.05 no longer
     counts."""
-    assert comparing.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
-    assert comparing.holm([0.04]) == [True] and comparing.holm([]) == []
-    assert comparing.holm([0.02, 0.02, 0.02]) == [False] * 3
+    assert tables.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
+    assert tables.holm([0.04]) == [True] and tables.holm([]) == []
+    assert tables.holm([0.02, 0.02, 0.02]) == [False] * 3
 
 
 def test_a_tables_verdicts_are_those_after_holms_correction_over_a_column(capsys):
-    table = comparing.Table("method", "over DDP's")
+    table = tables.Table("method", "over DDP's")
     table.add("DDP", None)
-    table.add("sure", comparing.Comparison([1.00, 1.01, 0.99, 1.00]))
-    table.add("alone", comparing.Comparison([-1.0, -2.0, -3.0, -2.0]))      # p is 0.016, of six
-    table.add("one seed", comparing.Comparison([1.0]))
+    table.add("sure", tables.Comparison([1.00, 1.01, 0.99, 1.00]))
+    table.add("alone", tables.Comparison([-1.0, -2.0, -3.0, -2.0]))      # p is 0.016, of six
+    table.add("one seed", tables.Comparison([1.0]))
     for _ in range(4):
-        table.add("neither", comparing.Comparison([1.0, -1.0, 0.5, -0.5]))
+        table.add("neither", tables.Comparison([1.0, -1.0, 0.5, -0.5]))
     table.end()
     _, _, ddp, sure, alone, one, neither, *_ = capsys.readouterr().out.splitlines()
     assert sure.endswith("], worse |") and alone.endswith("], better alone |")
@@ -174,28 +171,28 @@ def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["steps"] == last
 
 
-PARTS = {
-    "convergence": losses.PARTS["convergence"], "failure": failure.PARTS["failure"], **network.PARTS,
-    **skip.PARTS, **together.PARTS, **points.PARTS,
-}
-# Without runs of train.py.
-WITHOUT_RUNS = {**replicas.PARTS, **stability.PARTS, **fragments.PARTS, **tokens.PARTS}
+ROWS = {row.name: row for row in (*__main__.ROWS, *__main__.BETWEEN_HOSTS)}
+TRAINED = {"failures": failures, "routing": routing, "skipping": skipping, "together": together, "race": race,
+           "cities": cities}
 
 
 def given(command):
-    """{option: its last value}, without the steps, which depend on the planner."""
+    """{option: its last value}, without the steps, which depend on the planner. What results/ calls
+    skippipe is the search that is now called stronger."""
+    command = command.replace("--routing skippipe", "--routing stronger")
     pairs = dict(part.partition(" ")[::2] for part in command.split(" --"))
     return {option: value for option, value in pairs.items() if option not in ("name", "seed", "steps")}
 
 
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("steps", [None, 4])
-def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps, monkeypatch):
-    for module in (skip, together):
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("scale", harness.FOLDERS)
+def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, scale, monkeypatch):
+    for module in (skipping, together):
         monkeypatch.setattr(module, "makespan", lambda *_: 50.0)        # planning takes seconds
-    kinds = list(PARTS[name].settings(steps))
-    assert len({kind.label for kind in kinds}) == len(kinds) > 1
-    rows = {} if steps else results.kept_result(HERE, f"headline_{name}")["runs"]
+        monkeypatch.setattr(module, "keep_links", lambda network, name: f"runs/headline-{name}")
+    kinds = list(TRAINED[name].settings(scale))
+    assert len({kind.label for kind in kinds}) == len(kinds) >= 1
+    rows = tables.kept_result(HERE, name)["runs"] if scale == "full" else {}
     for kind in kinds:
         argv = f"--name x {harness.SMALL} {kind.options} --seed 1".split()
         layout(train.parse(argv, kind.processes), kind.processes)
@@ -206,9 +203,9 @@ def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, steps
 
 
 def printed_tables(capsys):
-    """What all programs print from results/ for readers, line by line."""
-    for name, part in (PARTS | WITHOUT_RUNS).items():
-        part.show(harness.load_part(part, name, HERE))
+    """What all rows print from results/ for readers, line by line."""
+    for row in ROWS.values():
+        row.show(harness.load(row, HERE, "full"))
     return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
@@ -216,13 +213,10 @@ def heads_of(lines):
     return [line for line, below in zip(lines, lines[1:]) if below.startswith("|---")]
 
 
-def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch):
+def test_the_docs_tables_are_what_the_results_print(capsys):
     """Every row of a docs table whose head a program prints is a row that it prints from
     results/."""
-    monkeypatch.setattr(sync, "picture", lambda *_: None)
     lines = printed_tables(capsys)
-    sync.show_sync(["--out", str(HERE)])
-    lines += [line.strip() for line in capsys.readouterr().out.splitlines()]
     heads, printed = set(heads_of(lines)), {line for line in lines if line.startswith("| ")}
     checked = Counter()
     for file in (HERE / "README.md", *HERE.glob("docs/*.md")):
@@ -232,13 +226,7 @@ def test_the_docs_tables_are_what_the_results_print(capsys, monkeypatch):
                 rows = list(itertools.takewhile(lambda row: row.startswith("|"), lines[i + 2:]))
                 assert rows and [row for row in rows if row not in printed] == [], (file.name, line)
                 checked[file.name] += 1
-    assert checked["results.md"] >= 7 and checked["speed.md"] >= 3, checked
-
-
-def test_skip_simulates_the_network_that_its_table_was_made_on():
-    found = results.kept_result(HERE, "headline_skip")["seconds"]
-    expected = {label: pytest.approx(sync) for label, sync in found.items()}
-    assert skip.all_reduce_seconds_by_stages() == expected
+    assert checked["speed.md"] >= 3, checked
 
 
 @pytest.fixture
@@ -247,7 +235,7 @@ def pretended(monkeypatch, tmp_path):
     evaluations."""
     monkeypatch.chdir(tmp_path)
 
-    def torchrun(processes, *words, **_):
+    def run_ranks(processes, *words, **_):
         folder = tmp_path / "runs" / words[words.index("--name") + 1]
         folder.mkdir(parents=True)          # an error where it runs again
         given = dict(zip(words, words[1:]))         # of an option given twice the last
@@ -257,84 +245,66 @@ def pretended(monkeypatch, tmp_path):
                 row = dict.fromkeys(harness.KEPT, 1.0) | dict(step=steps * share)
                 print(json.dumps(row | dict(heldout_loss=5.0 - share, tokens=100 * share)), file=file)
 
-    monkeypatch.setattr(harness, "torchrun", torchrun)
+    monkeypatch.setattr(harness, "run_ranks", run_ranks)
 
 
-def test_a_try_keeps_to_folders_of_its_own_and_is_not_run_twice(pretended, tmp_path):
+def test_a_scale_keeps_to_folders_of_its_own_and_is_not_run_twice(pretended, tmp_path):
     """Two runs of two seeds, of which only the commands are told."""
     kinds = [harness.Setting("a b", "--steps 4"),
              harness.Setting("c", "--steps 4", after=lambda folder: dict(mean=2.0))]
-    part, o = harness.Part(lambda steps: kinds, None), types.SimpleNamespace(seeds=[0, 5], steps=4, only="")
-    found = harness.run_all("x", part, o)
-    assert harness.run_all("x", part, o)["runs"] == found["runs"]
-    names = [f"headline-x-{run}-of-4-steps" for run in ("a-b-0", "a-b-5", "c-0", "c-5")]
+    o = types.SimpleNamespace(seeds=None, scale="try")
+    found = harness.run_all("x", kinds, (0, 5), o)
+    assert harness.run_all("x", kinds, (0, 5), o)["runs"] == found["runs"]
+    names = [f"try-x-{run}" for run in ("a-b-0", "a-b-5", "c-0", "c-5")]
     assert sorted(p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()) == names
     assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
-    read = [results.RunResult(row) for row in found["runs"]["a b"]]
+    read = [tables.RunResult(row) for row in found["runs"]["a b"]]
     assert [(run.seed, run.steps[-1]) for run in read] == [(0, 4), (5, 4)]
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """{name: figure} of all pictures that are drawn, which go to no file."""
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_shows_this_repositorys_results_as_expected(name, monkeypatch, capsys):
+    """Tables, pictures and numbers of the full scale."""
     plt = pytest.importorskip("matplotlib.pyplot")
     plt.switch_backend("agg")
-    drawn = {}
-    monkeypatch.setattr(harness, "picture",
-                        lambda out, name, draw, found: drawn.update({name: draw(plt, found)}))
-    yield drawn
+    drawn = []
+    monkeypatch.setattr(harness, "picture", lambda out, name, draw, found: drawn.append(draw(plt, found)))
+    o = types.SimpleNamespace(plot=True, seeds=None, scale="full", out=HERE)
+    assert harness.run_rows([ROWS[name]], o) == 0
+    assert len(drawn) == len(ROWS[name].pictures) and all(figure.axes for figure in drawn)
     plt.close("all")
 
 
-def command(monkeypatch, parts, *words):
-    """The command of an experiment, in this process."""
-    monkeypatch.setattr("sys.argv", ["experiment", *words])
-    harness.headline("an experiment", parts)
+def test_one_failing_row_says_so_and_the_others_go_on(tmp_path, capsys):
+    def break_down(o):
+        raise train.BadInput("a run failed (see x.log): one\ntwo")
+
+    def expected(found):
+        return [tables.Expected("x", found["x"], 1.0, 0.1, ".1f")]
+
+    bad = harness.Row("bad", break_down, print, {}, expected)
+    good = harness.Row("good", lambda o: dict(x=1.0), lambda found: None, {}, expected)
+    o = types.SimpleNamespace(plot=False, seeds=None, scale="try", out=tmp_path)
+    assert harness.run_rows([bad, good], o) == 1
+    out, err = capsys.readouterr()
+    assert "bad: a run failed (see x.log): one" in err and "two" not in err and "pass: x: 1.0" in out
+    assert harness.run_rows([good], o) == 0
+    o.plot = True                               # what was measured is judged again
+    (tmp_path / "results/good.json").write_text('{"x": 2.0}')
+    assert harness.run_rows([good], o) == 1
 
 
-@pytest.mark.parametrize("name", ["convergence", "pipeline", "together", "failure"])
-def test_every_part_shows_a_try(name, pretended, figures, monkeypatch, capsys):
-    """Tables and pictures of one seed and few steps, with no interval."""
-    monkeypatch.setattr(together, "makespan", lambda *_: 50.0)          # planning takes seconds
-    command(monkeypatch, {name: PARTS[name]}, "--steps", "4", "--seeds", "2", "--record")
-    out = capsys.readouterr().out
-    assert heads_of(out.splitlines()) and "[" not in out
-    assert list(figures) == [f"headline_{drawn}" for drawn in PARTS[name].pictures]
-
-
-def test_every_picture_is_drawn_from_this_repositorys_results(figures, monkeypatch):
-    """Which are whole: so a picture states its finding."""
-    for name, part in (PARTS | WITHOUT_RUNS).items():
-        assert harness.load_part(part, name, HERE)["whole"], name
-        if part.pictures:
-            command(monkeypatch, {name: part}, "--plot", "--out", str(HERE))
-    assert len(figures) >= 10
-
-
-def test_only_shows_what_it_ran(pretended, monkeypatch, capsys):
-    command(monkeypatch, losses.PARTS, "--only", "8x1 NoLoCo", "--steps", "4", "--seeds", "3")
-    out = capsys.readouterr().out
-    assert "8x1 NoLoCo" in out and "4x2" not in out
-    assert not (pathlib.Path("runs") / "results").exists()         # the plain command collects it
-
-
-@pytest.mark.parametrize("name", replicas.PARTS)
-def test_fleets_that_results_have_are_not_trained_again(name, monkeypatch):
-    """And runs of another length are refused beside them, before any work."""
-    monkeypatch.setattr(replicas, "train_fleet", lambda *_: pytest.fail("it trains"))
-    part = replicas.PARTS[name]
-    o = types.SimpleNamespace(out=HERE, steps=None, seeds=None, only="")
-    found = replicas.train_all(name, part, o)
-    assert part.is_whole(found, part)
-    o.steps = 20
-    with pytest.raises(harness.BadInput, match="give another --out"):
-        replicas.train_all(name, part, o)
+def test_a_number_outside_of_its_tolerance_is_told():
+    for number, is_outside in ((0.101, False), (0.199, False), (0.09, True), (0.21, True), (None, True),
+                               (math.nan, True)):
+        assert tables.Expected("a number", number, 0.15, 0.05).is_outside == is_outside, number
+        assert not tables.Expected("a number", number, 0.15, 0.05, judged=False).is_outside
 
 
 def test_losing_drops_what_visits_the_victim(trained, tmp_path):
     """In every iteration one of the two replicas of stage 1 dies, and half of the 4 microbatches
     with it."""
-    trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failure.lose, 1.0))
+    trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failures.lose, 1.0))
     row = metrics(tmp_path / "runs/x")[-1]
     assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
 
@@ -466,82 +436,6 @@ def small_fleet(corpus, trials, replicas=4, steps=4, layers=4):
     return fleet.Fleet(options(*small), trials, replicas, [0], "cpu")
 
 
-def test_lessons_that_have_a_row_are_not_trained_again(corpus, tmp_path, monkeypatch):
-    """Neither a row of results nor a file; a chunk writes a file for each of its lessons."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fleets, "LEARN", " ".join(map(str, [*SMALL, "--data", corpus, "--warmup", 1,
-                                                            "--microbatches", 1])))
-    lessons = [fleets.Lesson(fleet.Trial("noloco", m), 0, 1e-3, replicas=2, sequences=1, steps=2)
-               for m in (1, 2, 3)]
-    rows = {lessons[0].label: "kept"}
-    fleets.train_lessons(lessons[:2], rows)
-    assert rows[lessons[0].label] == "kept" and rows[lessons[1].label]["merged"] > 0
-    assert not lessons[0].file.exists() and lessons[1].file.exists()
-    monkeypatch.setattr(fleets, "train_chunk", lambda chunk, *_: pytest.fail(f"it trains {chunk}"))
-    again = {}
-    fleets.train_lessons(lessons[1:2], again)
-    assert again[lessons[1].label] == rows[lessons[1].label]
-    with pytest.raises(pytest.fail.Exception):
-        fleets.train_lessons(lessons[2:], again)
-
-
-def test_seeds_that_train_together_lose_what_each_loses_alone(corpus, tmp_path, monkeypatch):
-    """Two trials with two seeds are one fleet, a trial with one of them is another."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fleets, "LEARN", " ".join(map(str, [*SMALL, "--data", corpus, "--warmup", 1,
-                                                            "--microbatches", 1])))
-    lessons = [fleets.Lesson(fleet.Trial("noloco", m), seed, 1e-3, replicas=2, sequences=1, steps=3)
-               for seed in (0, 1) for m in (1, 2, 3) if (seed, m) != (1, 3)]
-    found = []
-    for at_once, counts in ((True, [4, 1]), (False, [3, 2])):
-        monkeypatch.setitem(fleets.SEEDS_TOGETHER, "cpu", at_once)
-        monkeypatch.setattr(fleets, "FOLDER", tmp_path / f"{at_once}")
-        assert [len(chunk) for chunk in fleets.chunks(lessons)] == counts
-        rows = {}
-        fleets.train_lessons([*lessons, lessons[0]], rows)          # one that is given twice
-        found.append({one.label: json.loads(one.file.read_text()) for one in lessons})
-        assert found[-1] == rows
-    for one in lessons:
-        whole = found[0][one.label]
-        alone = found[1][one.label]
-        assert whole["trial"] == vars(one.trial) and whole["seed"] == one.seed
-        assert whole["merged"] == pytest.approx(alone["merged"], abs=1e-5)
-    assert len({row["merged"] for row in found[0].values()}) == len(lessons)
-
-
-def test_a_trial_that_was_not_rated_has_the_rate_of_the_nearest_one():
-    best = {"adam": {fragments.name_of(trial): place for place, trial in enumerate(fragments.RATED["adam"])}}
-    for trial, nearest in ((fleet.Trial("noloco", 20), fragments.WHOLE),
-                           (fleet.Trial("noloco", 4, 2), fleet.Trial("noloco", 10, 5)),
-                           (fleet.Trial("noloco", 50, fragments=50), fragments.PARTS_OF_10),
-                           (fleet.Trial("diloco", 2, fragments=2), fleet.Trial("diloco", 4, fragments=4)),
-                           (fleet.Trial("diloco", 50, 25), fleet.Trial("diloco", 20))):
-        assert fragments.rate_of(trial, best) == fragments.RATED["adam"].index(nearest)
-
-
-# ---------------------------------------------------------------- the tokens of a step
-
-
-def test_the_papers_gap_per_byte_is_what_papers_say():
-    """Its own table is +0.7 to +6.7% a byte, at four bytes a token."""
-    small = [tokens.per_byte(noloco, ddp) for rows in tokens.PAPER.values() for _, ddp, _, noloco in rows]
-    assert min(small) == pytest.approx(0.007, abs=5e-4) and max(small) == pytest.approx(0.067, abs=5e-4)
-
-
-def test_gaps_are_those_of_the_same_tokens_and_seed():
-    """Losses 0.1 apart with few tokens, 0.2 apart with many, whatever the seed."""
-    rows = {}
-    for tokens_of_a_step, more in ((512, 0.1), (2048, 0.2)):
-        for seed, trial in itertools.product((0, 1), (tokens.DDP, fleet.Trial("noloco", 50))):
-            loss = 1.0 + seed + (more if trial != tokens.DDP else 0)
-            rows[str(len(rows))] = dict(trial=vars(trial), tokens=tokens_of_a_step, seed=seed, merged=loss)
-    by_trial, base = tokens.gaps(dict(rows=rows))
-    assert {count: statistics.mean(losses) for count, losses in base.items()} == {512: 1.5, 2048: 1.5}
-    found = by_trial[fleet.Trial("noloco", 50)]
-    assert found[512].differences == pytest.approx([math.exp(0.1) - 1] * 2)
-    assert found[2048].differences == pytest.approx([math.exp(0.2) - 1] * 2)
-
-
 # ---------------------------------------------------------------- the four races
 
 
@@ -549,15 +443,14 @@ def test_a_race_compares_the_same_seeds():
     """Losses 0.1 apart with each seed at the first point, equal on average at the second; the others are
     missing."""
     runs = {}
-    for point, more in zip(points.POINTS, ((0.1, 0.1, 0.1), (0.1, -0.1, 0.0))):
+    for point, more in zip(race.POINTS, ((0.1, 0.1, 0.1), (0.1, -0.1, 0.0))):
         raced = [(point.noloco, (0, 0, 0)), (point.diloco, more)]
         raced += [(former, (0.3, 0.3, 0.3)) for former in point.former]
         for racer, by in raced:
             runs[point.label(racer)] = [dict(merged=1.5 + extra, curves=dict(step=[400])) for extra in by]
-    first, second = points.races_of(dict(runs=runs))
+    first, second = race.races_of(dict(runs=runs))
     assert first.measured.differences == pytest.approx([-0.1] * 3)
     assert second.measured.mean == pytest.approx(0) and second.measured.verdict == "cannot tell"
     (former,) = first.point.former
     assert first.compared(former, first.now(former)).mean == pytest.approx(0.2)
     assert first.as_it_was(former).mean == pytest.approx(-0.3)
-    assert not points.whole(dict(runs=runs), points.PARTS["points"])

@@ -3,7 +3,6 @@ import math
 import multiprocessing
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,19 +149,6 @@ def test_chunks_hold_every_run_once_and_all_seeds_of_a_trial_have_its_rate():
     assert len(trained) == len(set(trained)) == 14 * 10 - 1
 
 
-def test_no_chunk_begins_that_would_end_too_late(monkeypatch):
-    monkeypatch.setattr(gap_runs.time, "monotonic", lambda: 0.0)
-    setting = FULL.settings[0]
-    lessons = [gap_runs.Lesson(setting.name, gap_runs.DDP, 1.0, seed, 1200) for seed in range(5)]
-    clock = gap_runs.Clock(1.0)
-    clock.warm = True
-    clock.saw(setting, lessons, 90.0)           # 18 seconds a run, a fifth more to be safe
-    assert [lesson.seed for lesson in clock.fitting(setting, lessons)] == [0, 1]
-    clock.end = 10.0
-    with pytest.raises(gap_runs.OutOfTime, match="Adam"):
-        clock.fitting(setting, lessons)
-
-
 def add_one(out, number):
     gap_runs.Rows(out).add({f"row {number}": dict(digest="x", merged=number)})
 
@@ -261,11 +247,10 @@ def test_what_is_there_is_not_trained_again_and_a_stopped_piece_goes_on(tmp_path
         return rows_of({lesson: (1.0, 2.0) for lesson in chunk})
 
     monkeypatch.setattr(gap_runs, "train_chunk", pretend)
-    rows, clock = gap_runs.Rows(tmp_path), SimpleNamespace(
-        fitting=lambda setting, lessons: lessons, saw=lambda *_: None)
+    rows = gap_runs.Rows(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        gap_runs.train_all(scale, rows, clock)
-    gap_runs.train_all(scale, rows, clock)
+        gap_runs.train_all(scale, rows)
+    gap_runs.train_all(scale, rows)
     trained = [lesson for number, chunk in enumerate(chunks) if number != 2 for lesson in chunk]
     assert len(trained) == len(set(trained)) == len(rows.read())
     assert gap.Found(scale, rows.read()).is_whole()

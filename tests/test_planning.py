@@ -13,7 +13,7 @@ import torch
 
 import skippipe
 import test_minimal
-from experiments.skip import network_of
+from experiments.skipping import network_of
 from planning import methods, search
 from planning.__main__ import main
 from planning.assign import assign_stages
