@@ -28,7 +28,7 @@ from tests.harness import HERE, SMALL, checkpoint, metrics, options, run
 def test_moment_recursion_equals_the_average_over_all_groupings(replicas, n):
     """One outer step of N2 and N3 with Delta = -p phi, for every order that replicas can be drawn
     in."""
-    alpha, beta, gamma, pull = 0.6, 0.8, 1.1, 0.3
+    alpha, beta, pull_together, pull = 0.6, 0.8, 1.1, 0.3
     draw = torch.randn(2, replicas, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     x, d = draw - draw.mean(1, keepdim=True)
     moments = lambda x, d: torch.stack([x @ x, x @ d, d @ d])
@@ -37,10 +37,11 @@ def test_moment_recursion_equals_the_average_over_all_groupings(replicas, n):
         phi, delta = x + 7, d - 2  # what all share is no difference
         for g in (list(order[i :: replicas // n]) for i in range(replicas // n)):
             p, q = phi[g], delta[g]
-            outer_update(p, q, (1 - pull) * p.mean(0), p.mean(0), alpha, beta, gamma)
+            outer_update(p, q, (1 - pull) * p.mean(0), p.mean(0), alpha, beta, pull_together)
             phi[g], delta[g] = p, q
         total += moments(phi - phi.mean(), delta - delta.mean()) / math.factorial(replicas)
-    matrix = gamma.moment_matrix(alpha, gamma.contraction(replicas, n), beta, gamma, pull)
+    matrix = gamma.moment_matrix(alpha, gamma.contraction(replicas, n), beta,
+                                pull_together, pull)
     assert torch.allclose(matrix @ moments(x, d), total, rtol=1e-12)
 
 
@@ -131,8 +132,13 @@ def test_a_tables_verdicts_are_those_after_holms_correction_over_a_column(capsys
 
 def test_a_clock_gives_the_steps_that_fit():
     """11 steps in 30 s, then steps of 2.5 s; at a slower pace, here or elsewhere, fewer."""
-    job = mock.Mock(agree_on=mock.Mock(side_effect=lambda key, function: function()),
-                    share=lambda key, pace: [pace, 0.2 if "slow" in key else 9.0])
+    def share(key, value):
+        """The other rank's pace; of what the first rank has reckoned, that alone."""
+        if "each" not in key:
+            return [value]
+        return [value, 0.2 if "slow" in key else 9.0]
+
+    job = mock.Mock(share=mock.Mock(side_effect=share))
     o = types.SimpleNamespace(inner_steps=3, delay=2, steps=10**6, eval_every=10**6, warmup=20)
     of_rank = types.SimpleNamespace(o=o, job=job)
     meter = clock.Clock(run=of_rank, limit=100.0)
@@ -145,12 +151,12 @@ def test_a_clock_gives_the_steps_that_fit():
         assert (o.steps, o.eval_every) == (35, 6)
     meter.fit("a slow host", 60.0, 21)
     assert o.steps == 29                            # 8 steps in 40 s
-    assert len({call.args[0] for call in job.agree_on.call_args_list}) == 4
+    assert len({call.args[0] for call in job.share.call_args_list}) == 2 * 4
 
 
 def test_a_run_that_is_over_its_time_ends():
     """Each evaluation, every 3 steps, finds the time over: the end stays where it was."""
-    job = mock.Mock(agree_on=lambda key, function: function(), share=lambda key, pace: [pace])
+    job = mock.Mock(share=lambda key, value: [value])
     o = types.SimpleNamespace(inner_steps=3, delay=1, steps=10**6, eval_every=0)
     of_rank = types.SimpleNamespace(o=o, job=job, step=7)
     meter = clock.Clock(run=of_rank, limit=2.0, begun=(1.0, 4))
@@ -167,7 +173,7 @@ def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing
     assert steps[0] > 6 and last % 3 == 1 and not any(step % 3 for step in steps)
     assert len({b - a for a, b in zip(steps, steps[1:])}) <= 1
     part = checkpoint(tmp_path / "runs/x", last, 1)
-    assert part["step"] == last and not part["outer"]["flying"]
+    assert part["step"] == last and not part["outer"]["group"]
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["steps"] == last
 
 
