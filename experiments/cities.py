@@ -65,7 +65,8 @@ def settings(scale):
             names, stages = FAST, "2,1,1,1"
         yield Setting(name, f"{TINY} --stages {stages} --microbatches 3 --batch 2 "
                       f"--eval-sequences 256 --warmup {FIRST} --method noloco --inner-steps 10 "
-                      f"{options}", len(names), program=f"{PROGRAM} {SECONDS[scale]} --memory {memory}",
+                      f"{options}", len(names),
+                      program=f"{PROGRAM} {SECONDS[scale]} --memory {memory}",
                       hosts=between_cities(names))
 
 

@@ -288,7 +288,8 @@ def label_column(axis, ends, labels, away):
     moved = push_apart(heights, [13.0 * (1 + label.count("\n")) for label in labels])
     for label, height, place in zip(labels, heights, moved):
         colour, _, y = ends[label]
-        axis.annotate(label, (column[label], y), xytext=(away, place - height), textcoords="offset points",
+        axis.annotate(label, (column[label], y), xytext=(away, place - height),
+                      textcoords="offset points",
                       ha="left" if away > 0 else "right", va="center", color=colour)
 
 

@@ -1,7 +1,7 @@
 """Ranks of one machine that import torch once: `python -m experiments.launch N -m MODULE OPTIONS`.
 
-torchrun starts N interpreters, each of which imports torch for seconds. Here one imports it, and the
-ranks are forked from it, before torch has any thread. If one rank fails, all end.
+torchrun starts N interpreters, each of which imports torch for seconds. Here one imports it, and
+the ranks are forked from it, before torch has any thread. If one rank fails, all end.
 """
 import os
 import runpy

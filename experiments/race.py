@@ -160,7 +160,8 @@ def races_of(found):
 
 def show(found):
     races = races_of(found)
-    table = Table(f"{SECONDS[found['scale']]} s between hosts", "NoLoCo", "DiLoCo", "NoLoCo minus DiLoCo")
+    seconds = SECONDS[found["scale"]]
+    table = Table(f"{seconds} s between hosts", "NoLoCo", "DiLoCo", "NoLoCo minus DiLoCo")
     for race in races:
         point = race.point
         table.add(point.name, point.noloco.way, point.diloco.way, race.measured)

@@ -84,7 +84,8 @@ def show(found):
     table.end()
     follows = spread_follows_rate(pairs(found)["NoLoCo"][0])
     if follows is not None:
-        print(f"* NoLoCo's weight spread and the learning rate: correlation {follows:.2f} (Fig. 3B)")
+        print("* NoLoCo's weight spread and the learning rate: correlation "
+              f"{follows:.2f} (Fig. 3B)")
     times = times_noloco(found)
     if times is not None:
         print(f"* The spread without outer steps is {times:.0f} times NoLoCo's (Fig. 4)\n")

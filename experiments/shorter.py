@@ -103,7 +103,8 @@ def draw_timelines(plt, found):
                  title=f"{name}: {found['seconds'][name]:.0f} s, a node waits {waits:.0%} of it")
         axis.grid(False)
     axes[1].tick_params(axis="y", labelleft=False)
-    frame(figure, found, "Planned paths, which skip a third of the stages, leave nodes less to wait",
+    frame(figure, found,
+          "Planned paths, which skip a third of the stages, leave nodes less to wait",
           "What each node does when", f"Simulated. Orange: the microbatches of node {origin}, "
           "forward, loss and backward; grey: all others; white: the node waits.")
     return figure

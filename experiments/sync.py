@@ -76,7 +76,8 @@ def draw_over_tree(plt, found):
         line(axis, found["spreads"], found["ratio"][n], colour, f"{n} replicas")
     axis.set(xlabel="std(t) / t_c of a message", ylabel="time, tree all-reduce / pair",
              ylim=(0, None))
-    frame(figure, found, "A pair averages 10 times as fast as a tree of 1024, more if messages vary",
+    frame(figure, found,
+          "A pair averages 10 times as fast as a tree of 1024, more if messages vary",
           "A tree all-reduce over a pair (Fig. 5A)",
           "Simulated, the NoLoCo paper's Fig. 5A. Bars: two standard errors.")
     return figure
