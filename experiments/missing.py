@@ -2,8 +2,8 @@
 
     python -m experiments.missing [--scale try|plot|full] [--plot]
 
-The runs are those of skipping, after equal steps and under the rho rule. A model runs with 75 or 50%
-of its stages, in each choice of so many; its loss is the mean over the choices.
+The runs are those of skipping, after equal steps and under the rho rule. A model runs with 75 or
+50% of its stages, in each choice of so many; its loss is the mean over the choices.
 """
 from experiments import skipping
 from experiments.harness import Row, command

@@ -9,7 +9,8 @@ import statistics
 
 from experiments.harness import Row, Setting, command, run_all
 from experiments.pictures import COLOURS, WIDTH, band, counted, frame
-from experiments.tables import Comparison, Expected, Table, mean_final, over_runs, results, same_seeds
+from experiments.tables import (Comparison, Expected, Table, mean_final, over_runs, results,
+                                same_seeds)
 
 LEARN = "--layers 2 --lr 6e-3 --batch 8 --microbatches 2"
 METHODS = {"NoLoCo": "--method noloco --inner-steps 10", "local": "--method local"}

@@ -252,12 +252,12 @@ def test_training_mends_a_region_of_84_nodes_and_keeps_the_other_paths(monkeypat
         return search.shorter_plan(*args, iterations=300, **options)        # instead of 3000
     monkeypatch.setattr("planning.training.shorter_plan", hasty_plan)
     network = assign_stages(spread_network([14] + [10] * 7)[0], 4, 3, 1)
-    first = plan_paths(network, "skippipe", 0.5, 3, 0)
+    first = plan_paths(network, "stronger", 0.5, 3, 0)
     assert first["planned"] == "anew" and {len(path) for path in first["paths"]} == {4}
     before = json.loads(json.dumps(first))          # as a checkpoint has it
     visited = {r for path in first["paths"] for r in path}
     node = min(visited - set(network.stages[0]))
-    mended = plan_paths(network, "skippipe", 0.5, 3, 0, (node,), before)
+    mended = plan_paths(network, "stronger", 0.5, 3, 0, (node,), before)
     assert mended["planned"] == "in regions" and mended["makespan"] <= 1.05 * first["makespan"]
     assert skippipe.check(network, mended["paths"], 4, dead=(node,)) == []
     assert not any(node in path for path in mended["paths"])

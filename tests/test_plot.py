@@ -1,6 +1,7 @@
 """tools.plot: what it reads, what it refuses, and that it draws."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def test_a_real_run_is_drawn_where_its_last_line_says(trained, tmp_path, monkeyp
     pytest.importorskip("matplotlib")
     out = trained(2, "--steps", 4, "--eval-every", 2, "--inner-steps", 2, "--warmup", 2)
     monkeypatch.chdir(tmp_path)
-    plot.main(out.splitlines()[-1].split("tools.plot ")[1].split())
+    plot.main(re.search(r"python -m tools\.plot (\S+)", out)[1].split())
     assert capsys.readouterr().out == "runs/x/plot.png\n"
     assert Path("runs/x/plot.png").read_bytes().startswith(b"\x89PNG")
 

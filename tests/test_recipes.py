@@ -109,7 +109,7 @@ def run_alone(folder, program):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, "mine.py"], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    losses = re.findall(r"rank \d: loss (\S+)", done.stdout)
+    losses = re.findall(r"rank \d: loss ([\d.e+-]+)", done.stdout)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)], [float(loss) for loss in losses]
 
 

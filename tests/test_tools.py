@@ -98,6 +98,6 @@ def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monke
 
 def test_dead_ranks_must_leave_an_origin_of_this_run(skip_run):
     for ranks in ("7", "0,1", "0,1,2,3,4"):
-        line = refused(5, "runs/x", "--dead", ranks, cwd=skip_run, main=partial.main, after=5)
+        line = refused(5, "runs/x", "--dead", ranks, cwd=skip_run, main=partial.main)
         assert line == (f"error: --dead {ranks}: takes ranks of this run, and must leave one of "
                         "the origins [0, 1]")

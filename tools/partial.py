@@ -12,8 +12,8 @@ import random
 import sys
 from itertools import combinations
 
-from train import (BadInput, Job, Options, Parser, build, evaluate, integers, options_of, scaled,
-                   write_text)
+from train import (BadInput, Checkpoints, Job, Options, Parser, build, evaluate, integers,
+                   options_of, scaled, write_text)
 
 
 def main(argv=None):
@@ -28,7 +28,7 @@ def main(argv=None):
     a = job.together(parser.parse_args, argv)
     o = Options(**job.agree_on(options_of, ["--resume", a.run], job.world))
     job.connect(o)
-    run = build(job, o, make_outer=lambda run: None)
+    run = build(job, o, Checkpoints=ReadOnly, make_outer=lambda run: None)
     alive = []                                                  # the ranks of each stage that run
     for ranks in run.stages:
         alive.append([r for r in ranks if r not in a.dead])
@@ -42,6 +42,13 @@ def main(argv=None):
     if job.rank == 0:
         write_text(run.folder / "partial.json", json.dumps(rows, indent=1))
     job.close()
+
+
+class ReadOnly(Checkpoints):
+    """A part that only some ranks have written so far may be whole a moment later: it stays."""
+
+    def forget(self, steps):
+        pass
 
 
 def shares(text):
