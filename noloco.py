@@ -18,8 +18,8 @@ true Nesterov momentum: what the paper calls so is, as printed, heavy-ball momen
 prints -beta in N2, which would climb; its appendix and the released code have +beta.
 docs/annotated.md has the rest.
 
-For a minimal copy take `outer_update`, `random_groups`, `flatten`, and of NoLoCo `step`, `exchange`
-and `outer_step`.
+For a minimal copy take all but DiLoCo, `cost`, `refuse_moved` with `addresses`, what a codec needs,
+the pinned buffers, and, where gamma = beta, phi's message.
 """
 import random
 
