@@ -1,6 +1,4 @@
 """What the replicas of a fleet read (experiments/fleet.py)."""
-import random
-
 import torch
 
 
@@ -36,10 +34,7 @@ def drawn(reader, count):
     while count:
         epoch, place = divmod(reader.cursor, len(reader.sequences))
         if epoch != reader.epoch:
-            seed = random.Random(f"{reader.seed} {epoch}").getrandbits(63)
-            generator = torch.Generator().manual_seed(seed)
-            reader.order = torch.randperm(len(reader.sequences), generator=generator)
-            reader.epoch = epoch
+            reader.shuffle(epoch)
         some = reader.order[place:place + count]
         reader.cursor += len(some)
         count -= len(some)
