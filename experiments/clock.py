@@ -1,92 +1,206 @@
 """Runs of train.py by the clock: about as many steps as fit into so many measured seconds.
 
     torchrun ... -m experiments.clock --clock SECONDS ...   train.py's options: as many steps as fit
+                                      --by-speed            inner steps by each replica's speed
+                                      --overlapped          ddp by torch's DistributedDataParallel
 
 The replicas are on hosts of this machine (tools/hosts.py; root and iproute2), each with CPU of a
 processor; the relay, which is the network, has its own. Each origin evaluates on its own part of
 the second half of the held-out text.
 """
 import json
+import signal
 import sys
 import time
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import train
 from experiments.harness import built
+from gossip import Delayed, Fragments
 from train import Job, Parser
 
 CPU = 0.2                       # of a processor, that each host has
-EVALUATIONS = 6                 # of a run
+EVALUATIONS = 6                 # of a run, and one at the warm-up's end
 PROGRAM = "-m experiments.clock --clock"
 
 
 @dataclass
 class Clock(train.Meter):
-    """Gives the run as many steps as fit into `limit` seconds at the slowest rank's pace since half
-    of the warm-up.
+    """Gives the run as many outer steps as fit into `limit` seconds at the slowest rank's pace.
 
-    The pace is renewed at each evaluation. The clock stands still while replicas evaluate, from
-    when the last one has come until all go on.
+    It counts in outer steps (m inner steps each; of a method without any, one), since by speed the
+    ranks' m differ. The pace counts from half of the warm-up on, and is renewed at each evaluation.
+    The clock stands still while replicas evaluate, from when the last one has come until all go on.
     """
     run: object = None              # a train.Run
     limit: float = 0.0
-    begun: tuple = ()               # (seconds, steps) at half of the warm-up: first steps are slow
-    paced: bool = False
+    by_speed: bool = False          # until the warm-up has ended: give each rank steps of its own
+    begun: tuple = ()               # (seconds, of them waited, steps) since when the pace counts
+    rounds: int = None              # outer steps in all; None before the warm-up has ended
+    every: int = None               # of them between evaluations
+    inner_steps: list = None        # of each rank, by speed
+
+    def add(self, *numbers):
+        super().add(*numbers)
+        if not self.begun and self.run.step >= self.run.o.warmup // 2:      # first steps are slow
+            now = self.seconds + time.perf_counter() - self.clock
+            self.begun = now, self.waited, self.run.step + 1
 
     def pause(self):
         dist.barrier()
         super().pause()
 
     def go_on(self):
-        if self.paced and self.run.step < self.run.o.steps:
-            self.fit(f"pace/{self.run.step}", self.seconds, self.run.step)
+        if 0 < self.run.step < self.run.o.steps:
+            self.renew()
         dist.barrier()
         super().go_on()
 
-    def add(self, *numbers):
-        super().add(*numbers)
-        self.reckon()
+    def renew(self):
+        """At an evaluation, which follows an outer step."""
+        began, waited, steps = self.begun
+        seconds, steps = self.seconds - began, self.run.step - steps
+        pace = steps / seconds / (self.run.o.inner_steps or 1)
+        if self.by_speed:
+            speed = steps / (seconds - (self.waited - waited))
+            self.take_own_steps(speed)
+            pace = speed / self.run.o.inner_steps       # as if nobody would wait, for the first
+            self.begun = self.seconds, self.waited, self.run.step
+        self.fit(pace)
 
-    def reckon(self):
-        """After a step: the pace counts from half of the warm-up on; at its end it sets the
-        steps."""
-        now = time.perf_counter() - self.clock
-        steps = self.run.step + 1
-        o = self.run.o
-        if not self.begun and self.run.step >= o.warmup // 2:
-            self.begun = now, steps
-        elif not self.paced and self.run.step >= o.warmup:      # the warm-up's outer steps are done
-            self.paced = True
-            o.eval_every = 0
-            self.fit("first pace", now, steps)
-
-    def fit(self, key, seconds, steps):
-        """All ranks set the numbers that fit the slowest."""
-        pace = min(self.run.job.share(f"{key}, each", self.pace(seconds, steps)))
-        agreed = self.run.job.share(key, self.numbers(pace, seconds, steps))
-        self.run.o.steps, self.run.o.eval_every = agreed[0]
-
-    def pace(self, seconds, steps):
-        """Steps a second of this rank."""
-        return (steps - self.begun[1]) / (seconds - self.begun[0])
-
-    def numbers(self, pace, seconds, steps):
-        """(steps in all, a delayed message landed; those between evaluations, which follow outer
-        steps)"""
-        o = self.run.o
+    def fit(self, pace):
+        """All ranks set the numbers that fit the slowest. pace: outer steps a second."""
+        o, job = self.run.o, self.run.job
+        slowest = min(job.share("pace", pace))
+        self.rounds, self.every = job.share("outer steps", self.numbers(slowest))[0]
         m = o.inner_steps or 1
-        delay = o.delay or 0
-        left = self.limit - seconds
+        o.steps = self.rounds * m + (o.delay or 0)      # the last message has landed
+        o.eval_every = self.every * m
+
+    def numbers(self, pace):
+        """(outer steps in all, between evaluations)"""
+        m = self.run.o.inner_steps or 1
+        done = self.run.step // m
+        left = self.limit - self.seconds
         gap = self.limit / EVALUATIONS
-        every = o.eval_every or max(1, round(gap * pace / m)) * m
-        if o.eval_every and 0 < left < 0.75 * gap:      # the last part stays as planned
-            return o.steps, every
-        in_all = max(steps // m + 1, round((steps - delay + left * pace) / m)) * m + delay
+        if not self.every:
+            every = max(1, round(gap * pace))
+        elif 0 < left < 0.75 * gap:                     # the last part stays as planned
+            return self.rounds, self.every
+        else:
+            every = self.every
+        in_all = max(done + 1, done + round(left * pace - (self.run.o.delay or 0) / m))
         if left <= 0:           # over its time: an evaluation must not move the end farther away
-            in_all = min(in_all, o.steps)
+            in_all = min(in_all, self.rounds or in_all)
         return in_all, every
+
+    def take_own_steps(self, speed):
+        """From here on each rank makes inner steps by its speed between outer steps, which keep
+        their numbers: so groups are drawn alike."""
+        run, o = self.run, self.run.o
+        self.by_speed = False
+        fastest = max(run.job.share("speed", speed))
+        done = run.step // o.inner_steps
+        o.inner_steps, o.delay = own_steps(o.inner_steps, o.fragments, o.delay, speed / fastest)
+        set_steps(run.outer, o.inner_steps, o.delay)
+        # Steps count as if there had been so many from the first outer step on.
+        run.step = run.outer.steps = o.warmup = done * o.inner_steps
+        self.inner_steps = run.job.share("inner steps", o.inner_steps)
+
+
+def own_steps(m, K, D, share):
+    """(m, D) of a replica whose speed is this share of the fastest one's.
+
+    At least one step for each of K fragments; with a delay two, so that on all replicas a message
+    lands before the next fragment's departs.
+    """
+    least = K
+    if D:
+        least = 2 * K
+    own = max(min(least, m), round(share * m))
+    if D and own < m:
+        D = min(max(1, D * own // m), own // K - 1)
+    return own, D
+
+
+def set_steps(outer, m, D):
+    """Give an outer optimizer, which has just done an outer step, other numbers."""
+    if isinstance(outer, Fragments):
+        outer.late = [k * m // len(outer.outers) for k in range(len(outer.outers))]
+        for fragment in outer.outers:
+            set_steps(fragment, m, D)
+    elif isinstance(outer, Delayed):
+        outer.delay, outer.outer.inner_steps = D, m
+    else:
+        outer.inner_steps = m
+
+
+# ---------------------------------------------------------------- DDP as torch does it
+
+
+class Loss(torch.nn.Module):
+    """A Llama's loss as one call, as DistributedDataParallel needs it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        x = self.model.blocks(self.model.embed(tokens[:, :-1]))
+        return self.model.loss(x, tokens[:, 1:])
+
+
+class Overlapped(train.Pipeline):
+    """One stage, whose gradients DistributedDataParallel averages while backward goes on.
+
+    held: seconds of the last step that backward waited for messages after its own work.
+    """
+
+    def __init__(self, model, *rest):
+        super().__init__(model, *rest)
+        self.held = self.worked = 0.0
+        self.ddp = DistributedDataParallel(Loss(model))
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self.note)
+
+    def note(self, _):
+        self.worked = time.perf_counter()
+
+    def run(self, paths, batches, train=True, order=None):
+        if not train:
+            return super().run(paths, batches, train, order)
+        start = time.perf_counter()
+        tokens = torch.cat(list(batches.values()))
+        loss = self.ddp(tokens)
+        loss.backward()
+        end = time.perf_counter()
+        self.held, self.seconds = end - self.worked, end - start
+        count = tokens[:, 1:].numel()
+        return loss.detach(), count, count
+
+
+class Averaged:
+    """In place of train.Average: backward has averaged the gradients already.
+
+    Each rank's batch has equally many tokens, so a mean of sums over them is what is wanted.
+    """
+    owed = ()
+
+    def __init__(self, run):
+        self.run, self.bytes_sent = run, 0
+
+    def __call__(self, grad, tokens):
+        n = self.run.job.world
+        self.bytes_sent += 2 * (n - 1) * grad.nbytes // n           # a ring's
+        self.run.meter.waited += self.run.pipeline.held
+        return tokens
+
+
+# ---------------------------------------------------------------- a run
 
 
 class Holding(train.Routes):
@@ -104,16 +218,34 @@ def clocked(argv):
     if job.world == 1:
         job.refuse("--clock is for several processes: start torchrun with --nproc-per-node 2 "
                    "or more")
+    signal.alarm(int(4 * own.clock) + 120)          # a run that hangs must not hold those behind it
     Holding.memory = own.memory
-    endless = "--eval-every 1000000 --steps 1000000".split()
-    run = built(job, [*argv, *endless], Routes=Holding)
+    parts = dict(Routes=Holding)
+    if own.overlapped:
+        parts["Pipeline"] = Overlapped
+    run = built(job, [*argv, "--steps", "1000000"], **parts)
+    job.together(check, own, run)
+    if own.overlapped:
+        run.average = Averaged(run)
+    m = run.o.inner_steps or 1
+    run.o.eval_every = -(-max(1, run.o.warmup) // m) * m            # at the warm-up's end
     if run.corpus:
         test = run.corpus.heldout.chunk(2)[1]
         run.corpus.heldout = test.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
-    run.meter = Clock(run=run, limit=own.clock)
+    run.meter = Clock(run=run, limit=own.clock, by_speed=own.by_speed)
     train.train(run)
     if job.rank == 0:       # with the steps that fitted
-        train.write_text(run.folder / "config.json", json.dumps(vars(run.o), indent=1))
+        config = vars(run.o) | dict(inner_steps_by_rank=run.meter.inner_steps)
+        train.write_text(run.folder / "config.json", json.dumps(config, indent=1))
+
+
+def check(own, run):
+    """Raises BadInput."""
+    o = run.o
+    train.need(not own.overlapped or o.method == "ddp" and o.wire == "fp32" and len(o.stages) == 1,
+               "--overlapped is for --method ddp with --wire fp32 and one stage")
+    train.need(not own.by_speed or run.outer and (o.delay or 0) < o.inner_steps // o.fragments,
+               "--by-speed is for noloco and diloco, with --delay below --inner-steps / --fragments")
 
 
 def clock_parser():
@@ -121,6 +253,10 @@ def clock_parser():
     p.add_argument("--clock", type=float, help="seconds to train")
     p.add_argument("--memory", type=int, default=3,
                    help="microbatches that a node holds, for the planner")
+    p.add_argument("--by-speed", action="store_true",
+                   help="after the warm-up each replica makes inner steps by its speed")
+    p.add_argument("--overlapped", action="store_true",
+                   help="ddp by torch's DistributedDataParallel, during the backward pass")
     return p
 
 

@@ -38,9 +38,6 @@ SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --
 # The columns of metrics.jsonl that results keep.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds",
         "seconds", "iteration_seconds", "steps_alone", "ranks", "sync_seconds")
-# torchrun would import torch once more on each host, which takes a fifth of a processor 12 seconds.
-ALONE = ("RANK=$PET_NODE_RANK WORLD_SIZE=$PET_NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
-         'MASTER_ADDR=$PET_MASTER_ADDR MASTER_PORT=$PET_MASTER_PORT exec "$@"')
 
 
 @dataclass(frozen=True)
@@ -169,10 +166,7 @@ def run_ranks(processes, *words, hosts=(), **kwargs):
 
     hosts: options of tools/hosts.py. Raises CalledProcessError. An interrupt ends the ranks too.
     """
-    line = [sys.executable, "-m", "experiments.launch", str(processes)]
-    if hosts:
-        line = [sys.executable, "-m", "tools.hosts", str(processes), *hosts, "--"]
-        line += ["sh", "-c", ALONE, "sh", sys.executable]
+    line = [sys.executable, "-m", "experiments.launch", str(processes), *hosts]
     with subprocess.Popen([*line, *words], env=environment(OMP_NUM_THREADS="1"), text=True,
                           **kwargs) as process:
         try:
