@@ -6,22 +6,20 @@ import functools
 import itertools
 import json
 import math
-import time
 import types
 from collections import Counter
-from unittest import mock
 
 import pytest
 import torch
 
 import train
-from experiments import (__main__, cities, clock, failures, fleet, gamma, harness, race, routing, skipping,
+from experiments import (__main__, cities, failures, fleet, gamma, harness, race, routing, skipping,
                          tables, together)
 from noloco import outer_update
 from train import layout
 from gossip import sums
 from gossip.window import gamma_bound
-from tests.harness import HERE, SMALL, checkpoint, metrics, options, run
+from tests.harness import HERE, SMALL, metrics, options, run
 
 
 @pytest.mark.parametrize("replicas, n", [(4, 2), (5, 2), (6, 3), (4, 4)])
@@ -128,53 +126,6 @@ def test_a_tables_verdicts_are_those_after_holms_correction_over_a_column(capsys
     _, _, ddp, sure, alone, one, neither, *_ = capsys.readouterr().out.splitlines()
     assert sure.endswith("], worse |") and alone.endswith("], better alone |")
     assert ddp == "| DDP |  |" and one == "| one seed | +1.000 |" and neither.endswith("] |")
-
-
-def test_a_clock_gives_the_steps_that_fit():
-    """11 steps in 30 s, then steps of 2.5 s; at a slower pace, here or elsewhere, fewer."""
-    def share(key, value):
-        """The other rank's pace; of what the first rank has reckoned, that alone."""
-        if "each" not in key:
-            return [value]
-        return [value, 0.2 if "slow" in key else 9.0]
-
-    job = mock.Mock(share=mock.Mock(side_effect=share))
-    o = types.SimpleNamespace(inner_steps=3, delay=2, steps=10**6, eval_every=10**6, warmup=20)
-    of_rank = types.SimpleNamespace(o=o, job=job)
-    meter = clock.Clock(run=of_rank, limit=100.0)
-    for of_rank.step, seconds in ((10, 30.0), (20, 55.0)):
-        meter.clock = time.perf_counter() - seconds
-        meter.add(0.0, 0, None, 2.5)
-    assert (o.steps, o.eval_every) == (38, 6)       # 21 and 18 in 45 s, with D; a sixth is 6.7 steps, so 6
-    for at, seconds in ((21, 60.0), (30, 90.0)):    # 34 steps fit; then it is too late to change
-        meter.fit(f"pace/{at}", seconds, at)
-        assert (o.steps, o.eval_every) == (35, 6)
-    meter.fit("a slow host", 60.0, 21)
-    assert o.steps == 29                            # 8 steps in 40 s
-    assert len({call.args[0] for call in job.share.call_args_list}) == 2 * 4
-
-
-def test_a_run_that_is_over_its_time_ends():
-    """Each evaluation, every 3 steps, finds the time over: the end stays where it was."""
-    job = mock.Mock(share=lambda key, value: [value])
-    o = types.SimpleNamespace(inner_steps=3, delay=1, steps=10**6, eval_every=0)
-    of_rank = types.SimpleNamespace(o=o, job=job, step=7)
-    meter = clock.Clock(run=of_rank, limit=2.0, begun=(1.0, 4))
-    ends = []
-    for seconds, steps in ((3.0, 7), (4.0, 9), (5.0, 12), (6.0, 15)):
-        meter.fit(f"pace/{steps}", seconds, steps)
-        ends.append(o.steps)
-    assert ends == [10] * 4 and o.eval_every == 3
-
-
-def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing(trained, tmp_path):
-    trained(2, "--clock", 2.0, "--inner-steps", 3, "--delay", 1, "--warmup", 6, main=clock.clocked)
-    *steps, last = [row["step"] for row in metrics(tmp_path / "runs/x")]
-    assert steps[0] > 6 and last % 3 == 1 and not any(step % 3 for step in steps)
-    assert len({b - a for a, b in zip(steps, steps[1:])}) <= 1
-    part = checkpoint(tmp_path / "runs/x", last, 1)
-    assert part["step"] == last and not part["outer"]["group"]
-    assert json.loads((tmp_path / "runs/x/config.json").read_text())["steps"] == last
 
 
 ROWS = {row.name: row for row in (*__main__.ROWS, *__main__.BETWEEN_HOSTS)}
@@ -440,23 +391,3 @@ def small_fleet(corpus, trials, replicas=4, steps=4, layers=4):
     small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", steps,
              "--layers", layers]
     return fleet.Fleet(options(*small), trials, replicas, [0], "cpu")
-
-
-# ---------------------------------------------------------------- the four races
-
-
-def test_a_race_compares_the_same_seeds():
-    """Losses 0.1 apart with each seed at the first point, equal on average at the second; the others are
-    missing."""
-    runs = {}
-    for point, more in zip(race.POINTS, ((0.1, 0.1, 0.1), (0.1, -0.1, 0.0))):
-        raced = [(point.noloco, (0, 0, 0)), (point.diloco, more)]
-        raced += [(former, (0.3, 0.3, 0.3)) for former in point.former]
-        for racer, by in raced:
-            runs[point.label(racer)] = [dict(merged=1.5 + extra, curves=dict(step=[400])) for extra in by]
-    first, second = race.races_of(dict(runs=runs))
-    assert first.measured.differences == pytest.approx([-0.1] * 3)
-    assert second.measured.mean == pytest.approx(0) and second.measured.verdict == "cannot tell"
-    (former,) = first.point.former
-    assert first.compared(former, first.now(former)).mean == pytest.approx(0.2)
-    assert first.as_it_was(former).mean == pytest.approx(-0.3)

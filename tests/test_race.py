@@ -1,0 +1,316 @@
+"""Races between hosts: the clock, inner steps by speed, torch's DDP, turns and their load, the tries."""
+
+import itertools
+import json
+import os
+import types
+from unittest import mock
+
+import pytest
+import torch
+
+import train
+from experiments import clock, harness, race, tables, tries, turns
+from gossip import Fragments
+from noloco import NoLoCo
+from tests.harness import HERE, SMALL, checkpoint, metrics, processes
+from tools.hosts import Hosts
+
+# ---------------------------------------------------------------- the clock
+
+
+def metered(step, seconds, begun, limit, delay, m=3):
+    """A Clock of a rank that has made so many steps, alone."""
+    o = types.SimpleNamespace(inner_steps=m, delay=delay, steps=10**6, eval_every=10**6)
+    job = mock.Mock(share=mock.Mock(side_effect=lambda key, value: [value]))
+    meter = clock.Clock(run=types.SimpleNamespace(o=o, job=job, step=step), limit=limit, begun=begun)
+    meter.seconds = seconds
+    return meter, o
+
+
+def test_a_clock_gives_the_steps_that_fit():
+    """11 steps in 30 s, then steps of 2.5 s, m = 3, D = 2; at a slower pace, here or elsewhere, fewer."""
+    meter, o = metered(21, 55.0, (30.0, 0.0, 11), limit=100.0, delay=2)
+    meter.renew()
+    assert (o.steps, o.eval_every) == (38, 6)       # 21 and 17 in 45 s, with D; a sixth is 6.7 steps, so 6
+    for meter.run.step, meter.seconds in ((24, 69.0), (30, 90.0)):
+        meter.renew()                               # steps of 3 s; then it is too late to change
+        assert (o.steps, o.eval_every) == (35, 6)
+    meter.run.job.share.side_effect = lambda key, value: [value, 1 / 15] if key == "pace" else [value]
+    meter.run.step, meter.seconds = 24, 60.0
+    meter.renew()
+    assert o.steps == 32                            # two outer steps in the 40 s
+
+
+def test_a_run_that_is_over_its_time_ends():
+    """Each evaluation finds the time over: the end stays where it was."""
+    meter, o = metered(6, 3.0, (1.0, 0.0, 4), limit=2.0, delay=1)
+    for meter.run.step, meter.seconds in ((6, 3.0), (9, 4.0)):
+        meter.renew()
+        assert (o.steps, o.eval_every) == (10, 3)
+
+
+def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing(trained, tmp_path):
+    trained(2, "--clock", 2.0, "--inner-steps", 3, "--delay", 1, "--warmup", 5, main=clock.clocked)
+    *steps, last = [row["step"] for row in metrics(tmp_path / "runs/x")]
+    assert steps[0] == 6 and last % 3 == 1 and not any(step % 3 for step in steps)
+    part = checkpoint(tmp_path / "runs/x", last, 1)
+    assert part["step"] == last and not part["outer"]["group"]
+    assert json.loads((tmp_path / "runs/x/config.json").read_text())["steps"] == last
+
+
+# ---------------------------------------------------------------- inner steps by speed
+
+
+@pytest.mark.parametrize("m, K, D, share, own", [
+    (10, 1, 0, 0.52, (5, 0)), (2, 1, 0, 0.1, (1, 0)),       # at least one
+    (10, 5, 0, 0.1, (5, 0)),                                # for each fragment
+    (4, 1, 1, 0.5, (2, 1)), (2, 1, 1, 0.5, (2, 1)),         # with a delay two
+    (20, 1, 6, 0.5, (10, 3)), (20, 1, 6, 1.0, (20, 6))])
+def test_inner_steps_are_in_proportion_to_speed(m, K, D, share, own):
+    assert clock.own_steps(m, K, D, share) == own
+
+
+def test_at_any_speed_a_message_lands_before_the_next_fragments_departs():
+    for m, K in itertools.product(range(1, 25), range(1, 9)):
+        for D, share in itertools.product(range(m // K), (0.01, 0.3, 0.5, 0.77, 0.99, 1.0)):
+            own, late = clock.own_steps(m, K, D, share)
+            assert K <= own <= m and bool(late) == bool(D) and late < own // K
+
+
+def meetings(fragments, steps):
+    """Who meets whom, in order: (fragment, its group)."""
+    found = []
+    for _ in range(steps):
+        for k, outer in enumerate(fragments.outers):
+            if outer.due():
+                found.append((k, outer.group()))
+            outer.steps += 1
+    return found
+
+
+def test_with_own_inner_steps_groups_are_drawn_alike():
+    """Three outer steps, then half as many inner steps between them, in two fragments."""
+    def make(vector, lengths, late):
+        return NoLoCo(vector, range(8), inner_steps=8, seed=f"0 {late}")
+
+    fast, slow = [Fragments(make, torch.zeros(64), [64], 2, 8) for _ in range(2)]
+    assert meetings(fast, 24) == meetings(slow, 24)
+    clock.set_steps(slow, 4, 0)
+    slow.steps = 3 * 4
+    assert len(met := meetings(fast, 40)) == 10 and met == meetings(slow, 20)
+
+
+def half_as_fast(rank, world, *argv):
+    """Ranks 1 and 2 make half of the others' inner steps. Returns this rank's m."""
+    own_steps = clock.own_steps
+    share = 0.5 if rank in (1, 2) else 1.0
+    clock.own_steps = lambda m, K, D, _: own_steps(m, K, D, share)
+    clock.clocked(list(argv))
+    return own_steps(8, 2, 1, share)
+
+
+def test_replicas_of_unequal_steps_end_after_equally_many_outer_steps(corpus, tmp_path):
+    argv = [*SMALL, "--data", corpus, "--name", "x", "--clock", 3, "--by-speed", "--warmup", 8,
+            "--inner-steps", 8, "--fragments", 2, "--delay", 1, "--wire", "int8"]
+    own = processes(4, half_as_fast, *map(str, argv), cwd=tmp_path)
+    assert own == [(8, 1), (4, 1), (4, 1), (8, 1)]
+    last = metrics(tmp_path / "runs/x")[-1]
+    rounds = (last["step"] - 1) // 8
+    assert rounds > 1 and last["merged_loss"] > 0 and last["weight_spread"] > 0
+    for rank, (m, delay) in enumerate(own):
+        part = checkpoint(tmp_path / "runs/x", rounds * m + delay, rank)
+        assert part["meter"]["counts"]["tokens"] == 2 * 2 * 32 * (8 + (rounds - 1) * m + delay)
+        assert not any(fragment["group"] for fragment in part["outer"]["fragments"])
+    config = json.loads((tmp_path / "runs/x/config.json").read_text())
+    assert config["inner_steps_by_rank"] == [8, 4, 4, 8]
+
+
+# ---------------------------------------------------------------- torch's DDP
+
+
+def stepped(rank, world, corpus):
+    """The weights after two steps of train.py's ddp, and after two by DistributedDataParallel."""
+    job, found = train.Job(), []
+    for name, Pipeline in (("plain", train.Pipeline), ("torch", clock.Overlapped)):
+        argv = [*SMALL, "--data", corpus, "--name", name, "--method", "ddp", "--steps", "2", "--warmup", "0"]
+        o = train.Options(**job.agree_on(train.options_of, list(map(str, argv)), job.world))
+        if not found:
+            job.connect(o)
+        run = train.build(job, o, Pipeline=Pipeline)
+        if name == "torch":
+            run.average = clock.Averaged(run)
+        run.lr = o.lr
+        for step in range(2):
+            paths, order = run.routes.at(step)
+            mine = [u for u, path in enumerate(paths) if path[0] == rank]
+            train.inner_step(run, {u: run.reader.next(o.batch) for u in mine}, paths, order)
+        found.append((run.theta.tolist(), run.average.bytes_sent))
+    job.close()
+    return found
+
+
+def test_overlapped_ddp_makes_train_pys_steps(corpus, tmp_path):
+    for (plain, sent), (overlapped, also_sent) in processes(2, stepped, corpus, cwd=tmp_path):
+        torch.testing.assert_close(torch.tensor(overlapped), torch.tensor(plain), atol=1e-5, rtol=1e-4)
+        assert sent == also_sent > 0
+
+
+# ---------------------------------------------------------------- turns, and the rule on load
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Runs are told: a list of [others' work, machine] to fill, which gives the names of those that ran."""
+    coming, ran = [], []
+
+    def measured_run(setting, name, seed):
+        others, where = coming.pop(0)
+        ran.append(name)
+        command = f"{setting.program} --name {name} {setting.options} --seed {seed}"
+        return dict(command=command, others=others, machine=where, merged=1.0)
+
+    monkeypatch.setattr(turns, "measured_run", measured_run)
+    monkeypatch.setattr(turns, "machine", lambda: coming[0][1])
+    return coming, ran
+
+
+TWO = [harness.Setting("a", "--lr 1"), harness.Setting("b", "--lr 2")]
+CALM, LOADED = turns.OTHERS, turns.OTHERS + 0.01
+
+
+def take(tmp_path, seed, scale="full"):
+    o = types.SimpleNamespace(out=tmp_path, scale=scale)
+    turns.take_turns("x", [(TWO, seed)], o)
+    return json.loads((tmp_path / "results/x.json").read_text())
+
+
+def test_a_turn_under_load_is_made_again_with_all_its_runs(told, tmp_path):
+    coming, ran = told
+    coming += [(CALM, "here"), (LOADED, "here"), (LOADED, "here"), (CALM, "here"), (CALM, "here")]
+    found = take(tmp_path, 7)
+    assert ran == ["x-a-7-1", "x-b-7-1", "x-a-7-2", "x-a-7-3", "x-b-7-3"] and not coming
+    rows = turns.counted_rows(found, [(TWO, 7), (TWO, 8)])
+    assert {label: {seed: row["turn"] for seed, row in of.items()} for label, of in rows.items()} == {
+        "a": {7: 3}, "b": {7: 3}}
+    assert sum(map(len, found["runs"].values())) == 5       # nothing is thrown away
+    take(tmp_path, 7)
+    assert len(ran) == 5                                    # nor run again
+
+
+def test_a_turn_goes_on_where_it_was_begun_and_begins_anew_elsewhere(told, tmp_path):
+    coming, ran = told
+    for seed, elsewhere in ((0, "here"), (1, "there")):
+        coming[:] = [(CALM, "here")]
+        with pytest.raises(IndexError):                     # cut off before the second run
+            take(tmp_path, seed)
+        coming[:] = [(CALM, elsewhere)] * (1 + seed)
+        take(tmp_path, seed)
+    assert ran == ["x-a-0-1", "x-b-0-1", "x-a-1-1", "x-a-1-2", "x-b-1-2"]
+
+
+def test_a_machine_that_stays_busy_ends_the_program_and_a_try_takes_any_load(told, tmp_path):
+    coming, ran = told
+    coming += [(LOADED, "here")] * (turns.AGAIN + 2)
+    with pytest.raises(train.BadInput, match="disturbed 5 turns"):
+        take(tmp_path / "busy", 0)
+    take(tmp_path, 0, scale="try")
+    assert len(ran) == turns.AGAIN + 2
+
+
+def test_others_work_is_what_is_neither_idle_nor_ours():
+    before = turns.not_idle()
+    assert 0 < before and turns.not_idle() >= before - 0.1
+
+
+# ---------------------------------------------------------------- the race and its settings
+
+
+def rows_of(point, racer, losses):
+    setting, found = point.setting(racer, race.SECONDS["full"]), []
+    for seed, loss in losses.items():
+        command = f"{setting.program} --name x {setting.options} --seed {seed}"
+        found.append(dict(command=command, hosts=setting.hosts, seed=seed, turn=1, others=0.0, machine="m",
+                          merged=loss, steps=400, held=3.0, sent=2.0))
+    return found
+
+
+def test_a_race_compares_the_same_seeds(capsys):
+    """NoLoCo is 0.1 nats lower with each seed at the first point; the others are missing."""
+    point, runs = race.POINTS[0], {}
+    for racer, more in zip(point.racers, (0.0, 0.1, 0.3)):
+        seeds = range(race.CONTROLS if racer.control else race.SEEDS["full"])
+        losses = {seed: 1.5 + seed / 100 + more for seed in seeds}
+        runs[point.label(racer)] = rows_of(point, racer, losses)
+    found = dict(runs=runs, scale="full")
+    ((only, measured),) = race.main_races(found)
+    assert only is point and measured.differences == pytest.approx([-0.1] * 16)
+    ((name, control),) = race.control_races(found)
+    assert "ring" in name and control.differences == pytest.approx([-0.3] * 8)
+    race.show(found)
+    assert "| one slow host: DiLoCo, m" in capsys.readouterr().out
+
+
+def test_each_method_is_first_equally_often_and_controls_have_fewer_seeds():
+    first, counts = {}, {}
+    for settings, seed in race.turns("full"):
+        first.setdefault(settings[0].label, []).append(seed)
+        for setting in settings:
+            counts[setting.label] = counts.get(setting.label, 0) + 1
+    assert len(first["high latency: NoLoCo"]) + len(first["high latency: DiLoCo"]) >= 13
+    assert sorted(counts.values()) == 5 * [8] + 6 * [16]
+
+
+def tried(losses_of):
+    """What results/race_tuning.json would hold."""
+    runs = {}
+    for contest in tries.contests():
+        for number, racer in enumerate(contest.tries):
+            rows = rows_of(contest.point, racer, losses_of(number, contest))
+            runs[contest.setting(racer).label] = rows
+    return dict(runs=runs)
+
+
+def test_the_best_of_the_tries_is_chosen():
+    """The first two are best on the first seed; over all three seeds the second is."""
+    def losses(number, contest):
+        by_number = (1.0, 3.0, 1.0), (1.1, 1.0, 1.0), (1.2, 0.0, 0.0)
+        return dict(zip(contest.seeds, by_number[min(number, 2)]))
+
+    found = tried(losses)
+    counts = {}
+    for contest in tries.contests():
+        place = 1 if len(contest.seeds) > 1 else 0          # a control has one seed
+        assert contest.chosen(found) is contest.tries[place]
+        counts.setdefault(contest.point.name, []).append(len(contest.tries))
+    assert list(counts.values()) == [[6, 6]] * 3 + [[2]]    # as many for both
+    with pytest.raises(train.BadInput, match="no run yet"):
+        tries.contests()[0].chosen(dict(runs={}))
+
+
+def test_the_race_has_the_settings_that_the_tries_chose():
+    found = tables.kept_result(HERE, "race_tuning")
+    for contest in tries.contests():
+        try:
+            chosen = contest.chosen(found)
+        except train.BadInput as error:
+            pytest.skip(str(error))
+        assert chosen in contest.point.racers
+
+
+# ---------------------------------------------------------------- between hosts
+
+
+@pytest.mark.alone
+def test_a_try_runs_between_two_hosts(tmp_path, monkeypatch):
+    try:
+        with Hosts(2, cpu={(): 0.5}):
+            pass
+    except OSError as error:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
+    monkeypatch.chdir(tmp_path)
+    race.measure(types.SimpleNamespace(out=tmp_path, scale="try", seeds=None))
+    found = tables.kept_result(tmp_path, "race") | dict(scale="try")
+    ((row,),) = found["runs"].values()
+    assert row["merged"] > 0 and row["steps"] > 20 and len(row["inner_steps"]) == 2
+    race.show(found)
