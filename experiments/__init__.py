@@ -5,10 +5,11 @@
     pictures.py     drawing
     fleet.py        many replicas in one process (batches.py: what they read)
     clock.py        runs of train.py between hosts, by the clock
+    turns.py        compared runs one right after the other, with their machine and its load
 
     gap.py          NoLoCo beside DDP and DiLoCo, per step and per byte (gap_runs.py: its runs)
     fragments.py    parts of the weights meet in turn
-    race.py         NoLoCo against DiLoCo in equal time between hosts
+    race.py         NoLoCo beside DiLoCo in equal time between hosts (tries.py: their settings)
     routing.py      random routing and the weight spread
     gamma.py        the window of gamma
     sync.py         how long synchronisation takes

@@ -60,15 +60,20 @@ class Clock(train.Meter):
         dist.barrier()
         super().go_on()
 
+    @property
+    def m(self):
+        return self.run.o.inner_steps or 1
+
     def renew(self):
         """At an evaluation, which follows an outer step."""
         began, waited, steps = self.begun
-        seconds, steps = self.seconds - began, self.run.step - steps
-        pace = steps / seconds / (self.run.o.inner_steps or 1)
+        seconds = self.seconds - began
+        steps = self.run.step - steps
+        pace = steps / seconds / self.m
         if self.by_speed:
             speed = steps / (seconds - (self.waited - waited))
             self.take_own_steps(speed)
-            pace = speed / self.run.o.inner_steps       # as if nobody would wait, for the first
+            pace = speed / self.m                       # at first as if nobody would wait
             self.begun = self.seconds, self.waited, self.run.step
         self.fit(pace)
 
@@ -77,25 +82,21 @@ class Clock(train.Meter):
         o, job = self.run.o, self.run.job
         slowest = min(job.share("pace", pace))
         self.rounds, self.every = job.share("outer steps", self.numbers(slowest))[0]
-        m = o.inner_steps or 1
-        o.steps = self.rounds * m + (o.delay or 0)      # the last message has landed
-        o.eval_every = self.every * m
+        o.steps = self.rounds * self.m + o.delay        # the last message has landed
+        o.eval_every = self.every * self.m
 
     def numbers(self, pace):
         """(outer steps in all, between evaluations)"""
-        m = self.run.o.inner_steps or 1
-        done = self.run.step // m
         left = self.limit - self.seconds
         gap = self.limit / EVALUATIONS
-        if not self.every:
-            every = max(1, round(gap * pace))
-        elif 0 < left < 0.75 * gap:                     # the last part stays as planned
+        if self.every and 0 < left < 0.75 * gap:        # the last part stays as planned
             return self.rounds, self.every
-        else:
-            every = self.every
-        in_all = max(done + 1, done + round(left * pace - (self.run.o.delay or 0) / m))
-        if left <= 0:           # over its time: an evaluation must not move the end farther away
-            in_all = min(in_all, self.rounds or in_all)
+        every = self.every or max(1, round(gap * pace))
+        done = self.run.step // self.m
+        more = round(left * pace - self.run.o.delay / self.m)
+        in_all = done + max(1, more)
+        if self.rounds and left <= 0:   # over its time: an evaluation must not move the end away
+            in_all = min(in_all, self.rounds)
         return in_all, every
 
     def take_own_steps(self, speed):
@@ -242,10 +243,13 @@ def clocked(argv):
 def check(own, run):
     """Raises BadInput."""
     o = run.o
-    train.need(not own.overlapped or o.method == "ddp" and o.wire == "fp32" and len(o.stages) == 1,
+    whole = o.method == "ddp" and o.wire == "fp32" and len(o.stages) == 1
+    train.need(whole or not own.overlapped,
                "--overlapped is for --method ddp with --wire fp32 and one stage")
-    train.need(not own.by_speed or run.outer and (o.delay or 0) < o.inner_steps // o.fragments,
-               "--by-speed is for noloco and diloco, with --delay below --inner-steps / --fragments")
+    if own.by_speed:
+        train.need(run.outer, "--by-speed is for noloco and diloco")
+        train.need(o.delay < o.inner_steps // o.fragments,
+                   "--by-speed needs a --delay below --inner-steps / --fragments")
 
 
 def clock_parser():

@@ -63,7 +63,8 @@ def last_turn(found, settings, seed):
             if row["seed"] == seed and is_of(row, setting, seed):
                 rows.append((setting.label, row))
     number = max((row["turn"] for _, row in rows), default=0)
-    return Turn(settings, seed, {label: row for label, row in rows if row["turn"] == number}, number)
+    last = {label: row for label, row in rows if row["turn"] == number}
+    return Turn(settings, seed, last, number)
 
 
 def is_of(row, setting, seed):
