@@ -32,7 +32,9 @@ headline: .venv/ready
 	$(BIN)/python -m planning --picture figures/plan.png --results results/skippipe.json
 	$(BIN)/python -m experiments --scale full
 
-# the rows that run between 8 hosts of this machine, as root: hours on 2 idle cores. QUICK=1: a try
+# the rows that run between 8 hosts of this machine, as root: 4 hours and 80 minutes on 2 idle cores.
+# What is finished is kept, and not run again. QUICK=1: a try. The race's settings are those that
+# `python -m experiments.tries` chose
 hosts: .venv/ready
 	$(BIN)/python -m experiments.race --scale $(if $(QUICK),try,full)
 	$(BIN)/python -m experiments.cities --scale $(if $(QUICK),try,full)

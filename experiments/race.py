@@ -12,7 +12,8 @@ by the clock (experiments/clock.py). At three points, named before the runs:
 sixteen seeds, the merged model's loss at each run's own end, NoLoCo minus DiLoCo, paired, Holm's
 correction over the three. Controls have the first eight seeds: DiLoCo by torch's ring all-reduce in
 fp32, which says whether a difference belongs to the method or to our sum in one byte; and short
-messages (1 Gbit/s, 5 ms) with DDP as torch's DistributedDataParallel does it, overlapped.
+messages (1 Gbit/s, 5 ms) with DDP as torch's DistributedDataParallel does it, overlapped. (These
+weights fit into one bucket of it, so there is little that it could overlap.)
 
 All methods at a point run by turns, one right after the other within a seed; experiments/turns.py
 has the rule on others' load. m, K, D and the rate of both methods are those that
@@ -89,7 +90,7 @@ def ring(diloco, **setting):
 
 
 def ddp(rate):
-    return Racer("DDP, overlapped", "ddp", rate, wire="fp32", clock="--overlapped", control=True)
+    return Racer("DDP by torch", "ddp", rate, wire="fp32", clock="--overlapped", control=True)
 
 
 @dataclass(frozen=True)

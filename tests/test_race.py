@@ -288,6 +288,17 @@ def test_the_best_of_the_tries_is_chosen():
         tries.contests()[0].chosen(dict(runs={}))
 
 
+def test_every_try_is_a_run_that_train_takes():
+    for contest in tries.contests():
+        for racer in contest.tries:
+            setting = contest.setting(racer)
+            argv = f"--name x {harness.SMALL} {setting.options} --seed 1".split()
+            o = train.parse(argv, 8)
+            if "--by-speed" in setting.program:
+                run = types.SimpleNamespace(o=o, outer=object())
+                clock.check(types.SimpleNamespace(overlapped=False, by_speed=True), run)
+
+
 def test_the_race_has_the_settings_that_the_tries_chose():
     found = tables.kept_result(HERE, "race_tuning")
     for contest in tries.contests():
