@@ -34,7 +34,7 @@ class Checked(Around):
         self.count = 0                          # inner steps since this was made
         self.before = bits(self.params)         # before the step that is looked at
         self.still = torch.zeros_like(self.before)      # how many looks have found it unmoved
-        self.spoilt = False                     # whether weights have been found that are not finite
+        self.spoilt = False                     # whether weights were found that are not finite
 
     @torch.no_grad()
     def step(self):
@@ -69,8 +69,8 @@ class Checked(Around):
         self.spoilt = True
         if finite([core.phi for core in self.cores]):
             warnings.warn(f"rank {self.rank}: the weights are not finite after inner step "
-                          f"{self.steps + 1}, and outer steps carry this to all replicas. Leave out "
-                          "optimizer steps whose gradient is not finite")
+                          f"{self.steps + 1}, and outer steps carry this to all replicas. Leave "
+                          "out optimizer steps whose gradient is not finite")
 
     def look(self):
         """Compare the weights before and after the last step of the inner optimizer."""
