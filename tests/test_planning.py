@@ -438,14 +438,15 @@ def test_microbatches_whose_first_plans_take_far_longer_than_seconds_are_refused
                                                                                    capsys):
     """They grow with the microbatches, and every method needs one: 100000 take minutes."""
     monkeypatch.chdir(tmp_path)
-    argv = ["--results", "", "--microbatches"]
-    line = error_of(capsys, "--seconds", "2", *argv, "100000")
+    line = error_of(capsys, "--seconds", "2", "--microbatches", "100000", "--results", "")
     assert re.search(r"--microbatches 100000: the first plans alone take about \d+ s here: give fewer, or "
                      "more --seconds than that", line)
+    argv = ["--seconds", "0", "--results", "", "--microbatches"]
     monkeypatch.setattr("planning.__main__.PATIENCE", 0.0)
-    main(["--seconds", "0", *argv, "3"])            # no more than are planned at once
-    main(["--seconds", "1000", *argv, "60"])
-    assert "60: the first" in error_of(capsys, "--seconds", "0", *argv, "60")
+    assert "--microbatches 60: the first plans" in error_of(capsys, *argv, "60")
+    main([*argv, "3"])                              # no more than FEW
+    monkeypatch.setattr("planning.__main__.PATIENCE", 1e9)
+    main([*argv, "60"])
 
 
 def test_the_bound_of_many_microbatches_takes_no_longer_than_their_plan():
