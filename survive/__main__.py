@@ -45,15 +45,19 @@ def train_surviving(argv):
 
 
 def refuse_wrong_join(job):
-    """Without a word to other ranks: it would stay in their store."""
-    line = ""
+    """End this process where it may not join, without a word to other ranks: that would stay in
+    their store.
+    """
     if job.leads:
         line = "is for a process that comes back to a running job, never for rank 0"
-    elif place := address_in_use(job.store, job.rank):
-        line = f"takes the place of a lost process, but rank {job.rank} lives at {place}: end it first"
-    if line:
-        print(f"error: --join {line}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    else:
+        place = address_in_use(job.store, job.rank)
+        if not place:
+            return
+        line = (f"takes the place of a lost process, but rank {job.rank} lives at {place}: end it "
+                "first")
+    print(f"error: --join {line}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 def main(argv=None):
