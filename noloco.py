@@ -34,15 +34,17 @@ def outer_update(phi, delta, mean_theta, mean_phi, alpha, beta, gamma):
     delta.add_(mean_Delta, alpha=beta)                          #     + beta mean(Delta)
     if mean_phi is not phi:                                     # else zero
         delta.sub_(phi - mean_phi, alpha=gamma)                 #     - gamma (phi - mean(phi))
-    phi.add_(delta)                                             # N3; theta follows in outer_step
+    phi.add_(delta)                                             # N3: phi; outer_step sets theta
 
 
 def random_groups(ranks, size, step, seed):
     """A random partition of the N ranks into max(1, N // size) groups, whose sizes differ by at
-    most one. Equal arguments give equal groups: replicas agree without a message.
+    most one. So fewer than 2 size ranks are one group: four in groups of three meet all four. Equal
+    arguments give equal groups: replicas agree without a message.
     """
     order = list(ranks)
-    random.Random(f"groups {seed} {step} {order[0]}").shuffle(order)    # stages draw apart
+    # The first rank is another one in each stage of a pipeline, so stages draw different groups.
+    random.Random(f"groups {seed} {step} {order[0]}").shuffle(order)
     count = max(1, len(order) // size)
     return [tuple(sorted(order[g::count])) for g in range(count)]
 
@@ -54,11 +56,12 @@ class NoLoCo:
 
     params: model.parameters(), equal on all replicas, or a vector from `flatten`.
     ranks: the global ranks of this model's replicas (of this stage, of this shard); None: all.
-    inner_steps: m. group_size: n. gamma: None means beta.
+    inner_steps: m. group_size: n; fewer than 2n replicas meet all at once. gamma: None means beta.
     codec: how theta becomes a message (gossip/onebyte.py); None: it is the message.
 
-    Memory beside the model: phi, delta and a buffer for each of the n - 1 partners, as large as
-    theta each (two buffers where phi travels, or with a codec or a GPU over Gloo).
+    Memory beside the model: phi and delta, as large as theta each, and for each partner in a group
+    one buffer of that size. A partner takes a second one where phi travels too, with a codec, and
+    where the weights of a GPU travel over Gloo.
     NCCL: call torch.distributed.barrier() once before; its first message must have all ranks in it.
     """
 
@@ -205,7 +208,7 @@ class NoLoCo:
             mean_phi = self.mean([vector[piece] for vector in phis]) if phis else phi
             outer_update(phi, self.delta[piece], mean_theta, mean_phi,
                          self.alpha, self.beta, self.gamma)
-            theta[piece].copy_(phi)                             # N3
+            theta[piece].copy_(phi)                             # N3: theta
 
     def mean(self, vectors):
         """Summed by rank: the same bits for all replicas."""
@@ -216,13 +219,15 @@ class NoLoCo:
 
     def state_dict(self):
         """theta is in the model. Every rank needs a checkpoint of its own."""
-        return {"phi": self.phi, "delta": self.delta, "steps": self.steps}
+        return {"phi": self.phi, "delta": self.delta, "steps": self.steps,
+                "bytes_sent": self.bytes_sent}
 
     def load_state_dict(self, state):
         """All replicas load together."""
         self.phi.copy_(state["phi"])
         self.delta.copy_(state["delta"])
         self.steps = state["steps"]
+        self.bytes_sent = state.get("bytes_sent", 0)            # older states lack it
 
     def settle(self):
         """Call before the process ends. Here nothing is under way; gossip/delay.py waits."""

@@ -8,8 +8,6 @@
 """
 import json
 import math
-import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,8 +22,8 @@ from skippipe import plan, skip_schedule, stages_to_keep
 
 WITH_PLAN = "plan", "picture", "trace", "results"       # the options that --plan goes with
 
-PATIENCE = 5.0      # seconds; of first plans that take longer, a line says how long
-FEW = 30            # paths per origin, which are planned at once
+PATIENCE = 5.0      # seconds by which first plans may take longer than --seconds
+FEW = 30            # paths per origin, whose first plans take no longer
 
 
 def numbers(text):
@@ -48,7 +46,7 @@ OPTIONS = (     # name, type, default, help
     ("dead", numbers, [],
      "nodes that are not there, e.g. 5,17; dead origins take their microbatches along"),
     ("seconds", float, 10.0,
-     "limit of the planning, first plans excepted; of the assignment (--sizes) too"),
+     "limit of the planning; of the assignment (--sizes) too"),
     ("results", str, "runs/skippipe.json",
      "the plan as JSON: paths, order of dispatch and numbers; '' for none"),
     ("picture", str, "",
@@ -88,6 +86,7 @@ def understand(o):
     if not set(o.dead) <= set(range(len(network.delay))):
         raise ValueError(f"--dead {o.dead}: not all are nodes of this network")
     skip_schedule(network, kept, o.microbatches, o.dead)        # refuses what cannot be planned
+    refuse_too_many(network, work, o)
     prepare_files(o, o.results, o.save)
     return network, names, work
 
@@ -106,48 +105,24 @@ def prepare_files(o, *others):
             make_writable(file)
 
 
-def first_plans_take(network, work, dead):
-    """About how many seconds the first plans take on this machine, whatever --seconds says. They
-    grow with the number of microbatches, so FEW are planned and timed."""
+def refuse_too_many(network, work, o):
+    """Raises ValueError where the first plans, which each method needs, take much longer than
+    --seconds. They grow with the number of microbatches, so FEW are planned and timed."""
     kept, microbatches, rounds = work
-    found = plan(network, kept, FEW, rounds, dead=dead, iterations=0)
-    # The full pipeline and a random draw take one such plan each, either SkipPipe two.
-    return 6 * found.seconds * microbatches / FEW
-
-
-def teller(network, work, dead):
-    """What says on stderr which method is planned now; a function that says nothing where the first
-    plans take no longer than PATIENCE."""
-    _, microbatches, _ = work
     if microbatches <= FEW:
-        return silent
-    seconds = first_plans_take(network, work, dead)
-    if seconds <= PATIENCE:
-        return silent
-    start = time.perf_counter()
-
-    def tell(method):
-        after = time.perf_counter() - start
-        say_on_stderr(f"after {after:.0f} of about {seconds:.0f} s: planning {method}")
-
-    say_on_stderr(
-        f"{microbatches} paths per origin: the first plans take about {seconds:.0f} s here, and "
-        "--seconds limits only what comes after them; fewer --microbatches take less")
-    return tell
-
-
-def silent(method):
-    pass
-
-
-def say_on_stderr(line):
-    print(line, file=sys.stderr, flush=True)
+        return
+    found = plan(network, kept, FEW, rounds, dead=o.dead, iterations=0)
+    # The full pipeline and a random draw take one such plan each, either SkipPipe two.
+    seconds = 6 * found.seconds * microbatches / FEW
+    if seconds > o.seconds + PATIENCE:
+        raise ValueError(f"--microbatches {microbatches}: the first plans alone take about "
+                         f"{seconds:.0f} s here: give fewer, or more --seconds than that")
 
 
 def plan_and_show(o, network, names, work):
     if o.sizes:
         network = assign_stages(network, *work, seconds=o.seconds)
-    rows, found = compare_methods(network, *work, o.dead, o.seconds, teller(network, work, o.dead))
+    rows, found = compare_methods(network, *work, o.dead, o.seconds)
     print_table(network, work, o.dead, rows, found.bound)
     print_paths(network, names, found.paths, o.dead)
     write_views(o, network, found.paths, found.result, found.bound, names)

@@ -7,7 +7,8 @@ from skippipe import hop_costs, origin_bound, path_finder, skip_schedule
 def one_machine(tasks, chains):
     """A lower bound of the seconds that one machine needs for `chains` equal chains of tasks: the
     largest that tasks i to j give, for i <= j. tasks: (seconds busy, seconds from a task's start
-    until its chain's next task may start; the last's: until the machine is usable).
+    until its chain's next task may start; the last's: until the machine is usable). For each j one
+    i will do: 1 and 2 together grow with j, but equally for every i.
 
     1. No chain's task i starts before that chain's tasks 0 to i - 1 and their waits are over.
     2. From then on the machine does tasks i to j of every chain, one at a time.
@@ -18,12 +19,13 @@ def one_machine(tasks, chains):
     """
     busy = [0.0, *accumulate(seconds for seconds, _ in tasks)]      # busy[i]: of those before i
     waits = [0.0, *accumulate(seconds for _, seconds in tasks)]
-    best = 0.0
+    best, i = 0.0, 0
     for j, (last, _) in enumerate(tasks):
-        for i in range(j + 1):
-            before = waits[i]                                           # 1
-            work = chains * (busy[j + 1] - busy[i])                     # 2
-            best = max(best, before + work + waits[-1] - waits[j] - last)       # 3
+        if waits[j] - chains * busy[j] > waits[i] - chains * busy[i]:
+            i = j
+        before = waits[i]                                           # 1
+        work = chains * (busy[j + 1] - busy[i])                     # 2
+        best = max(best, before + work + waits[-1] - waits[j] - last)       # 3
     return best
 
 

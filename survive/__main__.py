@@ -14,6 +14,7 @@ import traceback
 from dataclasses import dataclass
 
 from survive.parts import go_through
+from survive.standby import address_in_use
 from train import Job, Options, need, option, parse
 
 
@@ -37,12 +38,26 @@ def train_surviving(argv):
     if not job.leads and {"-h", "--help"} & set(argv):
         sys.exit(0)
     joins = "--join" in argv
-    if joins and job.leads:     # without a word to other ranks: it would stay in their store
-        print("error: --join is for a process that comes back to a running job, never for rank 0",
-              file=sys.stderr, flush=True)
-        sys.exit(2)
+    if joins:
+        refuse_wrong_join(job)
     argv = [word for word in argv if word != "--join"]
     go_through(job, SurvivingOptions(**job.agree_on(surviving_options, argv, job.world)), joins)
+
+
+def refuse_wrong_join(job):
+    """End this process where it may not join, without a word to other ranks: that would stay in
+    their store.
+    """
+    if job.leads:
+        line = "is for a process that comes back to a running job, never for rank 0"
+    else:
+        place = address_in_use(job.store, job.rank)
+        if not place:
+            return
+        line = (f"takes the place of a lost process, but rank {job.rank} lives at {place}: end it "
+                "first")
+    print(f"error: --join {line}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 def main(argv=None):

@@ -132,10 +132,24 @@ def settle_job(store, job, run, host, number, members):
 
 def accepts(job, rank):
     """Whether a rank's process takes a connection: a dead one's standby store refuses it."""
-    with suppress(OSError, LookupError):
-        socket.create_connection(tuple(job.addresses[rank]), job.patience).close()
+    return rank in job.addresses and takes_connection(job.addresses[rank], job.patience)
+
+
+def takes_connection(address, patience):
+    """Whether a process listens at [address, port]; a stopped one does, too."""
+    with suppress(OSError):
+        socket.create_connection(tuple(address), patience).close()
         return True
     return False
+
+
+def address_in_use(store, rank):
+    """"ADDRESS:PORT" of the process that has this rank now. None where there is none."""
+    key = f"standby/{rank}"
+    if not store.check([key]):
+        return None
+    address, port = json.loads(store.get(key))
+    return f"{address}:{port}" if takes_connection([address, port], 5.0) else None
 
 
 def standby_of(job, rank):

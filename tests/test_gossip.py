@@ -578,8 +578,10 @@ def test_a_tensors_pieces_in_the_fragments_are_as_long_as_it():
 
 @gloo
 def _checked(rank, world, kind, fault):
-    """What the first and the other ranks are warned of in ten steps."""
+    """What the first and the other ranks are warned of in 18 steps. NaN: of rank 1, in the fifth."""
     model, xs, ys = small_model(0 if fault == "averaged" else rank)
+    if fault == "NaN" and rank == 1:
+        xs[4] = math.nan
     if fault == "seeds" and rank == 2:
         model[0].weight.data.add_(1)
     with warnings.catch_warnings(record=True) as told:
@@ -589,19 +591,21 @@ def _checked(rank, world, kind, fault):
         if fault == "replaced":
             model[2] = torch.nn.Linear(5, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(10):
+        for step in range(18):
             inner(model, optimizer, xs[step], ys[step])
             outer.step()
         outer.settle()
     return [str(warning.message) for warning in told]
 
 
-@pytest.mark.parametrize("kind", [
-    NoLoCo, partial(outer_optimizer, "noloco", "int8", 1, fragments=2),
-    partial(outer_optimizer, "diloco", "fp32", 0)], ids=["pairs", "delayed fragments", "DiLoCo"])
+KINDS = {"pairs": NoLoCo, "DiLoCo": partial(outer_optimizer, "diloco", "fp32", 0),
+         "delayed fragments": partial(outer_optimizer, "noloco", "int8", 1, fragments=2)}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("fault, lines", [
     ("none", []),
-    ("seeds", ["replicas began with different weights: seed all alike"]),
+    ("seeds", ["replicas began with different weights: give all the same (weights: by the same seed)"]),
     ("averaged", ["replicas hold equal weights before they meet: is something else averaging "
                   "gradients? DDP?"]),
     ("replaced", ["2 of 4 trainable parameters do not move, first number 2: does the model still use "
@@ -609,6 +613,37 @@ def _checked(rank, world, kind, fault):
 ])
 def test_each_fault_of_a_foreign_trainer_is_said_once_and_of_a_healthy_run_nothing(kind, fault, lines):
     assert processes(4, _checked, kind, fault) == [lines, [], [], []]
+
+
+@pytest.mark.parametrize("kind, step", [("pairs", 6), ("DiLoCo", 6), ("delayed fragments", 5)])
+def test_the_rank_where_nan_begins_says_so_once_before_it_spreads(kind, step):
+    """A fragment leaves after each of two inner steps, whole messages after the second."""
+    line = (f"rank 1: the weights are not finite after inner step {step}, and outer steps carry this to all "
+            "replicas. Leave out optimizer steps whose gradient is not finite")
+    assert processes(4, _checked, KINDS[kind], "NaN") == [[], [line], [], []]
+
+
+@gloo
+def _unlike(rank, world, cases):
+    """What this rank is warned of at the first inner step, where the last rank has such settings."""
+    found = []
+    for settings in cases:
+        weight = torch.nn.Parameter(torch.ones(3))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            outer = NoLoCo([weight], **settings if rank == world - 1 else {})
+            Checked(outer, [weight]).step()
+        found.append([str(warning.message) for warning in told])
+    return found
+
+
+def test_replicas_with_other_settings_are_warned_of_before_they_meet():
+    cases = [dict(alpha=0), dict(beta=1), dict(gamma=1.0), dict(group_size=3), dict(seed=1),
+             dict(codec=OneByte([16])), dict(inner_steps=10, gamma=0.7)]      # these may differ, or do not
+    names = ["alpha", "beta, gamma", "gamma", "group_size", "seed", "codec"]
+    lines = [[f"replicas began with different {name}: give all the same (weights: by the same seed)"]
+             for name in names]
+    assert processes(3, _unlike, cases) == [[*lines, []], [[]] * len(cases), [[]] * len(cases)]
 
 
 def test_a_replica_alone_is_warned_of_nothing_and_checks_pass_on_what_a_trainer_uses():
@@ -619,6 +654,7 @@ def test_a_replica_alone_is_warned_of_nothing_and_checks_pass_on_what_a_trainer_
         for _ in range(4):
             weight.data.add_(1)
             outer.step()
-    assert (outer.steps, outer.bytes_sent, set(outer.state_dict())) == (4, 0, {"phi", "delta", "steps"})
+    assert (outer.steps, outer.bytes_sent) == (4, 0)
+    assert set(outer.state_dict()) == {"phi", "delta", "steps", "bytes_sent"}
     outer.steps = 7
     assert outer.outer.steps == 7

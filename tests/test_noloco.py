@@ -155,7 +155,7 @@ def _state_dict(rank, world, kind):
                 outer.load_state_dict(state)
             inner(model, optimizer, xs[step], ys[step])
             outer.step()
-        results.append([p.tolist() for p in model.parameters()])
+        results.append([outer.bytes_sent, *(p.tolist() for p in model.parameters())])
         outer.settle()
     return results
 
@@ -163,7 +163,15 @@ def _state_dict(rank, world, kind):
 @pytest.mark.parametrize("kind", [NoLoCo, phi_ahead])
 def test_state_dict_round_trips_to_the_bit(kind):
     for whole, resumed in processes(4, _state_dict, kind):
-        assert whole == resumed
+        assert whole == resumed and whole[0] > 0
+
+
+def test_a_state_without_bytes_as_it_was_saved_once_is_loaded():
+    outer = NoLoCo([torch.nn.Parameter(torch.ones(3))])
+    state = dict(outer.state_dict(), steps=7)
+    del state["bytes_sent"]
+    outer.load_state_dict(state)
+    assert (outer.steps, outer.bytes_sent) == (7, 0)
 
 
 # ---------------- other people's trainers: the recipes of docs/

@@ -41,12 +41,12 @@ def fresh(rank, kind):
 
 
 def trained_on(training, steps):
-    """The weights after these steps."""
+    """The weights after these steps, and the bytes sent."""
     model, optimizer, outer, xs, ys = training
     for step in steps:
         inner(model, optimizer, xs[step], ys[step])
         outer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return [*torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), outer.bytes_sent]
 
 
 @gloo

@@ -30,9 +30,10 @@ from survive.meeting import Silent, gloo_group, is_loss
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob, own_checkpoint
 from survive.pipeline import SurvivingPipeline
-from survive.standby import enough, standby_of
-from tests.harness import (HERE, SMALL, assert_same, checkpoint, fork, metrics, patience, processes,
-                           rank_process, run, store_host, surviving, surviving_main, train_main, wait_until)
+from survive.standby import address_in_use, enough, host_standby, standby_of
+from tests.harness import (HERE, SMALL, assert_same, checkpoint, fork, free_port, metrics, patience,
+                           processes, rank_process, run, store_host, surviving, surviving_main, train_main,
+                           wait_until)
 from train import Job, restarts
 
 
@@ -515,6 +516,28 @@ def test_the_standby_store_of_a_stopped_process_holds_nobody(number, found):
     with store_host() as (port, pid):
         os.kill(pid, number)
         assert processes(1, _finds_store, port, limit=patience(30)) == [found]
+
+
+def _joins_beside_itself(rank, world):
+    """Rank 1 comes with --join while another process has its place: its address, what the new one says, and
+    whether it wrote to the store; then the address where the other process has ended."""
+    os.environ.update(RANK="1", WORLD_SIZE="2")
+    store, held = Job().store, host_standby()       # as the other process holds it
+    address, port = held[1]
+    store.set("standby/1", json.dumps([address, port]))
+    keys = store.num_keys()
+    said = surviving_main(1, 2, ["--join"])
+    wrote = store.num_keys() - keys
+    store.set("standby/1", json.dumps([address, free_port()]))
+    return f"{address}:{port}", said, wrote, address_in_use(store, 1), address_in_use(store, 7)
+
+
+def test_a_rank_that_lives_is_joined_by_no_second_process():
+    """It trained beside the first one, and left rows in its log."""
+    with store_host() as (port, _):
+        [(place, said, *rest)] = processes(1, _joins_beside_itself, port=port)
+    line = f"error: --join takes the place of a lost process, but rank 1 lives at {place}: end it first\n"
+    assert said == (2, line) and rest == [0, None, None]
 
 
 @pytest.mark.faults
