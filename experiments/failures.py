@@ -12,7 +12,7 @@ import sys
 
 import train
 from experiments.harness import Row, Setting, built, command, run_all
-from experiments.pictures import COLOURS, WIDTH, counted, differences, frame
+from experiments.pictures import COLOURS, WIDTH, counted, differences, frame, percent
 from experiments.tables import MEANS_ONLY, Expected, Table, mean_final, over_runs, results
 from train import Job
 
@@ -88,14 +88,16 @@ def show(found):
 
 def draw(plt, found):
     more = costs(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 2.6))
-    differences(axis, list(more.values()), len(more) * [COLOURS["NoLoCo"]], list(more), "+.1%")
+    figure, axis = plt.subplots(figsize=(WIDTH, 2.4))
+    names = [label.replace(" of", "\nof") for label in more]
+    differences(axis, list(more.values()), len(more) * [COLOURS["NoLoCo"]], names, "+.1%")
     axis.set(xlabel="perplexity over that without deaths")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
+    axis.xaxis.set_major_formatter(percent)
     seeds = counted(len(next(iter(found["runs"].values()))), "seed")
     frame(figure, found, "Training goes on where nodes die; what it costs, we cannot tell",
           "What deaths of nodes cost", f"In so many iterations a node of a later stage loses its "
-          f"microbatches. 4 stages of 2 nodes, {seeds}; bars: 95% intervals.")
+          f"microbatches. NoLoCo, 4 stages of 2 nodes, replicas' means, {seeds}; bars: 95% "
+          f"intervals.")
     return figure
 
 

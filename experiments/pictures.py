@@ -45,6 +45,11 @@ def counted(number, thing):
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
+def percent(value, _):
+    """"-5%", "0%", "+5%": a formatter of an axis."""
+    return f"{value:+.0%}" if abs(value) > 1e-9 else "0%"
+
+
 # ---------------------------------------------------------------- lines of several seeds
 
 
