@@ -13,7 +13,7 @@ import sys
 import train
 from experiments.harness import Row, Setting, built, command, run_all
 from experiments.pictures import COLOURS, WIDTH, counted, differences, frame, percent
-from experiments.tables import MEANS_ONLY, Expected, Table, mean_final, over_runs, results
+from experiments.tables import MEANS_ONLY, Expected, Table, mean_final, over_runs, results, sure
 from train import Job
 
 SHARES = {"try": (0.1,), "plot": (0, 0.1), "full": (0, 0.05, 0.1)}
@@ -94,7 +94,10 @@ def draw(plt, found):
     axis.set(xlabel="perplexity over that without deaths")
     axis.xaxis.set_major_formatter(percent)
     seeds = counted(len(next(iter(found["runs"].values()))), "seed")
-    frame(figure, found, "Training goes on where nodes die; what it costs, we cannot tell",
+    words = "what it costs, we cannot tell"
+    if sure(list(more.values()))[-1]:
+        words = f"it costs {list(more.values())[-1].mean:.0%}"
+    frame(figure, found, f"Training goes on where nodes die; {words}",
           "What deaths of nodes cost", f"In so many iterations a node of a later stage loses its "
           f"microbatches. NoLoCo, 4 stages of 2 nodes, replicas' means, {seeds}; bars: 95% "
           f"intervals.")

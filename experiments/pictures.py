@@ -50,27 +50,12 @@ def percent(value, _):
     return f"{value:+.0%}" if abs(value) > 1e-9 else "0%"
 
 
-# ---------------------------------------------------------------- lines of several seeds
+# ---------------------------------------------------------------- comparisons
 
 
-def at_each_point(curves):
-    """[the values of all curves at that point]; some curves may end early."""
-    points = []
-    for i in range(max(map(len, curves))):
-        points.append([curve[i] for curve in curves if i < len(curve)])
-    return points
-
-
-def band(axis, curves, x, colour, **style):
-    """Draw the mean of the curves, one per seed, as a line and their range as a band."""
-    points = at_each_point(curves)
-    x = x[:len(points)]
-    if len(points) == 1:            # a line of one point would not be seen
-        style["marker"] = "o"
-    axis.plot(x, [statistics.mean(point) for point in points], color=colour, **{"lw": 1.5, **style})
-    lows = [min(point) for point in points]
-    highs = [max(point) for point in points]
-    axis.fill_between(x, lows, highs, color=colour, alpha=0.15, lw=0)
+def aside(x, place):
+    """x moved to the right, further for a line of a later place, so that no bar hides another."""
+    return [at + 0.015 * place * max(x) for at in x]
 
 
 def bars(axis, x, comparisons, colour, times=100, **style):
@@ -99,16 +84,6 @@ def differences(axis, comparisons, colours, names, form="+.3f"):
     axis.grid(axis="y", visible=False)
 
 
-def focus(axis, curves):
-    """Limit the axis to where the curves of losses end: from the lowest loss to the highest after a
-    quarter of a run."""
-    low = min(min(curve) for curve in curves)
-    high = max(curve[len(curve) // 4] for curve in curves)
-    if high > low:
-        margin = 0.06 * (high - low)
-        axis.set_ylim(low - margin, high + margin)
-
-
 # ---------------------------------------------------------------- labels at the lines' ends
 
 
@@ -119,6 +94,8 @@ def label_ends(axis):
     each other as little as they can. Call it last, once limits, titles and the labels of the axes
     are set.
     """
+    figure = axis.figure
+    figure.draw_without_rendering()         # sets the limits
     lines, texts = [], []
     for handle, text in zip(*axis.get_legend_handles_labels()):
         lines.append(getattr(handle, "lines", [handle])[0])     # of an errorbar: without its bars
@@ -130,7 +107,6 @@ def label_ends(axis):
         end = x, line.get_ydata()[-1]
         labels.append(axis.annotate(text, end, xytext=(6, 0), textcoords="offset points",
                                     va="center", color=line.get_color(), annotation_clip=False))
-    figure = axis.figure
     figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in labels]
     middles = [(box.y0 + box.y1) / 2 for box in boxes]

@@ -152,6 +152,14 @@ def holm(values, level=LEVEL):
     return survives
 
 
+def sure(comparisons):
+    """Which survive Holm's correction over all of these: a truth value for each. Of one seed none
+    does."""
+    if any(one.p is None for one in comparisons):
+        return [False] * len(comparisons)
+    return holm([one.p for one in comparisons])
+
+
 def lower_and_sure(comparisons):
     """(those with a mean below zero, those of these that survive Holm's correction over all).
     Comparisons of several seeds each."""
@@ -306,13 +314,13 @@ def more_at_the_ends(runs, others):
     return Comparison([loss - other for loss, other in pairs])
 
 
-def more_than(runs, others):
-    """Nats per byte over the other of its seed, at the moment when the first of the two runs
-    ends."""
+def more_than(runs, others, share=1.0):
+    """Nats per byte over the other of its seed, after this share of the time at which the first of
+    the two runs ends."""
     differences = []
     for run, other in zip(runs, same_seeds(runs, others)):
-        end = min(ends([run, other]))
-        differences.append(loss_at(end, run) - loss_at(end, other))
+        moment = share * min(ends([run, other]))
+        differences.append(loss_at(moment, run) - loss_at(moment, other))
     return Comparison(differences)
 
 
