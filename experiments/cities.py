@@ -89,8 +89,8 @@ def time_over(runs, others):
 
 def show(found):
     runs = results(found)
-    table = Table("paths", "seconds of an iteration", "over the planned full pipeline's",
-                  "held-out nats per byte", "over the planned full pipeline's, in equal time")
+    table = Table("paths", "seconds of an iteration", "over full, planned", "loss, nats per byte",
+                  "over full, planned, in equal time")
     for name, seeds in runs.items():
         seconds = f"{statistics.mean(iteration_seconds(seeds)):.3f}"
         time, more = None, None
@@ -99,7 +99,7 @@ def show(found):
         table.add(name, seconds, time, mean_final(seeds), more)
     table.end()
     unplanned = runs[UNPLANNED]
-    table = Table("paths", "seconds of an iteration over the unplanned full pipeline's")
+    table = Table("paths", "seconds of an iteration over the unplanned")
     for name, seeds in runs.items():
         if seeds is not unplanned:
             table.add(name, time_over(seeds, unplanned))

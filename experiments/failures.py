@@ -79,7 +79,7 @@ def costs(found):
 
 def show(found):
     more = costs(found)
-    table = Table("a node dies in", "held-out nats per byte", "perplexity over none")
+    table = Table("a node dies in", "loss, nats per byte", "perplexity over none")
     for label, seeds in results(found).items():
         table.add(label, mean_final(seeds), more.get(label))
     table.end()

@@ -164,16 +164,16 @@ def beside_bounds(rate, alpha, gamma, n, k):
 
 
 def show(found):
-    table = Table("n", "inside the paper's window", "of them grow", "decay",
-                  "of them outside the window")
+    table = Table("replicas in a group", "points in the paper's window", "of these drift apart",
+                  "points that stay together", "of these outside the window")
     for n, row in found["groups"].items():
         fails = row["window_fails"]
         table.add(n, fails["inside"], fails["inside_grows"], fails["decays"],
                   fails["outside_decays"])
     table.end()
-    table = Table("n", "sign as gamma_bound's (farthest off)",
-                  "as the exact bound's (farthest off)", "limit at alpha = 0.5: measured, exact",
-                  f"with pull {found['pulls'][1]:g}")
+    table = Table("replicas in a group", "our bound is right (farthest off)",
+                  "the exact bound (farthest off)", "limit at alpha 0.5: measured, exact",
+                  f"the same with pull {found['pulls'][1]:g}")
     at = min(range(len(found["alphas"])), key=lambda i: abs(found["alphas"][i] - 0.5))
     for n, row in found["groups"].items():
         cells = []
@@ -197,15 +197,15 @@ def draw(plt, found):
         ["#BFE3D6", "#F6D5BE"]), shading="nearest", rasterized=True)
     lower, upper = row["window"]
     axis.plot(alphas, row["bound"], color="#000000", lw=2.5, label="our bound")
-    axis.plot(alphas, upper, "--", color=COLOURS["DiLoCo"], lw=2, label="window's end")
-    axis.plot(alphas, lower, "--", color=COLOURS["DiLoCo"], lw=2, label="window's begin")
+    axis.plot(alphas, upper, "--", color=COLOURS["DiLoCo"], lw=2, label="the window's end")
+    axis.plot(alphas, lower, "--", color=COLOURS["DiLoCo"], lw=2, label="the window's start")
     axis.text(0.6, 3.0, "replicas drift apart", ha="center")
     axis.text(0.05, 0.55, "pairs stay together")
-    for name, (alpha, beta) in {"the papers' default": found["default"], "train.py": (
+    for name, (alpha, beta) in {"the paper's": found["default"], "train.py": (
             TINY["noloco"]["alpha"], TINY["noloco"]["beta"])}.items():
         axis.plot(alpha, beta, "o", color=COLOURS["NoLoCo"], ms=8, clip_on=False)
-        axis.annotate(name, (alpha, beta), xytext=(8, 0), textcoords="offset points",
-                      va="center", color=COLOURS["NoLoCo"])
+        axis.annotate(name, (alpha, beta), xytext=(8, 8), textcoords="offset points",
+                      color=COLOURS["NoLoCo"])
     axis.set(xlabel="alpha, the momentum", ylabel="gamma = beta", xlim=(0, 0.95), ylim=(0, 4))
     axis.grid(False)
     frame(figure, found, "Pairs stay together below our bound, not inside the paper's window",

@@ -35,7 +35,7 @@ PRIMARY = (
     ("NoLoCo every 2 over DiLoCo every 4", (MAIN, NOLOCO[2], DILOCO[4]), None),
     ("fragments with D = 1 over whole with D = 5", (MAIN, LATE_PARTS, LATER), None),
     ("fragments with D = 1 over whole with D = 1", (MAIN, LATE_PARTS, LATE), None),
-    ("NoLoCo every 10 over DDP: 4096 tokens for 300 steps over 1024 for 1200",
+    ("gap to DDP: 300 steps of 4096 over 1200 of 1024",
      (WIDE, NOLOCO[10], DDP), (MAIN, NOLOCO[10], DDP)),
     ("NoLoCo every 10 over DDP, Muon", ("Muon", NOLOCO[10], DDP), None),
 )
@@ -151,8 +151,8 @@ def show_primary(found):
 
 def show_setting(found, setting):
     head = f"{setting.name}: {setting.replicas} replicas, {setting.tokens} tokens"
-    table = Table(f"{head}, {setting.steps} steps", "bytes of DDP's", "rate", "nats per byte",
-                  "over DDP's")
+    table = Table(f"{head}, {setting.steps} steps", "bytes of DDP's", "learning rate",
+                  "loss, nats per byte", "perplexity over DDP's")
     for trial in setting.trials:
         name, key = NAMES[trial], "merged"
         if trial == NEVER:
@@ -170,8 +170,8 @@ def show_setting(found, setting):
 
 def show_pairs(found):
     """The settings of data and of replicas, beside the main one."""
-    table = Table("NoLoCo every 10 beside DDP", "DDP's rate", "NoLoCo's rate",
-                  "DDP, nats per byte", "NoLoCo over DDP's")
+    table = Table("NoLoCo every 10 beside DDP", "DDP's learning rate", "NoLoCo's",
+                  "DDP's loss, nats per byte", "NoLoCo's perplexity over DDP's")
     for setting in found.scale.settings:
         base = found.losses(setting.name, DDP)
         if base and (setting.trials == PAIR or setting.name == MAIN):
@@ -185,7 +185,7 @@ def show_pairs(found):
 
 def show_means(found):
     """What the replicas lose before they are merged."""
-    table = Table("replicas' mean", "nats per byte", "over DDP's")
+    table = Table("replicas' mean", "loss, nats per byte", "perplexity over DDP's")
     for trial in NAMES:
         losses = found.losses(MAIN, trial, "mean")
         if losses and trial != DDP:

@@ -35,8 +35,8 @@ def there(found, stages):
 
 def show(found):
     """Also of the models that trained for equal time."""
-    table = Table("stages, share skipped in training", "75% of the stages, over all of them",
-                  "half of the stages, over all")
+    table = Table("stages, share skipped in training", "perplexity with 75% of them, over all",
+                  "with half of them, over all")
     for label, runs in results(found).items():
         if label.endswith(RHO) or label.endswith(" 0% skipped"):
             table.add(label, missing_over(runs, "0.75"), missing_over(runs, "0.5"))

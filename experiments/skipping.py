@@ -160,7 +160,7 @@ def show(found):
     runs = results(found)
     by_rho = [label for label in runs if label.endswith(RHO)]
     for labels in ([label for label in runs if label not in by_rho], by_rho):
-        table = Table("stages, share skipped", "steps", "held-out nats per byte",
+        table = Table("stages, share skipped", "steps", "loss, nats per byte",
                       "perplexity over a full pipeline's")
         for label in labels:
             steps = f"{runs[label][0].steps[-1]:.0f}"
@@ -173,7 +173,7 @@ def show(found):
 
 def show_rho(runs, by_rho):
     """The same weights under the rho rule and as in the papers."""
-    table = Table("stages, share skipped", "the rho rule over evaluation as in the papers",
+    table = Table("stages, share skipped", "perplexity, rho rule over none",
                   "with 75% of the stages", "with half of the stages")
     for label in by_rho:
         same = same_seeds(runs[label], runs[label.removesuffix(RHO)])

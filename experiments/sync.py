@@ -118,7 +118,7 @@ def draw_with_bytes(plt, found):
              "pair, two exchanges (paper)": "pair, as in\nthe paper",
              "NoLoCo here, one exchange": "pair, here"}
     colours = (SHADES[0], SHADES[2], SHADES[4], "#555555", COLOURS["NoLoCo"])
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.4))
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.7))
     for colour, (name, text) in zip(colours, names.items()):
         seconds = found["seconds"][name]
         line(axis, [int(n) for n in seconds], list(seconds.values()), colour, text)

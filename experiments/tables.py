@@ -84,7 +84,7 @@ def half_width(freedom):
 @dataclass
 class Comparison:
     """Paired differences, one per seed; below zero is better. form: a format such as "+.3f" or
-    "+.1%"."""
+    "+.1%"; as text "+5.2% [3.3, 7.1]"."""
     differences: list
     form: str = "+.3f"
 
@@ -131,10 +131,13 @@ class Comparison:
         return "cannot tell"
 
     def __str__(self):
+        text = f"{self.mean:{self.form}}"
         if self.interval is None:
-            return f"{self.mean:{self.form}}"
-        low, high = self.interval
-        return f"{self.mean:{self.form}} [{low:{self.form}}, {high:{self.form}}]"
+            return text
+        times = 100 if self.form.endswith("%") else 1
+        digits = self.form.strip("+f%")
+        low, high = [f"{times * end:{digits}f}" for end in self.interval]
+        return f"{text} [{low}, {high}]"
 
 
 def holm(values, level=LEVEL):

@@ -213,7 +213,7 @@ def over_another(seeds, others):
 
 
 def show(found):
-    table = Table("paths: method, share of the time", "steps", "held-out nats per byte",
+    table = Table("paths: method, share of the time", "steps", "loss, nats per byte",
                   "over the best full pipeline's after 100%", "over DDP's, same paths and time")
     rows = share_rows(found)
     best = best_ddp(rows)
