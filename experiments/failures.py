@@ -12,8 +12,8 @@ import sys
 
 import train
 from experiments.harness import Row, Setting, built, command, run_all
-from experiments.pictures import COLOURS, WIDTH, counted, differences, frame
-from experiments.tables import MEANS_ONLY, Expected, Table, mean_final, over_runs, results
+from experiments.pictures import COLOURS, WIDTH, counted, differences, frame, percent
+from experiments.tables import MEANS_ONLY, Expected, Table, mean_final, over_runs, results, sure
 from train import Job
 
 SHARES = {"try": (0.1,), "plot": (0, 0.1), "full": (0, 0.05, 0.1)}
@@ -79,7 +79,7 @@ def costs(found):
 
 def show(found):
     more = costs(found)
-    table = Table("a node dies in", "held-out nats per byte", "perplexity over none")
+    table = Table("a node dies in", "loss, nats per byte", "perplexity over none")
     for label, seeds in results(found).items():
         table.add(label, mean_final(seeds), more.get(label))
     table.end()
@@ -88,14 +88,19 @@ def show(found):
 
 def draw(plt, found):
     more = costs(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 2.6))
-    differences(axis, list(more.values()), len(more) * [COLOURS["NoLoCo"]], list(more), "+.1%")
+    figure, axis = plt.subplots(figsize=(WIDTH, 2.4))
+    names = [label.replace(" of", "\nof") for label in more]
+    differences(axis, list(more.values()), len(more) * [COLOURS["NoLoCo"]], names, "+.1%")
     axis.set(xlabel="perplexity over that without deaths")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
+    axis.xaxis.set_major_formatter(percent)
     seeds = counted(len(next(iter(found["runs"].values()))), "seed")
-    frame(figure, found, "Training goes on where nodes die; what it costs, we cannot tell",
+    words = "what it costs, we cannot tell"
+    if sure(list(more.values()))[-1]:
+        words = f"it costs {list(more.values())[-1].mean:.0%}"
+    frame(figure, found, f"Training goes on where nodes die; {words}",
           "What deaths of nodes cost", f"In so many iterations a node of a later stage loses its "
-          f"microbatches. 4 stages of 2 nodes, {seeds}; bars: 95% intervals.")
+          f"microbatches. NoLoCo, 4 stages of 2 nodes, replicas' means, {seeds}; bars: 95% "
+          f"intervals.")
     return figure
 
 

@@ -14,9 +14,9 @@ from experiments.tables import Comparison, Expected, Table
 COMPARED = {        # the first over the second
     "fragments, D = 1, over whole, D = 5": (LATE_PARTS, LATER),
     "fragments, D = 1, over whole, D = 1": (LATE_PARTS, LATE),
-    "fragments over whole, both D = 0": (PARTS, NOLOCO[10]),
-    "whole: D = 5 over D = 0": (LATER, NOLOCO[10]),
-    "whole: D = 1 over D = 0": (LATE, NOLOCO[10]),
+    "fragments, D = 0, over whole, D = 0": (PARTS, NOLOCO[10]),
+    "whole, D = 5, over whole, D = 0": (LATER, NOLOCO[10]),
+    "whole, D = 1, over whole, D = 0": (LATE, NOLOCO[10]),
 }
 
 
@@ -32,7 +32,7 @@ def compared(found):
 
 
 def show(found):
-    table = Table("NoLoCo every 10, merged models", "nats per byte")
+    table = Table("NoLoCo every 10 steps, merged models", "nats per byte")
     for name, nats in compared(found).items():
         table.add(name, nats)
     table.end()
@@ -42,13 +42,14 @@ def draw(plt, found):
     pairs = compared(found)
     seeds = counted(len(gap.Found.of(found).losses(MAIN, DDP)), "seed")
     figure, axis = plt.subplots(figsize=(WIDTH, 3.8))
-    colours = [COLOURS["NoLoCo"] if "fragments" in name else COLOURS["planned"] for name in pairs]
-    differences(axis, list(pairs.values()), colours, list(pairs))
-    axis.set(xlabel="nats per byte (left of zero: the first one ends lower)")
-    frame(figure, found, "A tenth of the weights at every step beats all of them every ten steps, "
-          "mostly by the shorter delay", "Fragments beside whole messages",
-          f"NoLoCo every 10 steps, 10 fragments or whole messages, for the same bytes; D: steps "
-          f"until what came is merged. Merged models, {seeds}; bars: 95% intervals.")
+    names = [name.replace(", over ", "\nover ") for name in pairs]
+    colours = [COLOURS["NoLoCo" if "fragments" in name else "planned"] for name in pairs]
+    differences(axis, list(pairs.values()), colours, names)
+    axis.set(xlabel="nats per byte (below zero: the first one is better)")
+    frame(figure, found, "Fragments beat whole messages, mostly by their shorter delay",
+          "Fragments beside whole messages", f"NoLoCo: a tenth of the weights at each step, or all "
+          f"every 10 steps, for as many bytes. D: steps until what came is merged. Grey: what a "
+          f"delay costs by itself. Merged models, {seeds}; bars: 95% intervals.")
     return figure
 
 

@@ -21,7 +21,7 @@ from experiments.gap_runs import (DDP, DILOCO, LATE, LATE_PARTS, LATER, MAIN, NA
                                   NOLOCO, PAIR, PAPER_DILOCO, PAPER_NOLOCO, SCALES, WIDE, Rows,
                                   best_rate, measured_lessons, rate_losses, train_all)
 from experiments.harness import Row, command
-from experiments.pictures import COLOURS, WIDTH, bars, counted, frame, push_apart
+from experiments.pictures import COLOURS, WIDTH, bars, counted, frame
 from experiments.tables import Comparison, Expected, Table, holm
 
 # ---------------------------------------------------------------- what was found
@@ -35,7 +35,7 @@ PRIMARY = (
     ("NoLoCo every 2 over DiLoCo every 4", (MAIN, NOLOCO[2], DILOCO[4]), None),
     ("fragments with D = 1 over whole with D = 5", (MAIN, LATE_PARTS, LATER), None),
     ("fragments with D = 1 over whole with D = 1", (MAIN, LATE_PARTS, LATE), None),
-    ("NoLoCo every 10 over DDP: 4096 tokens for 300 steps over 1024 for 1200",
+    ("gap to DDP: 300 steps of 4096 over 1200 of 1024",
      (WIDE, NOLOCO[10], DDP), (MAIN, NOLOCO[10], DDP)),
     ("NoLoCo every 10 over DDP, Muon", ("Muon", NOLOCO[10], DDP), None),
 )
@@ -151,8 +151,8 @@ def show_primary(found):
 
 def show_setting(found, setting):
     head = f"{setting.name}: {setting.replicas} replicas, {setting.tokens} tokens"
-    table = Table(f"{head}, {setting.steps} steps", "bytes of DDP's", "rate", "nats per byte",
-                  "over DDP's")
+    table = Table(f"{head}, {setting.steps} steps", "bytes of DDP's", "learning rate",
+                  "loss, nats per byte", "perplexity over DDP's")
     for trial in setting.trials:
         name, key = NAMES[trial], "merged"
         if trial == NEVER:
@@ -170,8 +170,8 @@ def show_setting(found, setting):
 
 def show_pairs(found):
     """The settings of data and of replicas, beside the main one."""
-    table = Table("NoLoCo every 10 beside DDP", "DDP's rate", "NoLoCo's rate",
-                  "DDP, nats per byte", "NoLoCo over DDP's")
+    table = Table("NoLoCo every 10 beside DDP", "DDP's learning rate", "NoLoCo's",
+                  "DDP's loss, nats per byte", "NoLoCo's perplexity over DDP's")
     for setting in found.scale.settings:
         base = found.losses(setting.name, DDP)
         if base and (setting.trials == PAIR or setting.name == MAIN):
@@ -185,7 +185,7 @@ def show_pairs(found):
 
 def show_means(found):
     """What the replicas lose before they are merged."""
-    table = Table("replicas' mean", "nats per byte", "over DDP's")
+    table = Table("replicas' mean", "loss, nats per byte", "perplexity over DDP's")
     for trial in NAMES:
         losses = found.losses(MAIN, trial, "mean")
         if losses and trial != DDP:
@@ -221,44 +221,41 @@ LINES = {   # its label: (setting, trials, colour, style)
     "NoLoCo": (MAIN, NOLOCO.values(), "NoLoCo", dict(ls="-")),
     "DiLoCo": (MAIN, DILOCO.values(), "DiLoCo", dict(ls="-")),
     "NoLoCo\nwith Muon": ("Muon", (NOLOCO[2], NOLOCO[10]), "NoLoCo", dict(ls="--")),
-    "NoLoCo, its paper's outer step": (MAIN, (PAPER_NOLOCO,), "NoLoCo", dict(mfc="white", ms=6)),
-    "DiLoCo, its paper's outer step": (MAIN, (PAPER_DILOCO,), "DiLoCo", dict(mfc="white", ms=6)),
+    "NoLoCo with its paper's outer step": (MAIN, (PAPER_NOLOCO,), "NoLoCo", dict(mfc="white")),
+    "DiLoCo with its paper's outer step": (MAIN, (PAPER_DILOCO,), "DiLoCo", dict(mfc="white")),
 }
-LEFT = [label for label in LINES if label not in ("NoLoCo", "DiLoCo")]      # of their lines
+ASIDE = 1.4         # points of the papers' outer steps are so much to the right of their bytes
 TICKS = (50, 100), (10, 20), (2, 4)         # NoLoCo's m and DiLoCo's, of about as many bytes
 
 
 def draw(plt, found):
     """The merged model's perplexity over DDP's against the bytes that a rank sends."""
     there = Found.of(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
-    ends = {}
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.4))
     for label, (name, trials, colour, style) in LINES.items():
+        aside = ASIDE if "paper" in label else 1
         gaps = {}
         for trial in trials:
             gap = there.over(name, trial)
             if gap:
-                gaps[100 * bytes_of_ddp(trial, 8)] = gap
+                gaps[100 * bytes_of_ddp(trial, 8) * aside] = gap
         if gaps:
             x = sorted(gaps)
-            bars(axis, x, [gaps[at] for at in x], COLOURS[colour], **style)
-            end = x[0] if label in LEFT else x[-1]
-            ends[label] = COLOURS[colour], end, 100 * gaps[end].mean
+            bars(axis, x, [gaps[at] for at in x], COLOURS[colour], label=label, **style)
     axis.plot([100], [0], "s", color=COLOURS["DDP"], ms=6)
-    axis.annotate("DDP", (100, 0), xytext=(8, 0), textcoords="offset points", va="center")
+    axis.annotate("DDP", (100, 0), xytext=(0, 8), textcoords="offset points", ha="center")
     axis.set_xscale("log")
     places, names = ticks(there)
-    axis.set(xlim=(min(places) / 16, 220), ylim=(-4, None), xticks=places, xticklabels=names,
+    axis.set(xlim=(min(places) / 1.8, 180), ylim=(-4, None), xticks=places, xticklabels=names,
              xlabel="bytes that a rank sends to synchronise, of DDP's",
              ylabel="perplexity over DDP's, %")
     axis.minorticks_off()
     seeds = counted(len(there.losses(MAIN, DDP)), "seed")
     frame(figure, found, finding(there), "NoLoCo and DiLoCo beside DDP: perplexity against bytes",
-          f"Merged models, each over DDP with its own optimizer (Adam where none is named). "
-          f"8 replicas, fp32, {there.settings[MAIN].steps} steps of 1024 tokens a replica; "
-          f"{seeds} (Muon 5); bars: 95% intervals.")
-    label_column(axis, ends, [label for label in ends if label not in LEFT], 8)
-    label_column(axis, ends, [label for label in ends if label in LEFT], -8)
+          f"Each over DDP with its own optimizer (Adam where none is named). Rings: the papers' "
+          f"outer steps, moved to the right, for as many bytes as the points beside them. Merged "
+          f"models, 8 replicas, {there.settings[MAIN].steps} steps of 1024 tokens, fp32; {seeds} "
+          f"(Muon 5), bars: 95% intervals.")
     return figure
 
 
@@ -269,28 +266,8 @@ def ticks(found):
         if found.losses(MAIN, NOLOCO[ours]):
             x = 100 * math.sqrt(bytes_of_ddp(NOLOCO[ours], 8) * bytes_of_ddp(DILOCO[theirs], 8))
             places.append(x)
-            names.append(f"~{x:.0f}%\nNoLoCo every {ours}\nDiLoCo every {theirs}")
-    return [*places, 100], [*names, "100%\nDDP"]
-
-
-def label_column(axis, ends, labels, away):
-    """Write labels beside the ends {label: (colour, x, y)} of lines, none on another. away: points
-    to the right of them, or to the left."""
-    axis.figure.draw_without_rendering()
-    to_points = 72 / axis.figure.dpi
-    pick = max if away > 0 else min
-    column = {}         # of labels near each other, the end that lies farthest out
-    for label in labels:
-        x = ends[label][1]
-        column[label] = pick(other[1] for key, other in ends.items()
-                             if key in labels and 0.5 < other[1] / x < 2)
-    heights = [to_points * axis.transData.transform(ends[label][1:])[1] for label in labels]
-    moved = push_apart(heights, [13.0 * (1 + label.count("\n")) for label in labels])
-    for label, height, place in zip(labels, heights, moved):
-        colour, _, y = ends[label]
-        axis.annotate(label, (column[label], y), xytext=(away, place - height),
-                      textcoords="offset points",
-                      ha="left" if away > 0 else "right", va="center", color=colour)
+            names.append(f"{x:.0f}%\nNoLoCo every {ours}\nDiLoCo every {theirs}")
+    return [*places, 100], [*names, "100%\nevery 1"]
 
 
 def finding(found):
@@ -298,11 +275,11 @@ def finding(found):
     verdicts = found.verdicts()
     if not verdicts:
         return ""
-    far, near = found.over(MAIN, NOLOCO[10]).mean, found.over(MAIN, NOLOCO[2]).mean
-    diloco = {"better": "and below DiLoCo", "worse": "and above DiLoCo",
-              "cannot tell": "with no clear difference to DiLoCo"}[verdicts[TEN_OVER_DILOCO]]
-    return (f"NoLoCo ends {far:.0%} above DDP for {bytes_of_ddp(NOLOCO[10], 8):.0%} of its bytes "
-            f"({near:.0%} for {bytes_of_ddp(NOLOCO[2], 8):.0%}), {diloco}")
+    far = found.over(MAIN, NOLOCO[10]).mean
+    diloco = {"better": "below DiLoCo", "worse": "above DiLoCo",
+              "cannot tell": "not clearly apart from DiLoCo"}[verdicts[TEN_OVER_DILOCO]]
+    return (f"NoLoCo ends {far:.1%} above DDP for {bytes_of_ddp(NOLOCO[10], 8):.0%} of its bytes, "
+            f"{diloco}")
 
 
 # ---------------------------------------------------------------- expected numbers

@@ -7,14 +7,15 @@ The runs are those of skipping, after equal steps and under the rho rule. A mode
 """
 from experiments import skipping
 from experiments.harness import Row, command
-from experiments.pictures import COLOURS, WIDTH, bars, counted, frame
+from experiments.pictures import COLOURS, WIDTH, aside, bars, counted, frame
 from experiments.skipping import RHO, losses_without
 from experiments.tables import Comparison, Expected, Table, over, results
 
+HALF = f"50% skipped{RHO}"
 TRAINED = {         # the label's end: (its name in the picture, colour)
-    "0% skipped": ("none skipped\nin training", "full"),
-    f"25% skipped, in order{RHO}": ("25% skipped", "25%"),
-    f"50% skipped{RHO}": ("50% skipped", "50%"),
+    "0% skipped": ("none\nskipped", "full"),
+    f"25% skipped, in order{RHO}": ("a quarter", "25%"),
+    HALF: ("half", "50%"),
 }
 
 
@@ -34,8 +35,8 @@ def there(found, stages):
 
 def show(found):
     """Also of the models that trained for equal time."""
-    table = Table("stages, share skipped in training", "75% of the stages, over all of them",
-                  "half of the stages, over all")
+    table = Table("stages, share skipped in training", "perplexity with 75% of them, over all",
+                  "with half of them, over all")
     for label, runs in results(found).items():
         if label.endswith(RHO) or label.endswith(" 0% skipped"):
             table.add(label, missing_over(runs, "0.75"), missing_over(runs, "0.5"))
@@ -44,24 +45,25 @@ def show(found):
 
 def draw(plt, found):
     kinds = [stages for stages in skipping.STAGES if there(found, stages)]
-    figure, axes = plt.subplots(1, len(kinds), figsize=(WIDTH, 4.4), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(kinds), figsize=(WIDTH, 4.0), sharey=True, squeeze=False)
     for axis, stages in zip(axes.flat, kinds):
-        for end, runs in there(found, stages).items():
+        for place, (end, runs) in enumerate(there(found, stages).items()):
             name, colour = TRAINED[end]
             costs = [missing_over(runs, share) for share in ("1.0", "0.75", "0.5")]
-            bars(axis, (100, 75, 50), costs, COLOURS[colour], label=name)
-        axis.set(xlabel="% of the stages that run", xticks=(100, 75, 50), xlim=(103, 47),
+            bars(axis, aside((100, 75, 50), place), costs, COLOURS[colour], label=name)
+        axis.set(xlabel="% of the stages that run", xticks=(100, 75, 50), xlim=(106, 44),
                  title=f"{stages} stages")
-    axes.flat[0].set_ylabel("perplexity over its own whole model, %")
-    frame(figure, found, "A model trained with skipping bears missing stages; one trained without "
-          "does not", "Stages missing after training",
-          f"After equal steps, by the rho rule, the mean over all choices of so many stages; "
-          f"{counted(len(runs), 'seed')}, bars: 95% intervals.")
+    axes.flat[0].set_ylabel("perplexity over its whole model's, %")
+    loses = missing_over(there(found, 4)[HALF], "0.5").mean
+    frame(figure, found, f"Trained half skipped, 4 stages lose {loses:.1%} without half of them",
+          "Stages missing after training",
+          f"Labels: what was skipped in training. After equal steps, by the rho rule, the mean "
+          f"over all choices of so many stages; {counted(len(runs), 'seed')}, bars: 95% intervals.")
     return figure
 
 
 NUMBERS = {         # {(the label's end, the share of the stages that run): by scale}
-    (f"50% skipped{RHO}", "0.5"): dict(full=(0.007, 0.01), plot=(0.01, 0.015)),
+    (HALF, "0.5"): dict(full=(0.007, 0.01), plot=(0.01, 0.015)),
     ("0% skipped", "0.5"): dict(full=(0.52, 0.1), plot=(0.5, 0.4)),
 }
 

@@ -19,7 +19,7 @@ def picture(out, name, draw, found):
     path = Path(out, "figures", f"{name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = draw(plt, found)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)
     plt.close(figure)
     print(path)
 
@@ -34,8 +34,8 @@ def frame(figure, found, finding, subject, caption):
         title = subject
         caption = f"A small copy (--scale {found['scale']}), which holds no finding.  {caption}"
     figure.suptitle(title, x=0.01, ha="left")
-    width = int(figure.get_figwidth() * 15)         # characters of a line
-    figure.supxlabel(textwrap.fill(caption, width), x=0.01, ha="left", fontsize=8, color=GREY)
+    width = int(figure.get_figwidth() * 14)         # characters of a line
+    figure.supxlabel(textwrap.fill(caption, width), x=0.01, ha="left", fontsize=8.5, color=GREY)
     for axis in figure.axes:
         label_ends(axis)
 
@@ -45,27 +45,17 @@ def counted(number, thing):
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-# ---------------------------------------------------------------- lines of several seeds
+def percent(value, _):
+    """"-5%", "0%", "+5%": a formatter of an axis."""
+    return f"{value:+.0%}" if abs(value) > 1e-9 else "0%"
 
 
-def at_each_point(curves):
-    """[the values of all curves at that point]; some curves may end early."""
-    points = []
-    for i in range(max(map(len, curves))):
-        points.append([curve[i] for curve in curves if i < len(curve)])
-    return points
+# ---------------------------------------------------------------- comparisons
 
 
-def band(axis, curves, x, colour, **style):
-    """Draw the mean of the curves, one per seed, as a line and their range as a band."""
-    points = at_each_point(curves)
-    x = x[:len(points)]
-    if len(points) == 1:            # a line of one point would not be seen
-        style["marker"] = "o"
-    axis.plot(x, [statistics.mean(point) for point in points], color=colour, **{"lw": 1.5, **style})
-    lows = [min(point) for point in points]
-    highs = [max(point) for point in points]
-    axis.fill_between(x, lows, highs, color=colour, alpha=0.15, lw=0)
+def aside(x, place):
+    """x moved to the right, further for a line of a later place, so that no bar hides another."""
+    return [at + 0.015 * place * max(x) for at in x]
 
 
 def bars(axis, x, comparisons, colour, times=100, **style):
@@ -81,27 +71,17 @@ def bars(axis, x, comparisons, colour, times=100, **style):
 
 
 def differences(axis, comparisons, colours, names, form="+.3f"):
-    """Draw comparisons below each other, each as its mean, its number and its 95% interval, beside
-    a line at zero."""
+    """Draw comparisons below each other beside a line at zero: each one's mean, its 95% interval as
+    a bar, and its number in a column at the right."""
     axis.axvline(0, color="#000000", lw=1)
     for height, (one, colour) in enumerate(zip(comparisons, colours)):
         low, high = one.interval or (one.mean, one.mean)
         axis.plot([low, high], [height, height], color=colour, lw=2.5)
         axis.plot(one.mean, height, "o", color=colour, ms=8)
-        axis.annotate(f"{one.mean:{form}}", (one.mean, height), xytext=(0, 8), ha="center",
-                      textcoords="offset points", color=colour)
-    axis.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.7))
+        axis.annotate(f"{one.mean:{form}}", (1, height), xycoords=("axes fraction", "data"),
+                      xytext=(6, 0), textcoords="offset points", va="center", color=colour)
+    axis.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.4, -0.6))
     axis.grid(axis="y", visible=False)
-
-
-def focus(axis, curves):
-    """Limit the axis to where the curves of losses end: from the lowest loss to the highest after a
-    quarter of a run."""
-    low = min(min(curve) for curve in curves)
-    high = max(curve[len(curve) // 4] for curve in curves)
-    if high > low:
-        margin = 0.06 * (high - low)
-        axis.set_ylim(low - margin, high + margin)
 
 
 # ---------------------------------------------------------------- labels at the lines' ends
@@ -110,10 +90,12 @@ def focus(axis, curves):
 def label_ends(axis):
     """Write each line's label beside its end, at its height, in its colour.
 
-    Lines that end near the farthest end have their labels in one column beside that. Labels that
-    would overlap push each other as little as they can. Call it last, once limits, titles and the
-    labels of the axes are set.
+    Lines that end near each other have their labels in one column. Labels that would overlap push
+    each other as little as they can. Call it last, once limits, titles and the labels of the axes
+    are set.
     """
+    figure = axis.figure
+    figure.draw_without_rendering()         # sets the limits
     lines, texts = [], []
     for handle, text in zip(*axis.get_legend_handles_labels()):
         lines.append(getattr(handle, "lines", [handle])[0])     # of an errorbar: without its bars
@@ -125,7 +107,6 @@ def label_ends(axis):
         end = x, line.get_ydata()[-1]
         labels.append(axis.annotate(text, end, xytext=(6, 0), textcoords="offset points",
                                     va="center", color=line.get_color(), annotation_clip=False))
-    figure = axis.figure
     figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in labels]
     middles = [(box.y0 + box.y1) / 2 for box in boxes]
@@ -135,13 +116,15 @@ def label_ends(axis):
 
 
 def columns(axis, lines):
-    """The x of each line's label: its end's, or the farthest end's where that is near."""
-    to_axes = axis.transData + axis.transAxes.inverted()
+    """The x of each line's label: the farthest of the ends that lie near its own."""
     ends = [line.get_xdata()[-1] for line in lines]
+    to_axes = axis.transData + axis.transAxes.inverted()
     shares = [to_axes.transform((end, line.get_ydata()[-1]))[0] for end, line in zip(ends, lines)]
-    farthest = max(range(len(lines)), key=lambda i: shares[i])
-    near = [shares[farthest] - share < 0.12 for share in shares]
-    return [ends[farthest] if beside else end for end, beside in zip(ends, near)]
+    found = []
+    for own in shares:
+        near = [i for i, share in enumerate(shares) if abs(share - own) < 0.12]
+        found.append(ends[max(near, key=lambda i: shares[i])])
+    return found
 
 
 def push_apart(middles, heights):

@@ -9,6 +9,7 @@ processes, each by the second command.
 """
 import contextlib
 import io
+import statistics
 from pathlib import Path
 
 import bench_sync
@@ -21,6 +22,9 @@ from noloco import NoLoCo
 from train import Job
 
 SHADES = ("#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")    # one per number of replicas
+# Rows of the measurement that are drawn, and their names there.
+SHOWN = {"exchange of theta": "exchange", "all-reduce of theta": "all-reduce", "DiLoCo": "DiLoCo",
+         "NoLoCo": "NoLoCo", "NoLoCo, one byte a weight": "NoLoCo,\none byte"}
 COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; tables have 4 too
 
 
@@ -63,50 +67,58 @@ def show(found):
 
 
 def line(axis, x, points, colour, name):
-    """points: (value, its standard error)."""
-    values = [value for value, _ in points]
-    two = [2 * error for _, error in points]
-    axis.errorbar(x, values, two, color=colour, marker="o", capsize=2, lw=1.2, label=name)
+    """points: (value, its standard error, which is too small to be seen)."""
+    axis.plot(x, [value for value, _ in points], "o-", color=colour, lw=1.5, label=name)
+
+
+def mark_paper(axis, x, y, words, away):
+    """Ring the point of which the paper tells a number. away: the words, in points."""
+    axis.plot(x, y, "o", color=COLOURS["NoLoCo"], ms=12, mfc="none", mew=2)
+    axis.annotate(words, (x, y), xytext=away, textcoords="offset points", color=COLOURS["NoLoCo"],
+                  va="center")
 
 
 def draw_over_tree(plt, found):
     """Fig. 5A."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.4))
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.2))
     for colour, n in zip(SHADES, COUNTS):
         line(axis, found["spreads"], found["ratio"][n], colour, f"{n} replicas")
-    axis.set(xlabel="std(t) / t_c of a message", ylabel="time, tree all-reduce / pair",
-             ylim=(0, None))
-    frame(figure, found,
-          "A pair averages 10 times as fast as a tree of 1024, more if messages vary",
-          "A tree all-reduce over a pair (Fig. 5A)",
-          "Simulated, the NoLoCo paper's Fig. 5A. Bars: two standard errors.")
+    alike = found["ratio"]["1024"][found["spreads"].index(0)][0]
+    mark_paper(axis, 0, alike, f"1024 replicas, as in\nthe paper: {alike:.0f} times", (-4, 45))
+    axis.set(xlabel="how much messages vary, std(t) / t_c", ylim=(0, None),
+             ylabel="time of a tree all-reduce\nover a pair's")
+    frame(figure, found, f"A pair is {alike:.0f} times as fast as a tree of 1024, or more where "
+          "messages vary", "A tree all-reduce over a pair (Fig. 5A)",
+          "Simulated, the NoLoCo paper's Fig. 5A. Standard errors are smaller than the points.")
     return figure
 
 
 def draw_over_diloco(plt, found):
     """Fig. 5B, from many inner steps to few, so that the lines end apart."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.4))
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.2))
     for colour, n in zip(SHADES, COUNTS):
         ratios = found["training"]["NoLoCo"][n][1]
         line(axis, found["inner_steps"][::-1], ratios[::-1], colour, f"{n} replicas")
+    ratio = found["training"]["NoLoCo"]["1024"][1][found["inner_steps"].index(100)][0]
+    mark_paper(axis, 100, ratio, f"1024 replicas: +{ratio - 1:.0%}\n(paper: about +20%)", (-12, 45))
     axis.set_xscale("log")
     ticks = (100, 50, 20, 10, 5, 2, 1)
-    axis.set(xlabel="inner steps per outer step (fewer to the right)", xlim=(150, 0.9),
-             xticks=ticks, xticklabels=ticks, ylabel="training time, DiLoCo / NoLoCo")
+    axis.set(xlabel="inner steps per outer step, fewer to the right", xlim=(150, 0.9),
+             xticks=ticks, xticklabels=ticks, ylabel="training time,\nDiLoCo over NoLoCo")
     axis.minorticks_off()
-    frame(figure, found, "DiLoCo waits for the slowest of all replicas, NoLoCo for a partner",
+    frame(figure, found, f"DiLoCo, which waits for all, takes {ratio - 1:.0%} longer than NoLoCo",
           "DiLoCo's training time over NoLoCo's (Fig. 5B)",
           "Simulated, the NoLoCo paper's Fig. 5B: 500 outer steps, without the time of exchanges. "
-          "Bars: two standard errors.")
+          "Standard errors are smaller than the points.")
     return figure
 
 
 def draw_with_bytes(plt, found):
-    names = {"tree": "tree", "ring": "ring", "halving and doubling": "halving\nand doubling",
-             "pair, two exchanges (paper)": "pair, two exchanges\n(paper)",
-             "NoLoCo here, one exchange": "NoLoCo here,\none exchange"}
+    names = {"tree": "tree", "ring": "ring", "halving and doubling": "halving,\ndoubling",
+             "pair, two exchanges (paper)": "pair, as in\nthe paper",
+             "NoLoCo here, one exchange": "pair, here"}
     colours = (SHADES[0], SHADES[2], SHADES[4], "#555555", COLOURS["NoLoCo"])
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.7))
     for colour, (name, text) in zip(colours, names.items()):
         seconds = found["seconds"][name]
         line(axis, [int(n) for n in seconds], list(seconds.values()), colour, text)
@@ -117,47 +129,46 @@ def draw_with_bytes(plt, found):
     axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
     axis.set_yticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
-    frame(figure, found, "With bytes counted, the best all-reduce is closer to a pair",
-          "Synchronisation with bytes counted",
+    best, here = [found["seconds"][name]["1024"][0] for name in list(names)[2::2]]
+    frame(figure, found, f"With bytes counted, a pair is {best / here:.1f} times as fast as the "
+          "best all-reduce", "Synchronisation with bytes counted",
           f"Simulated: {found['params'] / 1e6:g}M fp32 weights, {found['mbit']:g} Mbit/s, "
-          f"{1000 * found['latency_seconds']:g} ms, std(t) / t_c {found['spread']:g}. Bars: two "
-          "standard errors.")
+          f"{1000 * found['latency_seconds']:g} ms, std(t) / t_c {found['spread']:g}; title: 1024 "
+          f"replicas. The paper's pair exchanges twice, ours once.")
     return figure
 
 
 def draw_measured(plt, found):
-    """Bars of the same rows for each number of processes."""
+    """Medians and quartiles of the same rows for each number of processes."""
     rows = measured(found["out"])
-    names = [name for name in rows[0]["rows"] if "delayed" not in name and "memcpy" not in name]
-    names.reverse()
-    figure, axes = plt.subplots(1, len(rows), figsize=(WIDTH, 3.8), sharey=True, squeeze=False)
+    names = [name for name in rows[0]["rows"] if name in SHOWN]
+    figure, axes = plt.subplots(1, len(rows), figsize=(WIDTH, 3.2), sharey=True, squeeze=False)
     for axis, processes in zip(axes.flat, rows):
-        quarters = [quartiles(processes["rows"][name]["seconds"]) for name in names]
-        middles = [middle for _, middle, _ in quarters]
-        below = [middle - low for low, middle, _ in quarters]
-        above = [high - middle for _, middle, high in quarters]
-        axis.barh(names, middles, 0.7, xerr=[below, above], capsize=2, ecolor="#777777",
-                  color=[bar_colour(name) for name in names])
-        axis.set(xlabel="seconds", title=f"{processes['replicas']} processes")
+        for height, name in enumerate(names):
+            low, middle, high = quartiles(processes["rows"][name]["seconds"])
+            colour = COLOURS.get(name.split(",")[0], "#777777")
+            axis.plot([low, high], [height, height], color=colour, lw=2.5)
+            axis.plot(middle, height, "o", color=colour, ms=8)
+            axis.annotate(f"{middle:.2f} s", (1, height), xycoords=("axes fraction", "data"),
+                          xytext=(6, 0), textcoords="offset points", va="center", color=colour)
+        axis.set(xlabel="seconds", title=f"{processes['replicas']} processes", xlim=(0, None),
+                 yticks=range(len(names)), yticklabels=[SHOWN[name] for name in names],
+                 ylim=(len(names) - 0.4, -0.6))
+        axis.locator_params(axis="x", nbins=4)
+        axis.grid(axis="y", visible=False)
     frame(figure, found, measured_finding(rows), "Outer steps, measured",
-          f"{rows[0]['params'] / 1e6:g}M weights in fp32, {rows[0]['device']}. Medians, bars: "
-          "quartiles. Grey: the bare messages; the rest: whole outer steps.")
+          f"{rows[0]['params'] / 1e6:g}M weights in fp32, {rows[0]['device']}. Medians and "
+          "quartiles. Grey: the bare messages; in colour: whole outer steps.")
     return figure
-
-
-def bar_colour(name):
-    method = name.split(",")[0].split(":")[0]
-    return COLOURS.get(method, "#999999")
 
 
 def measured_finding(rows):
     """What the largest number of processes shows."""
     most = max(rows, key=lambda processes: processes["replicas"])
-    diloco = quartiles(most["rows"]["DiLoCo"]["seconds"])[1]
-    noloco = quartiles(most["rows"]["NoLoCo"]["seconds"])[1]
-    relation = "faster" if noloco < diloco else "not faster"
-    return (f"NoLoCo's outer step is {relation} than DiLoCo's between {most['replicas']} "
-            "processes")
+    pairs = zip(most["rows"]["DiLoCo"]["seconds"], most["rows"]["NoLoCo"]["seconds"])
+    times = statistics.median(diloco / noloco for diloco, noloco in pairs)
+    return (f"NoLoCo's outer step is {times:.1f} times as fast as DiLoCo's between "
+            f"{most['replicas']} processes")
 
 
 # ---------------------------------------------------------------- expected numbers

@@ -84,7 +84,7 @@ def half_width(freedom):
 @dataclass
 class Comparison:
     """Paired differences, one per seed; below zero is better. form: a format such as "+.3f" or
-    "+.1%"."""
+    "+.1%"; as text "+5.2% [3.3, 7.1]"."""
     differences: list
     form: str = "+.3f"
 
@@ -131,10 +131,13 @@ class Comparison:
         return "cannot tell"
 
     def __str__(self):
+        text = f"{self.mean:{self.form}}"
         if self.interval is None:
-            return f"{self.mean:{self.form}}"
-        low, high = self.interval
-        return f"{self.mean:{self.form}} [{low:{self.form}}, {high:{self.form}}]"
+            return text
+        times = 100 if self.form.endswith("%") else 1
+        digits = self.form.strip("+f%")
+        low, high = [f"{times * end:{digits}f}" for end in self.interval]
+        return f"{text} [{low}, {high}]"
 
 
 def holm(values, level=LEVEL):
@@ -150,6 +153,14 @@ def holm(values, level=LEVEL):
             break
         survives[i] = True
     return survives
+
+
+def sure(comparisons):
+    """Which survive Holm's correction over all of these: a truth value for each. Of one seed none
+    does."""
+    if any(one.p is None for one in comparisons):
+        return [False] * len(comparisons)
+    return holm([one.p for one in comparisons])
 
 
 def lower_and_sure(comparisons):
@@ -306,13 +317,13 @@ def more_at_the_ends(runs, others):
     return Comparison([loss - other for loss, other in pairs])
 
 
-def more_than(runs, others):
-    """Nats per byte over the other of its seed, at the moment when the first of the two runs
-    ends."""
+def more_than(runs, others, share=1.0):
+    """Nats per byte over the other of its seed, after this share of the time at which the first of
+    the two runs ends."""
     differences = []
     for run, other in zip(runs, same_seeds(runs, others)):
-        end = min(ends([run, other]))
-        differences.append(loss_at(end, run) - loss_at(end, other))
+        moment = share * min(ends([run, other]))
+        differences.append(loss_at(moment, run) - loss_at(moment, other))
     return Comparison(differences)
 
 

@@ -24,13 +24,13 @@ def main(argv):
     path = "figures/idea.png"
     if argv:
         path = argv[0]
-    figure, axis = pyplot.subplots(figsize=(4.8, 4.1), layout="constrained")
-    axis.set(xlim=(-0.45, 3.45), ylim=(-0.5, 3.3), aspect="equal")
+    figure, axis = pyplot.subplots(figsize=(4.8, 4.3), layout="constrained")
+    axis.set(xlim=(-0.45, 3.45), ylim=(-0.5, 3.2), aspect="equal")
     axis.axis("off")
     draw_nodes(axis)
     draw_path(axis)
     draw_pair(axis)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=200)
     print(path)
 
 
@@ -38,7 +38,7 @@ def draw_nodes(axis):
     from matplotlib.patches import Circle
 
     for stage in range(STAGES):
-        axis.text(stage, -0.42, f"stage {stage}", ha="center", color=QUIET)
+        axis.text(stage, -0.42, f"stage {stage}", ha="center", color=QUIET, fontsize=12)
         for node in range(NODES):
             colour, width = QUIET, 1
             if (stage, node) in PATH:
@@ -55,8 +55,8 @@ def draw_path(axis):
         arrow(axis, here, there, TRAVELS, "-|>")
     arrow(axis, PATH[-1], PATH[0], TRAVELS, "-|>", linestyle="--",
           connectionstyle="arc3,rad=0.33")
-    axis.text(-0.4, 3.1, "A microbatch takes its own path,", color=TRAVELS, fontsize=12)
-    axis.text(-0.4, 2.8, "leaves a stage out, goes home for its loss.", color=TRAVELS, fontsize=12)
+    axis.text(-0.4, 2.72, "A microbatch takes its own path, leaves a\nstage out, goes home for its "
+              "loss.", color=TRAVELS, fontsize=12)
 
 
 def draw_pair(axis):
