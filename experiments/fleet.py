@@ -3,8 +3,8 @@
 The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes
 all gradients. Groups, outer steps, Adam, the data's order and the learning rate are those of
 train.py, so a trial's loss is that of `torchrun ... train.py` with the same options, up to rounding
-(tests/test_experiments.py compares them). Nothing is sent, but what rounding to one byte does is
-done. All is computed in fp32, on a GPU as well: matrices are multiplied without TF32.
+(tests/test_experiments.py compares them). Nothing is sent. All is computed in fp32, on a GPU as
+well: matrices are multiplied without TF32.
 """
 import os
 import shutil
@@ -26,8 +26,6 @@ from model import Config, Llama
 from noloco import outer_update, random_groups
 from gossip.muon import orthogonal
 from train import Reader, heldout_sequences, load_corpus
-from gossip.onebyte import MARGIN
-from gossip.sums import blocks_of, rounded, values
 
 # Tokens whose gradients are computed in one call. On a CPU more would not stay in its caches:
 # 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11. On a GPU fewer would not keep it busy,
@@ -59,7 +57,6 @@ class Trial:
     method: str                 # ddp, diloco, noloco or local (which never averages)
     every: int = 1              # m
     delay: int = 0              # D
-    wire: str = "fp32"
     group: int = 2              # n
     fragments: int = 1          # K
     alpha: float = 0.0          # outer momentum
@@ -69,48 +66,23 @@ class Trial:
 # ---------------------------------------------------------------- outer steps
 
 
-class ManySums:
-    """Q1 to Q3 of gossip/sums.py, seed by seed: DDP's and DiLoCo's sums over the replicas in one
-    byte a value. owed: (e, f), what rounding left over; None before the first sum."""
-
-    def __init__(self):
-        self.owed = None
-
-    def mean(self, vectors):
-        """(seeds, 1, P): the mean over the replicas of vectors (seeds, N, P)."""
-        seeds, count, size = vectors.shape
-        blocks, width = blocks_of(size, count)
-        room = count * blocks * width
-        x = torch.nn.functional.pad(vectors, (0, room - size))
-        x = x.view(seeds, count, count, blocks, width)              # seed, replica, part, block
-        e, f = self.owed or (0, 0)
-        codes, e = rounded(x + e)                                   # Q1
-        codes, f = rounded(values(codes).sum(1) + f)                # Q2
-        self.owed = e, f
-        return values(codes).view(seeds, 1, room)[..., :size] / count
-
-
 class ManyOuters:
     """The outer steps of one trial, or of one of its fragments.
 
-    theta: (seeds, N, P), which changes in place; lengths: of its tensors. offset: so many steps
-    later than others.
+    theta: (seeds, N, P), which changes in place. offset: so many steps later than others.
     """
 
-    def __init__(self, trial, theta, seeds, lengths, offset=0):
+    def __init__(self, trial, theta, seeds, offset=0):
         self.trial = trial
         self.offset = offset
         self.theta = theta
         self.seeds = seeds
-        self.lengths = lengths
         self.phi = theta.clone()
         self.delta = None           # plain averages need none
         if (trial.alpha, trial.beta) != (0, 1):
             self.delta = torch.zeros_like(theta)
-        self.counts = torch.tensor(lengths, device=theta.device)
         self.steps = 0
         self.flying = None          # (theta when it left, the mean that will arrive)
-        self.sums = ManySums()
 
     def step(self):
         """After an inner step: what arrives is merged, then what is due departs."""
@@ -138,21 +110,10 @@ class ManyOuters:
     def means(self):
         """Each replica's mean theta: over all replicas (DiLoCo), or its group."""
         if self.trial.method == "diloco":
-            if self.trial.wire == "fp32":
-                return self.theta.mean(1, keepdim=True)
-            common = self.phi[:, :1]                # it is the same on all replicas
-            return common + self.sums.mean(self.theta - common)
+            return self.theta.mean(1, keepdim=True)
         groups = self.groups()                                      # (seeds, N, n)
         seed = torch.arange(groups.shape[0], device=groups.device)
-        replica = torch.arange(groups.shape[1], device=groups.device)
-        there = seed[:, None, None], groups
-        if self.trial.wire == "fp32":
-            return self.theta[there].mean(2)
-        codes, scales = self.encoded()
-        own = self.theta[:, :, None]
-        thetas = decoded(codes[there], scales[there], own)
-        mine = groups == replica[:, None]
-        return torch.where(mine[..., None], own, thetas).mean(2)
+        return self.theta[seed[:, None, None], groups].mean(2)
 
     def groups(self):
         """(seeds, N, n): the group of each replica."""
@@ -166,24 +127,11 @@ class ManyOuters:
         # A blocking copy would wait until a GPU has done all that was asked of it before.
         return torch.tensor(found).to(self.theta.device, non_blocking=True)
 
-    def encoded(self):
-        """M1 and M2 of one byte a weight: each weight's code and scale."""
-        moved = self.largest(self.theta - self.phi)
-        size = self.largest(self.theta)
-        scales = torch.maximum(moved * (MARGIN / 256), size * 2**-22).clamp(min=1e-30)
-        scales = scales.repeat_interleave(self.counts, -1, output_size=self.theta.shape[-1])
-        return (self.theta / scales).round() % 256, scales
 
-    def largest(self, vectors):
-        """(seeds, N, tensors): the largest magnitude in each tensor."""
-        parts = vectors.abs().split(self.lengths, -1)
-        return torch.stack([part.amax(-1) for part in parts], -1)
-
-
-def outers_of(trial, theta, seeds, lengths):
+def outers_of(trial, theta, seeds):
     """A trial's ManyOuters: one, or one for each of its fragments."""
     if trial.fragments == 1:
-        return [ManyOuters(trial, theta, seeds, lengths)]
+        return [ManyOuters(trial, theta, seeds)]
     found = []
     start = 0
     size = theta.shape[-1]
@@ -192,14 +140,9 @@ def outers_of(trial, theta, seeds, lengths):
         end = size // 16 * (k + 1) // trial.fragments * 16
         turn = k * trial.every // trial.fragments
         part = theta[..., start:end]
-        found.append(ManyOuters(trial, part, seeds, [end - start], turn))
+        found.append(ManyOuters(trial, part, seeds, turn))
         start = end
     return found
-
-
-def decoded(codes, scales, own):
-    """M3 of one byte a weight."""
-    return scales * (codes + 256 * ((own / scales - codes) / 256).round())
 
 
 # ---------------------------------------------------------------- all models of a part
@@ -298,11 +241,10 @@ class Fleet:
             shares = torch.tensor(self.rates, device=self.device) / self.o.lr
             rates = shares.repeat_interleave(len(self.seeds) * self.N)
             self.muon = ManyMuons(matrices, [grads[name] for name in inside], rates)
-        self.sums = [ManySums() for _ in self.trials]       # DDP's in one byte
         self.outers = []
         for trial, vectors in zip(self.trials, self.theta):
             if trial.method in ("diloco", "noloco"):
-                self.outers += outers_of(trial, vectors, self.seeds, self.lengths)
+                self.outers += outers_of(trial, vectors, self.seeds)
 
     def named(self, vectors):
         """{name: (models, *shape)}, views of vectors (..., P)."""
@@ -315,13 +257,9 @@ class Fleet:
     def step(self, number):
         """One step of all models: gradients, the inner optimizer, the outer steps that are due."""
         self.fill_gradients()
-        for trial, g, sums in zip(self.trials, self.grad, self.sums):
+        for trial, g in zip(self.trials, self.grad):
             if trial.method == "ddp":
-                if trial.wire == "int8":
-                    mean = sums.mean(g)
-                else:
-                    mean = g.mean(1, keepdim=True)
-                g.copy_(mean.expand_as(g))
+                g.copy_(g.mean(1, keepdim=True).expand_as(g))
         norm = torch.linalg.vector_norm(self.grad, dim=-1, keepdim=True)
         self.grad.mul_((self.o.clip / norm).clamp(max=1.0))
         lr = train.schedule(number, self.o)

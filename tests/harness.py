@@ -10,7 +10,10 @@ import multiprocessing.connection
 import os
 import random
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import time
 import traceback
 from collections import deque
@@ -205,6 +208,35 @@ def torchrun(rank, world, *argv):
         os.dup2(said.fileno(), 2)
     os.environ.pop("PYTHONPATH", None)
     torch.distributed.run.main(["--standalone", "--nproc-per-node", "2", *argv])
+
+
+def alone(folder, *command, given=""):
+    """(exit status, what it prints) of a fresh Python in this folder, without any path to ours."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    environment.pop("PYTHONPATH", None)
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, start_new_session=True,
+                          **pipes) as process:
+        try:
+            said, wrong = process.communicate(given, timeout=patience(240))
+        finally:
+            with contextlib.suppress(ProcessLookupError):       # its own processes end with it
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said or wrong
+
+
+def runs_alone(folder, *runs):
+    """[[exit status, what is printed] of each rank] of each run: (processes, file, words, its folder).
+
+    All in one fresh Python in the folder, which imports torch once (tests/alone.py).
+    """
+    listed = []
+    for world, file, words, *inside in runs:
+        listed.append((world, file, [str(word) for word in words], str(Path(folder, *inside))))
+    program = (HERE / "tests/alone.py").read_text()
+    status, said = alone(folder, "-c", program, given=json.dumps(listed))
+    assert status == 0, said
+    return json.loads(said)
 
 
 def error_of(main, *argv):

@@ -174,7 +174,7 @@ def test_a_fleets_outer_steps_are_n1_to_n3(method, alpha, beta):
     own = list(theta[0].clone())
     phi = [vector.clone() for vector in own]
     delta = [torch.zeros(6, dtype=torch.float64) for _ in own]
-    many = ManyOuters(Trial(method, 2, alpha=alpha, beta=beta), theta, [7], [6])
+    many = ManyOuters(Trial(method, 2, alpha=alpha, beta=beta), theta, [7])
     for step in range(1, 7):
         moves = torch.randn(4, 6, dtype=torch.float64)
         theta += moves

@@ -1,6 +1,5 @@
 """The files that stand alone, each by itself and in the wheel."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -9,7 +8,7 @@ import zipfile
 
 import pytest
 
-from tests.harness import HERE, SMALL, patience, processes, torchrun
+from tests.harness import HERE, SMALL, alone, runs_alone
 
 FILES = {"noloco.py", "skippipe.py"}         # no model.py: `model` is the name of many a file
 
@@ -63,39 +62,30 @@ assert not any(importlib.util.find_spec(m) for m in {sorted(others)})
     return folder
 
 
-def run_alone(folder, *program_and_modules):
-    """What it prints."""
-    env = dict(os.environ)
-    env.pop("PYTHONPATH", None)
-    folder = copied(folder, *program_and_modules)
-    done = subprocess.run([sys.executable, "mine.py"], cwd=folder, env=env, capture_output=True,
-                          text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_noloco_alone_runs_the_readmes_example(tmp_path):
-    processes(1, torchrun, "mine.py", cwd=copied(tmp_path, readme_program("noloco"), "noloco"))
-    said = (tmp_path / "said").read_text()
-    # They may print into one line.
-    assert sorted(re.findall(r"rank (\d): loss \d\.\de-", said)) == ["0", "1"]
+    copied(tmp_path, readme_program("noloco"), "noloco")
+    (ranks,) = runs_alone(tmp_path, (2, "mine.py", []))
+    for rank, (status, said) in enumerate(ranks):
+        assert status == 0 and re.search(rf"rank {rank}: loss \d\.\de-", said), ranks
 
 
 def test_skippipe_alone_runs_the_readmes_example_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch')")
     program = readme_program("skippipe")
     promised = [line.split("# ")[1] for line in program.splitlines() if "print(" in line]
-    printed = run_alone(tmp_path, program, "skippipe").splitlines()
-    for line, words in zip(printed, promised, strict=True):
+    status, printed = alone(copied(tmp_path, program, "skippipe"), "mine.py")
+    assert status == 0, printed
+    for line, words in zip(printed.splitlines(), promised, strict=True):
         assert all(number in line for number in re.findall(r"\d+\.\d+", words)), (line, words)
 
 
 def test_model_alone_runs(tmp_path):
-    assert run_alone(tmp_path, """import torch
+    program = """import torch
 from model import Config, Llama
 model, tokens = Llama(Config()), torch.randint(256, (2, 8))
 model.loss(model.blocks(model.embed(tokens)), tokens).backward()
-print(all(p.grad.any() for p in model.parameters()))""", "model") == "True\n"
+print(all(p.grad.any() for p in model.parameters()))"""
+    assert alone(copied(tmp_path, program, "model"), "mine.py") == (0, "True\n")
 
 
 # ---- the ground floor: six files, and torch, einops and tqdm
@@ -103,9 +93,14 @@ print(all(p.grad.any() for p in model.parameters()))""", "model") == "True\n"
 SIX = ("noloco.py", "skippipe.py", "model.py", "train.py", "bench_sync.py", "test_minimal.py")
 RUNS = [        # processes, options; each run has a name of its own, and a second line resumes it
     (4, "--stages 2,2 --name noloco"), (4, "--resume runs/noloco --steps 8"),
-    (4, "--method diloco --inner-steps 2 --name diloco"), (2, "--method ddp --name ddp"),
-    (4, "--stages 1,1,1,1 --skip 0.5 --microbatches 3 --name skip"), (1, "--name one"),
+    (2, "--method diloco --inner-steps 2 --name diloco"), (2, "--method ddp --name ddp"),
+    (4, "--stages 1,1,1,1 --skip 0.5 --microbatches 3 --name skip"),
+    (1, "--name one"), (4, "--resume runs/noloco --steps 9"),
 ]
+REFUSED = {     # options, of the folder that they need
+    "--wire int8": "gossip/", "--delay 2": "gossip/", "--fragments 2": "gossip/",
+    "--optimizer muon": "gossip/", "--method ddp --wire bf16": "gossip/",
+    "--routing stronger --stages 1,1": "planning/"}
 
 
 @pytest.fixture(scope="module")
@@ -117,48 +112,38 @@ def six(tmp_path_factory):
     return folder
 
 
-def alone(folder, *command):
-    """(exit status, what it prints) of this command in the folder, without any path to ours."""
-    env = dict(os.environ, OMP_NUM_THREADS="1")
-    env.pop("PYTHONPATH", None)
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True,
-                          text=True, timeout=patience(240))
-    return done.returncode, done.stdout + done.stderr
-
-
-def torchrun_alone(folder, count, *words):
-    return alone(folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                 str(count), *words)
-
-
-def test_six_files_alone_train_resume_plan_and_skip(six):
-    for count, options in RUNS:
-        argv = options.split()
-        if "--resume" not in options:
-            argv += ["--steps", "6", *map(str, SMALL)]
-        status, said = torchrun_alone(six, count, "train.py", *argv)
-        assert status == 0 and "held-out loss" in said, said
-    assert "from step 8" in torchrun_alone(six, 4, "train.py", "--resume", "runs/noloco", "--steps",
-                                           "9")[1]
+def test_six_files_alone_train_resume_skip_bench_and_plan(six):
+    runs = []
+    for world, options in RUNS:
+        words = options.split()
+        if "--resume" not in words:
+            words += ["--steps", 6, *SMALL]
+        runs.append((world, "train.py", words))
+    bench = (2, "bench_sync.py", ["--params", "1e5", "--trials", 2])
+    plan = (1, "skippipe.py", [])
+    *trained, benched, planned = runs_alone(six, *runs, bench, plan)
+    for ranks in (*trained, benched, planned):
+        assert all(status == 0 for status, _ in ranks), ranks
+    assert all("held-out loss" in ranks[0][1] for ranks in trained)
+    assert "from step 8" in trained[-1][0][1] and "NoLoCo" in benched[0][1] and " > " in planned[0][1]
     assert {path.name for path in six.glob("*.py")} == set(SIX)
 
 
-@pytest.mark.parametrize("options, folder", [
-    ("--wire int8", "gossip/"), ("--delay 2", "gossip/"), ("--fragments 2", "gossip/"),
-    ("--optimizer muon", "gossip/"), ("--method ddp --wire bf16", "gossip/"),
-    ("--routing stronger --stages 1,1", "planning/")])
-def test_what_is_not_of_the_papers_is_refused_in_one_line_without_its_folder(options, folder, six):
-    status, said = torchrun_alone(six, 2, "train.py", *options.split(), "--steps", "2", "--name", "x",
-                                  *map(str, SMALL))
-    assert status != 0 and not (six / "runs/x").exists()
-    lines = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and f"needs the folder {folder} beside train.py" in lines[0], said
+def test_what_is_not_of_the_papers_is_refused_in_one_line_without_its_folder(six):
+    more = ["--steps", 2, "--name", "x", *SMALL]
+    found = runs_alone(six, *[(2, "train.py", [*options.split(), *more]) for options in REFUSED])
+    for (options, folder), ranks in zip(REFUSED.items(), found, strict=True):
+        (status, said), other = ranks
+        assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, (options, said)
+        assert f"needs the folder {folder} beside train.py" in said and other == [2, ""], (options, said)
+    assert not (six / "runs/x").exists()
 
 
-def test_six_files_alone_plan_and_bench(six):
-    status, said = alone(six, "skippipe.py")
-    assert status == 0, said
-    status, said = torchrun_alone(six, 2, "bench_sync.py", "--params", "1e5", "--trials", "2")
-    assert status == 0 and "NoLoCo" in said, said
-    status, said = alone(six, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_minimal.py")
+def test_six_files_alone_pass_their_tests(six):
+    """The processes that test_minimal.py asks for find it imported."""
+    status, said = alone(six, "-c", """
+import multiprocessing, pytest
+multiprocessing.set_forkserver_preload(["test_minimal"])
+raise SystemExit(pytest.main(["-q", "-p", "no:cacheprovider", "test_minimal.py"]))
+""")
     assert status == 0, said

@@ -1,11 +1,8 @@
 """The programs of docs/trainers.md: checkpoints, the mean without an all-reduce, two paces."""
 
 import itertools
-import os
 import re
 import shutil
-import subprocess
-import sys
 from functools import partial
 
 import torch
@@ -16,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from gossip import PhiAhead, outer_optimizer
 from noloco import DiLoCo, NoLoCo
 from test_minimal import inner, small_model
-from tests.harness import HERE, gloo, processes
+from tests.harness import HERE, gloo, processes, runs_alone
 from tests.test_noloco import recipe
 
 TRAINERS = (HERE / "docs/trainers.md").read_text()
@@ -101,31 +98,28 @@ def test_the_naive_ways_lose_what_the_page_says(tmp_path):
 # ---------------- noloco.py alone, in a loop of one's own
 
 
-def run_alone(folder, program):
-    """Two processes of the page's loop where nothing but noloco.py is beside it: their states."""
-    shutil.copy(HERE / "noloco.py", folder)
-    (folder / "mine.py").write_text(program)
-    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", RES_OPTIONS="attempts:0")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, "mine.py"], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    losses = re.findall(r"rank \d: loss ([\d.e+-]+)", done.stdout)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)], [float(loss) for loss in losses]
-
-
 def test_the_pages_own_loop_trains_and_goes_on_to_the_bit_with_noloco_alone(tmp_path):
     """With microbatches, a schedule, autocast in bf16 and its own checkpoint, of a step between meetings."""
     program = re.search(r"## A loop of your own.*?```python\n(.*?)```", TRAINERS, re.S)[1]
     shorter = program.replace("STEPS, MICROBATCHES = 200", "STEPS, MICROBATCHES = 53").replace("% 50", "% 53")
     assert shorter.count("53") == 2
-    folders = [tmp_path / "whole", tmp_path / "stopped"]
-    for folder in folders:
-        folder.mkdir()
-    whole, losses = run_alone(folders[0], program)
-    run_alone(folders[1], shorter)
-    resumed, _ = run_alone(folders[1], program)
+    shutil.copy(HERE / "noloco.py", tmp_path)
+    (tmp_path / "mine.py").write_text(program)
+    (tmp_path / "shorter.py").write_text(shorter)
+    for folder in ("whole", "stopped"):
+        (tmp_path / folder).mkdir()
+    found = runs_alone(tmp_path, (2, "../mine.py", [], "whole"), (2, "../shorter.py", [], "stopped"),
+                       (2, "../mine.py", [], "stopped"))
+    assert all(status == 0 for ranks in found for status, _ in ranks), found
+    losses = [float(re.search(r"rank \d: loss ([\d.e+-]+)", said)[1]) for _, said in found[0]]
     assert len(losses) == 2 and max(losses) < 0.1
+    whole, resumed = (states_of(tmp_path / folder) for folder in ("whole", "stopped"))
     assert whole[0]["outer"]["steps"] == 200
-    for want, found in zip(whole, resumed, strict=True):
-        for a, b in zip(tree_leaves(want), tree_leaves(found), strict=True):
+    for want, same in zip(whole, resumed, strict=True):
+        for a, b in zip(tree_leaves(want), tree_leaves(same), strict=True):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+def states_of(folder):
+    """What each of two replicas has saved."""
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
