@@ -191,15 +191,3 @@ def initial_weight(name, shape, seed):
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))     # 56 bits
     return torch.empty(shape).normal_(0, 0.02, generator=generator)
-
-
-def count_parameters(config):
-    """(all, without embedding and head) parameters of the whole model."""
-    hidden = config.hidden_size
-    kv_size = config.head_dim * config.num_key_value_heads
-    attention = 2 * hidden * hidden + 2 * hidden * kv_size
-    mlp = 3 * hidden * config.intermediate_size
-    norms = 2 * hidden
-    inner = config.num_hidden_layers * (attention + mlp + norms) + hidden
-    ends = 1 if config.tie_word_embeddings else 2
-    return inner + ends * config.vocab_size * hidden, inner

@@ -1,5 +1,6 @@
 """Runs that go on, the same to the bit, and runs that end early: a crash, a signal, a disk that is full."""
 
+import functools
 import os
 import re
 import resource
@@ -201,13 +202,30 @@ def _falls(rank, world, argv, number):
     return train_main(rank, world, argv)
 
 
+NINE = ["--steps", 9, "--save-every", 4, "--name", "x", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """The folder of such a run in which nobody falls, run once."""
+
+    @functools.cache
+    def folder(kind):
+        place = tmp_path_factory.mktemp("whole")
+        run(4, *kind.split(), *NINE, "--data", corpus, cwd=place)
+        return place / "runs/x"
+
+    return folder
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["--stages 4 --inner-steps 2", "--stages 2,2", "--method ddp"])
-def test_when_a_rank_falls_the_others_end_with_one_line_and_the_run_goes_on(number, kind, corpus, tmp_path):
+def test_when_a_rank_falls_the_others_end_with_one_line_and_the_run_goes_on(
+        number, kind, whole, corpus, tmp_path):
     """Within seconds, and from the last checkpoint to the bit."""
-    argv = [*kind.split(), "--steps", 9, "--save-every", 4, *SMALL, "--data", corpus, "--name"]
+    argv = [*kind.split(), *NINE, "--data", corpus]
     with store_host() as (port, _):
-        results = processes(4, _falls, [*argv, "x"], number, cwd=tmp_path, port=port, limit=patience(60),
+        results = processes(4, _falls, argv, number, cwd=tmp_path, port=port, limit=patience(60),
                             fallen=[1] if number == signal.SIGKILL else [])
     left = [result for result in results if result]
     assert all(code in (2, 130) for code, _ in left)
@@ -215,8 +233,7 @@ def test_when_a_rank_falls_the_others_end_with_one_line_and_the_run_goes_on(numb
     told = [line for _, text in left for line in text.splitlines() if "go on with --resume runs/x" in line]
     assert len(told) == 1 and told[0].startswith("stopped")
     run(4, "--resume", "runs/x", cwd=tmp_path)
-    run(4, *argv, "whole", cwd=tmp_path)
-    assert_same(tmp_path / "runs/x", tmp_path / "runs/whole", 9)
+    assert_same(tmp_path / "runs/x", whole(kind), 9)
 
 
 def _small_disk(rank, world, argv, size):

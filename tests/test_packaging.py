@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from tests.harness import HERE, SMALL, alone, runs_alone
+from tests.harness import HERE, SMALL, alone, runs_alone, write_corpus
 
 FILES = {"noloco.py", "skippipe.py"}         # no model.py: `model` is the name of many a file
 
@@ -105,10 +105,11 @@ REFUSED = {     # options, of the folder that they need
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory):
-    """A folder with the six files and nothing else."""
+    """A folder with the six files, a small text, and nothing else."""
     folder = tmp_path_factory.mktemp("six")
     for name in SIX:
         shutil.copy(HERE / name, folder)
+    write_corpus(folder / "data")
     return folder
 
 
@@ -118,6 +119,8 @@ def test_six_files_alone_train_resume_skip_bench_and_plan(six):
         words = options.split()
         if "--resume" not in words:
             words += ["--steps", 6, *SMALL]
+            if "one" not in words:              # that run takes the default text
+                words += ["--data", "data"]
         runs.append((world, "train.py", words))
     bench = (2, "bench_sync.py", ["--params", "1e5", "--trials", 2])
     plan = (1, "skippipe.py", [])
