@@ -88,11 +88,11 @@ def deal(stages, microbatches, shuffle):
 class Network:
     """The nodes and links that a plan is made for.
 
-    delay[i][j]: seconds from the end of a task on i to the arrival of its message on j. compute[i]:
-    seconds of one forward on i (w). stages: the ranks of each stage, stages[0] the origins. memory:
-    microbatches that a node holds at once. compute and memory are one number or one per node.
-    overhead, origin_overhead: seconds (S5). Sets stage_of: rank -> stage. A node of no stage is
-    idle."""
+    delay[i][j]: seconds from the end of a task on i to the arrival of its message on j; delay[i][i]
+    counts for nothing. compute[i]: seconds of one forward on i (w). stages: the ranks of each
+    stage, stages[0] the origins; a node of no stage is idle. memory: microbatches that a node holds
+    at once. compute and memory are one number or one per node. overhead, origin_overhead: seconds
+    (S5). Sets stage_of: rank -> stage."""
     delay: list
     compute: list
     stages: list

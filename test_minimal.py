@@ -96,7 +96,7 @@ def test_where_gamma_is_beta_theta_alone_need_travel(n):
 
 
 @pytest.mark.parametrize("count, size", [
-    (1, 2), (2, 2), (3, 2), (7, 2), (8, 3), (9, 4), (5, 9), (64, 2),
+    (1, 2), (2, 2), (3, 2), (4, 3), (7, 2), (8, 3), (9, 4), (5, 9), (64, 2),
 ])
 def test_groups_are_a_partition_on_which_all_agree(count, size):
     replicas = list(range(10, 10 + count))

@@ -434,6 +434,16 @@ def test_arrays_and_tensors_are_taken_as_delays_and_compute():
         assert (found.paths, found.order, found.makespan) == (want.paths, want.order, want.makespan)
 
 
+def test_the_diagonal_of_delay_counts_for_nothing():
+    network = skippipe.Network(**skippipe.SIX_NODES)
+    other = replace(network, delay=[list(row) for row in network.delay])
+    for i, row in enumerate(other.delay):
+        row[i] = 1e6
+    for planner in (skippipe.plan, search.shorter_plan):
+        want, found = (planner(n, 2, 4, seconds=None, iterations=300) for n in (network, other))
+        assert (found.paths, found.order, found.bound) == (want.paths, want.order, want.bound)
+
+
 def test_microbatches_whose_first_plans_take_far_longer_than_seconds_are_refused(tmp_path, monkeypatch,
                                                                                    capsys):
     """They grow with the microbatches, and every method needs one: 100000 take minutes."""
