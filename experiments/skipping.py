@@ -210,7 +210,7 @@ def draw(plt, found):
         colours = [COLOURS["25%" if "25%" in label else "50%"] for label in there]
         differences(axis, [over_full(label, runs) for label in there], colours, names, "+.1%")
         axis.set(title=title, xlabel="over the full pipeline's")
-        axis.locator_params(axis="x", nbins=3)
+        axis.locator_params(axis="x", nbins=5)
         axis.xaxis.set_major_formatter(percent)
     survive = sum(sure(list(filter(None, [over_full(label, runs) for label in labels]))))
     seeds = counted(len(runs[labels[0]]), "seed")

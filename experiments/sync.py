@@ -134,7 +134,8 @@ def draw_with_bytes(plt, found):
           "best all-reduce", "Synchronisation with bytes counted",
           f"Simulated: {found['params'] / 1e6:g}M fp32 weights, {found['mbit']:g} Mbit/s, "
           f"{1000 * found['latency_seconds']:g} ms, std(t) / t_c {found['spread']:g}; title: 1024 "
-          f"replicas. The paper's pair exchanges twice, ours once.")
+          f"replicas. Tree, ring, halving and doubling: all-reduces; the paper's pair exchanges "
+          "twice, ours once.")
     return figure
 
 

@@ -336,18 +336,6 @@ def loss_at(second, run):
     return float(np.interp(second, run.seconds, run.losses))
 
 
-def timed(runs, count=60):
-    """(seconds, [the losses of each seed at these seconds]) of runs evaluated at moments of their
-    own."""
-    begin = max(run.seconds[0] for run in runs)
-    length = min(ends(runs)) - begin
-    moments = [begin + length * i / (count - 1) for i in range(count)]
-    curves = []
-    for run in runs:
-        curves.append([loss_at(moment, run) for moment in moments])
-    return moments, curves
-
-
 # ---------------------------------------------------------------- expected numbers
 
 

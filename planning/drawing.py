@@ -9,7 +9,7 @@ COLOURS = {"DDP": "#000000", "DiLoCo": "#0072B2", "NoLoCo": "#D55E00", "local": 
 NAMES = {"ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo", "local": "local"}
 WIDTH = 6.6     # inches: on a phone, at 400 pixels, 10.5 points are 9 pixels high
 STYLE = {"font.size": 10.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
-         "axes.labelsize": 10.5, "legend.fontsize": 10.5, "figure.titlesize": 11.5,
+         "axes.labelsize": 10.5, "legend.fontsize": 10.5, "figure.titlesize": 11,
          "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "axes.spines.top": False,
          "axes.spines.right": False, "lines.markersize": 5, "savefig.dpi": 200,
          "axes.unicode_minus": False, "figure.constrained_layout.use": True}

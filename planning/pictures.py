@@ -139,8 +139,7 @@ def draw_plan(plt, network, paths, result, bound, names=None):
     top.legend(loc="upper right", bbox_to_anchor=(1, -0.2 / heights[0]), ncols=3, frameon=False)
     if mapped:
         draw_map(bottom, network, paths, names)
-        bottom.set_title("Its paths: a flat arrow stays in its city, an arrow to the left swaps "
-                         "two stages")
+        bottom.set_title("Its paths: a flat arrow stays in its city, one to the left swaps stages")
     return figure
 
 
@@ -157,8 +156,7 @@ def finding(result, bound):
             words = f", at most {above:.1%} above the optimum"
         if above <= 5e-4:
             words = ", the optimum"
-    return (f"This plan takes {result.makespan:.4g} s{words}: a node works {share:.0%} of the "
-            "time and waits the rest")
+    return f"This plan takes {result.makespan:.4g} s{words}: a node waits {1 - share:.0%} of it"
 
 
 def write_picture(file, *plan):
@@ -166,7 +164,7 @@ def write_picture(file, *plan):
     matplotlib."""
     plt = pyplot()
     figure = draw_plan(plt, *plan)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file)
     plt.close(figure)
 
 

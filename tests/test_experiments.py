@@ -222,9 +222,21 @@ def test_a_scale_keeps_to_folders_of_its_own_and_is_not_run_twice(pretended, tmp
     assert [(run.seed, run.steps[-1]) for run in read] == [(0, 4), (5, 4)]
 
 
+def crowded(figure):
+    """The texts that leave the figure or lie on another one; of ticks none is looked at."""
+    figure.draw_without_rendering()
+    texts = list(figure.texts)
+    for axis in figure.axes:
+        texts += [*axis.texts, axis.xaxis.label, axis.yaxis.label]
+    boxes = [text.get_window_extent().padded(-1) for text in texts if text.get_text()]
+    width, height = figure.bbox.size
+    outside = [box for box in boxes if min(box.x0, box.y0, width - box.x1, height - box.y1) < 0]
+    return outside + [one for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_shows_this_repositorys_results_as_expected(name, monkeypatch, capsys):
-    """Tables, pictures and numbers of the full scale."""
+    """Tables, pictures and numbers of the full scale; no text of a picture is cut or covered."""
     plt = pytest.importorskip("matplotlib.pyplot")
     plt.switch_backend("agg")
     drawn = []
@@ -232,6 +244,7 @@ def test_every_row_shows_this_repositorys_results_as_expected(name, monkeypatch,
     o = types.SimpleNamespace(plot=True, seeds=None, scale="full", out=HERE)
     assert harness.run_rows([ROWS[name]], o) == 0
     assert len(drawn) == len(ROWS[name].pictures) and all(figure.axes for figure in drawn)
+    assert [box for figure in drawn for box in crowded(figure)] == []
     plt.close("all")
 
 
