@@ -7,8 +7,8 @@ another machine too.
 The rule on load, written before the first run; it looks at no loss. While a run goes on, others'
 work is the processors' time that was neither idle nor ours, in processors. A turn is made again,
 with all its runs, if others' work was over OTHERS in one of them, if its runs were not made on one
-machine, or if one has not ended. After AGAIN turns of a seed the program stops: the machine is too
-busy. Rows of turns that do not count stay in the file.
+machine. A run that fails is run once more. After AGAIN such attempts at a seed the program stops.
+Rows of turns that do not count stay in the file.
 """
 import json
 import os
@@ -106,13 +106,24 @@ def take_turn(name, file, settings, seed, judged, progress):
             return
         if not turn.rows or not turn.goes_on(judged):
             turn = Turn(settings, seed, {}, turn.number + 1)
-        for setting in settings:
-            if setting.label not in turn.rows and turn.goes_on(judged):
-                progress.set_postfix_str(f"{setting.label}, seed {seed}")
-                row = measured_run(setting, f"{name}-{setting.label}-{seed}-{turn.number}", seed)
-                turn.rows[setting.label] = row | dict(seed=seed, turn=turn.number)
-                keep(file, setting.label, turn.rows[setting.label])
-    raise BadInput(f"seed {seed} of {settings[0].label}: others' work disturbed {AGAIN} turns")
+        try:
+            run_missing(name, file, turn, judged, progress)
+        except BadInput as error:                       # of a run
+            tqdm.write(f"once more: {error}")
+    if not last_turn(kept(file), settings, seed).counts(judged):
+        raise BadInput(f"seed {seed} of {settings[0].label}: {AGAIN} turns were disturbed or "
+                       "failed")
+
+
+def run_missing(name, file, turn, judged, progress):
+    """The turn's runs, as long as nothing disturbs them."""
+    for setting in turn.settings:
+        if setting.label not in turn.rows and turn.goes_on(judged):
+            progress.set_postfix_str(f"{setting.label}, seed {turn.seed}")
+            title = f"{name}-{setting.label}-{turn.seed}-{turn.number}"
+            row = measured_run(setting, title, turn.seed)
+            turn.rows[setting.label] = row | dict(seed=turn.seed, turn=turn.number)
+            keep(file, setting.label, turn.rows[setting.label])
 
 
 def measured_run(setting, name, seed):

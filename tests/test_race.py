@@ -167,6 +167,8 @@ def told(monkeypatch):
     def measured_run(setting, name, seed):
         others, where = coming.pop(0)
         ran.append(name)
+        if others is None:
+            raise train.BadInput("the run failed")
         command = f"{setting.program} --name {name} {setting.options} --seed {seed}"
         return dict(command=command, others=others, machine=where, merged=1.0)
 
@@ -209,10 +211,17 @@ def test_a_turn_goes_on_where_it_was_begun_and_begins_anew_elsewhere(told, tmp_p
     assert ran == ["x-a-0-1", "x-b-0-1", "x-a-1-1", "x-a-1-2", "x-b-1-2"]
 
 
+def test_a_run_that_fails_is_run_once_more(told, tmp_path):
+    coming, ran = told
+    coming += [(CALM, "here"), (None, "here"), (CALM, "here")]
+    take(tmp_path, 3)
+    assert ran == ["x-a-3-1", "x-b-3-1", "x-b-3-1"]
+
+
 def test_a_machine_that_stays_busy_ends_the_program_and_a_try_takes_any_load(told, tmp_path):
     coming, ran = told
     coming += [(LOADED, "here")] * (turns.AGAIN + 2)
-    with pytest.raises(train.BadInput, match="disturbed 5 turns"):
+    with pytest.raises(train.BadInput, match="5 turns were disturbed"):
         take(tmp_path / "busy", 0)
     take(tmp_path, 0, scale="try")
     assert len(ran) == turns.AGAIN + 2
