@@ -8,18 +8,15 @@ iteration of any. A rank that comes later joins.
 Two parts of a run never train on:
 
 1. The first rank writes list k, the ranks that answered evaluation k, to the store. A rank reads
-the newest
-   list before it answers.
-2. With the store, the first rank stops unless half of list k - 1 and half of list k - 2 answer. 3.
-Without the store, ranks go on if they are more than half of the newest list that any of them has
-read, and
-   more than half of the list before.
+   the newest list before it answers.
+2. With the store, the first rank stops unless half of list k - 1 and half of list k - 2 answer.
+3. Without the store, ranks go on if they are more than half of the newest list that any of them
+   has read, and more than half of the list before.
 4. Ranks that last read list k are in no list after k + 1. If they are more than half of list k,
-rule 2 stops
-   the first rank at list k + 2. So the newest lists of two parts differ by one at most.
+   rule 2 stops the first rank at list k + 2. So the newest lists of two parts differ by one at
+   most.
 5. Then both parts need more than half of one common list, which only one can have. (The part with
-the store
-   needs half, the other one more.)
+   the store needs half, the other one more.)
 
 A rank that is ahead of the first rank by a whole evaluation may have read one list less; rule 4
 leaves that case out.
