@@ -89,8 +89,8 @@ def time_over(runs, others):
 
 def show(found):
     runs = results(found)
-    table = Table("paths", "seconds of an iteration", "over full, planned", "loss, nats per byte",
-                  "over full, planned, in equal time")
+    table = Table("paths", "seconds of an iteration", "over the planned full pipeline's",
+                  "loss, nats per byte", "over the planned full pipeline's, in equal time")
     for name, seeds in runs.items():
         seconds = f"{statistics.mean(iteration_seconds(seeds)):.3f}"
         time, more = None, None
@@ -124,10 +124,11 @@ def draw(plt, found):
              xticks=moments)
     seconds = SECONDS[found["scale"]]
     lower = -more_than(runs[HALF], runs[FULL]).mean
-    frame(figure, found, f"Half skipped: {lower:.2f} nats lower than none skipped after {seconds} s",
+    frame(figure, found,
+          f"Half skipped: {lower:.2f} nats lower than none skipped after {seconds} s",
           "A pipeline between cities: loss in equal time",
-          f"8 hosts of one machine with links as between eight cities, 4 stages of 2, 1.1M weights, "
-          f"replicas' means; {counted(len(runs[FULL]), 'seed')}, bars: 95% intervals.")
+          f"8 hosts of one machine with links as between eight cities, 4 stages of 2, 1.1M "
+          f"weights, replicas' means; {counted(len(runs[FULL]), 'seed')}, bars: 95% intervals.")
     return figure
 
 

@@ -95,7 +95,7 @@ def draw(plt, found):
     axis.xaxis.set_major_formatter(percent)
     seeds = counted(len(next(iter(found["runs"].values()))), "seed")
     words = "what it costs, we cannot tell"
-    if sure(list(more.values()))[-1]:
+    if any(sure(list(more.values()))):
         words = f"it costs {list(more.values())[-1].mean:.0%}"
     frame(figure, found, f"Training goes on where nodes die; {words}",
           "What deaths of nodes cost", f"In so many iterations a node of a later stage loses its "

@@ -189,7 +189,7 @@ def show(found):
 
 
 def draw(plt, found):
-    """Where differences between pairs' replicas die out, beside our bound and the paper's window."""
+    """Where pairs' differences die out, beside our bound and the paper's window."""
     figure, axis = plt.subplots(figsize=(WIDTH, 4.4))
     row, alphas = found["groups"]["2"], found["alphas"]
     grows = (torch.tensor(row["rate"]).T > 0).tolist()

@@ -57,7 +57,8 @@ def rounded(timeline):
 def show(found):
     table = Table("20 nodes, 30 microbatches", "simulated seconds", "published")
     for name, published in PUBLISHED.items():
-        table.add(WORDS[name].replace("\n", " "), f"{found['seconds'][name]:.1f}", f"{published:.1f}")
+        table.add(WORDS[name].replace("\n", " "), f"{found['seconds'][name]:.1f}",
+                  f"{published:.1f}")
     table.end()
 
 
@@ -100,7 +101,7 @@ def draw_timelines(plt, found):
         waits = 1 - busy / (len(names) * found["seconds"][name])
         axis.set_title(f"{name}: {found['seconds'][name]:.0f} s, a node waits {waits:.0%} of it")
     axes[1].set_xlabel("seconds")
-    frame(figure, found, "Planned paths that skip a third of the stages end sooner, by waiting less",
+    frame(figure, found, "Planned paths that skip a third of the stages leave nodes less to wait",
           "What each node does when", "Simulated; a row is a node. Orange: one microbatch, "
           "forward through its stages, home for its loss, and back; lines: its messages. Grey: "
           "the others.")

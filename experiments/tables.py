@@ -136,8 +136,8 @@ class Comparison:
             return text
         times = 100 if self.form.endswith("%") else 1
         digits = self.form.strip("+f%")
-        low, high = [f"{times * end:{digits}f}" for end in self.interval]
-        return f"{text} [{low}, {high}]"
+        low, high = self.interval
+        return f"{text} [{times * low:{digits}f}, {times * high:{digits}f}]"
 
 
 def holm(values, level=LEVEL):

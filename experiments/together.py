@@ -268,13 +268,14 @@ def draw(plt, found):
     runs, whole = by_kind(found), WHOLE[found["scale"]] / 3600
     shares = sorted({share for *_, share in runs}, key=lambda share: float(share[:-1]))
     hours = [whole * float(share[:-1]) / 100 for share in shares]
-    axis.plot(hours, [0] * len(hours), "--", color=COLOURS["DDP"], label="DDP, none skipped")
+    axis.plot(hours, [0] * len(hours), "o--", color=COLOURS["DDP"], label="DDP, none skipped")
     for place, (kind, (name, colour, dashes)) in enumerate(LINES.items()):
         more = [difference(runs, share, kind, (FULL, "DDP")) for share in shares]
         if None not in more:
             bars(axis, aside(hours, place), more, COLOURS[colour], times=1, ls=dashes,
                  label=name)
-    axis.set(xlabel="simulated hours, for which each run's rate is planned",
+    axis.set(xlim=(0, 1.08 * whole),
+             xlabel="simulated hours, for which each run's rate is planned",
              ylabel="nats per byte over\nDDP, none skipped")
     seeds = counted(len(next(iter(runs.values()))), "seed")
     frame(figure, found, "Both papers: the gain is the skipping's, and shrinks with the time",

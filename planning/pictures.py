@@ -105,6 +105,8 @@ def draw_map(axis, network, paths, names):
     for (origin, a, b), times in hops.items():
         which = origins.index(origin)
         bend = 0.04 * (which - (len(origins) - 1) / 2)      # or shared hops would hide each other
+        if abs(network.stage_of[b] - network.stage_of[a]) > 1:
+            bend += 0.12                                    # past the nodes between
         axis.annotate("", place[b], place[a], arrowprops=dict(
             arrowstyle="-|>", color=PALETTE[which % len(PALETTE)], lw=0.6 + 0.4 * times,
             connectionstyle=f"arc3,rad={bend}", shrinkA=8, shrinkB=8, mutation_scale=10))

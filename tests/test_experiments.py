@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import train
-from experiments import (__main__, cities, failures, fleet, gamma, harness, race, routing, skipping,
-                         tables, together)
+from experiments import (__main__, cities, failures, fleet, gamma, harness, pictures, race, routing,
+                         skipping, tables, together)
 from noloco import outer_update
 from train import layout
 from gossip.window import gamma_bound
@@ -237,9 +237,8 @@ def crowded(figure):
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_shows_this_repositorys_results_as_expected(name, monkeypatch, capsys):
     """Tables, pictures and numbers of the full scale; no text of a picture is cut or covered."""
-    plt = pytest.importorskip("matplotlib.pyplot")
-    plt.switch_backend("agg")
-    drawn = []
+    pytest.importorskip("matplotlib")
+    plt, drawn = pictures.pyplot(), []
     monkeypatch.setattr(harness, "picture", lambda out, name, draw, found: drawn.append(draw(plt, found)))
     o = types.SimpleNamespace(plot=True, seeds=None, scale="full", out=HERE)
     assert harness.run_rows([ROWS[name]], o) == 0
