@@ -30,7 +30,7 @@ from pathlib import Path
 from experiments.clock import CPU, PROGRAM
 from experiments.harness import Row, Setting, command
 from experiments.pictures import COLOURS, WIDTH, counted, differences, frame
-from experiments.tables import Comparison, Expected, Table, lower_and_sure
+from experiments.tables import Comparison, Expected, Table, holm
 from experiments.turns import counted_rows, take_turns
 
 SECONDS = {"try": 4, "plot": 30, "full": 90}     # by the clock
@@ -300,12 +300,13 @@ def draw(plt, found):
 
 
 def finding(measured):
-    """At how many points NoLoCo ended lower, and at how many beyond doubt."""
+    """At how many points each method ended lower beyond doubt."""
     if not measured or any(one.p is None for one in measured):
         return ""                   # one seed
-    lower, sure = lower_and_sure(measured)
-    return (f"In equal time NoLoCo ended lower than DiLoCo at {len(lower)} of {len(measured)} "
-            f"points, beyond doubt at {len(sure)}")
+    survives = holm([one.p for one in measured])
+    sure = [one.mean < 0 for one, stays in zip(measured, survives) if stays]
+    return (f"In equal time NoLoCo ended lower beyond doubt at {sure.count(True)} of "
+            f"{len(measured)} points, DiLoCo at {sure.count(False)}")
 
 
 EXPECTED = {}           # {point: nats per byte}, once the race has been run

@@ -163,15 +163,6 @@ def sure(comparisons):
     return holm([one.p for one in comparisons])
 
 
-def lower_and_sure(comparisons):
-    """(those with a mean below zero, those of these that survive Holm's correction over all).
-    Comparisons of several seeds each."""
-    lower = [one for one in comparisons if one.mean < 0]
-    survives = holm([one.p for one in comparisons])
-    sure = [one for one, stays in zip(comparisons, survives) if stays and one.mean < 0]
-    return lower, sure
-
-
 # ---------------------------------------------------------------- a table
 
 
