@@ -237,7 +237,7 @@ def read_config(parser, folder):
         need({"method", "model", "stages"} <= set(vars(kept)), "it is of no run")
         return vars(kept)
     except (OSError, ValueError, AttributeError, BadInput) as error:
-        raise BadInput(f"{folder}: no readable config.json there: {error}")
+        raise BadInput(f"{folder}: no readable config.json there: {error}: mend or remove it")
 
 
 def check(o, given):
@@ -1441,7 +1441,7 @@ def load_part(file):
         need(state["theta"].sum().isfinite(), "its weights are not finite")
         return state
     except Exception as error:      # damaged bytes make torch raise nearly anything
-        raise BadInput(f"{file} is damaged, or of another version ({one_line(error)[:100]})")
+        raise BadInput(f"{file} is damaged or of another version ({one_line(error)[:100]})")
 
 
 def state_of(run):
