@@ -141,7 +141,8 @@ def test_groups_that_are_larger_than_was_asked_for_are_named(size, most, tmp_pat
     o = options("--stages", "4", "--group-size", size, "--name", "x")
     train.begin(SimpleNamespace(
         o=o, folder=Path("runs/x"), checkpoints=SimpleNamespace(then=str), stages=[[0, 1, 2, 3]], step=0,
-        corpus=SimpleNamespace(digest="abc"), routes=SimpleNamespace(first=None), job=SimpleNamespace(world=4, device=torch.device("cpu"))))
+        corpus=SimpleNamespace(digest="abc"), routes=SimpleNamespace(first=None),
+        job=SimpleNamespace(world=4, device=torch.device("cpu"))))
     assert (f"up to {most} replicas meet: they do not divide into groups of {size}\n"
             in capsys.readouterr().out) == (most > 0)
 
