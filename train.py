@@ -273,6 +273,8 @@ def layout(o, world):
          f"{count} stages must share {o.layers} layers, at least one each; got {depths}")
     need(not o.skip or count >= 3 and stages_to_keep(o.skip, sizes) >= 1,
          f"--skip needs at least 3 stages and must keep one; got {count} and {o.skip}")
+    least = -(-max(sizes) // sizes[0])
+    need(o.microbatches >= least, f"replicas would be idle: give --microbatches {least} or more")
     return cuts(sizes), cuts(depths)
 
 
@@ -915,11 +917,10 @@ class Routes:
         if o.routing not in ("random", "fixed") and not kept:
             network = job.together(self.network, pipeline)
             self.plan = job.agree_on(self.planned, network)
+            idle = set(range(job.world)).difference(*self.plan["paths"])
+            if idle:
+                job.say(f"warning: ranks {sorted(idle)} get no work in this plan")
         self.first = self.plan
-        paths, _ = Routes.at(self, 0)
-        idle = set(range(job.world)).difference(*paths)
-        if idle:
-            job.refuse(f"ranks {sorted(idle)} get no work: give more --microbatches")
 
     def network(self, pipeline):
         """What --links tells, or what the ranks measure: the same on all of them."""

@@ -23,7 +23,7 @@ from planning.methods import random_valid_paths
 from planning.training import PLANNERS, plan_paths
 from skippipe import Network, chain, full_paths, random_paths, simulate
 from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit,
-                           metrics, options, processes, refused, run, train_main)
+                           metrics, options, processes, run, train_main)
 from tools.partial import with_stages_missing
 from train import load_data, measure, pipelines, read_links, scaled, shares
 from tests.oracles import (any_paths, numbered, random_network, reference_logits, replay, through,
@@ -259,14 +259,26 @@ def test_measured_delays_make_a_plan_and_resume_keeps_it(trained, tmp_path):
     assert len(ends) == sum(map(len, plan["order"])) and max(ends) == round(1e6 * plan["makespan"])
 
 
-@pytest.mark.parametrize("how", ["--stages 1,1,1 --skip 0.33 --links links.json", "--stages 1,2",
-                                 "--stages 1,2 --routing fixed"])
-def test_ranks_without_work_are_refused_whatever_the_routing(how, corpus, tmp_path):
-    """One microbatch visits two of the three ranks. Two visit all, if in turn."""
+def test_ranks_without_work_in_a_plan_are_named(trained, tmp_path):
+    """One microbatch that visits two of three stages leaves out one rank."""
     (tmp_path / "links.json").write_text(json.dumps(dict(delay=[[0.1] * 3] * 3, compute=0.05)))
-    said = refused(3, *how.split(), "--microbatches", 1, "--steps", 1, "--data", corpus, *SMALL, cwd=tmp_path)
-    assert re.fullmatch(r"error: ranks \[[12]\] get no work: give more --microbatches", said)
-    assert not (tmp_path / "runs").exists()
+    out = trained(3, "--stages", "1,1,1", "--skip", 0.33, "--microbatches", 1, "--links", "links.json",
+                  "--steps", 1)
+    ((_, visited),) = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]["paths"]
+    assert f"warning: ranks [{3 - visited}] get no work in this plan\n" in out
+
+
+@pytest.mark.parametrize("routing", ["random", "fixed", "skippipe"])
+@pytest.mark.parametrize("stages, least", [("1,3", 3), ("2,5", 3), ("2,1", 1)])
+def test_fewer_microbatches_than_a_stage_has_replicas_are_refused(stages, least, routing):
+    """In a step some would be idle, whatever the routing: they trained for 6, 12 and 6 steps of 24."""
+    for microbatches in range(1, 5):
+        o = options("--stages", stages, "--routing", routing, "--microbatches", microbatches)
+        if microbatches < least:
+            with pytest.raises(train.BadInput, match=f"idle: give --microbatches {least} or more"):
+                train.layout(o, sum(o.stages))
+        else:
+            train.layout(o, sum(o.stages))
 
 
 def test_links_are_read_in_the_order_of_this_runs_ranks(tmp_path):
