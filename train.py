@@ -30,7 +30,9 @@ import socket
 import statistics
 import sys
 import sysconfig
+import threading
 import time
+import zipfile
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate, combinations
@@ -43,7 +45,7 @@ from torch.utils.data import ConcatDataset
 from tqdm import tqdm
 
 from model import Config, Llama
-from noloco import DiLoCo, NoLoCo, flatten
+from noloco import DiLoCo, NoLoCo, flatten, random_groups
 from skippipe import (BACKWARD, FORWARD, Deadlock, Infeasible, Network, chain, full_paths, kind,
                       plan, random_paths, stages_to_keep)
 
@@ -165,10 +167,10 @@ TINY = {
     "noloco": dict(inner_steps=10, alpha=0.0, beta=1.0),
     "diloco": dict(inner_steps=20, alpha=0.0, beta=1.0),
 }
-# A checkpoint fits only a run that agrees in these, and in the hash of its corpus.
-LAYOUT = ("method", "delay", "fragments", "stages", "layers_per_stage", "routing", "skip", "links",
-          "microbatches", "batch", "model", "hidden", "layers", "heads", "mlp", "vocab", "seq_len",
-          "optimizer", "tokenizer", "seed")
+# A checkpoint fits only a run that agrees in these. The last two are the yardstick of its losses.
+LAYOUT = ("name", "method", "delay", "fragments", "stages", "layers_per_stage", "routing", "skip",
+          "links", "microbatches", "batch", "model", "hidden", "layers", "heads", "mlp", "vocab",
+          "seq_len", "optimizer", "tokenizer", "seed", "eval_sequences", "unscaled")
 
 
 class Parser(argparse.ArgumentParser):
@@ -198,10 +200,11 @@ def parse(argv, world=1, Options=Options, description=__doc__):
             if f.default is not None:
                 more["help"] += f" (default: {f.default})"
         parser.add_argument(flag(f.name), **more)
-    given = vars(parser.parse_args(argv))
+    # A space in front, or argparse would take the value -1,3 for an option.
+    given = vars(parser.parse_args([re.sub(r"^-\d", r" \g<0>", word) for word in argv]))
     for name, value in given.items():
         need(value != "", f"{flag(name)} is empty: give a value, or leave it out")
-    kept = read_config(Options, given["resume"]) if "resume" in given else {}
+    kept = read_config(parser, given["resume"]) if "resume" in given else {}
     o = Options(**(kept | given))
     defaults = MODELS[o.model] | METHODS[o.method] | dict(stages=[world])
     if o.model == "tiny":
@@ -213,7 +216,7 @@ def parse(argv, world=1, Options=Options, description=__doc__):
     if not o.name:
         sizes = "x".join(str(size) for size in o.stages)
         o.name = f"{o.method}-{sizes}-{time.strftime('%Y%m%d-%H%M%S')}"
-    check(o, given, kept)
+    check(o, given)
     return o
 
 
@@ -222,25 +225,24 @@ def options_of(argv, world, Options=Options):
     return vars(parse(argv, world, Options))
 
 
-def read_config(Options, folder):
-    """{name: value} of the Options in a run's config.json. Raises BadInput."""
+def read_config(parser, folder):
+    """{name: value} of a run's config.json, parsed like a command line. Raises BadInput."""
+    words = []
     try:
-        config = json.loads(Path(folder, "config.json").read_text())
-        kept = {f.name: config[f.name] for f in fields(Options) if f.name in config}
-    except (OSError, ValueError, TypeError) as error:
-        raise BadInput(f"{folder}: no readable config.json there: {error}")
-    need({"method", "model", "stages"} <= set(kept), f"{folder}: its config.json is of no run")
-    return kept
+        for name, value in json.loads(Path(folder, "config.json").read_text()).items():
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            if value is not None and value is not False:
+                words.append(flag(name) if value is True else f"{flag(name)}={text}")
+        kept, _ = parser.parse_known_args(words)        # survive/ has options that train.py has not
+        need({"method", "model", "stages"} <= set(vars(kept)), "it is of no run")
+        return vars(kept)
+    except (OSError, ValueError, AttributeError, BadInput) as error:
+        raise BadInput(f"{folder}: no readable config.json there: {error}: mend or remove it")
 
 
-def check(o, given, kept):
-    """Raise BadInput for options that are out of range, do not go together, or would do nothing.
-
-    given: on the command line. kept: in the config.json of a run that resumes.
-    """
-    for name, value in given.items():
-        need(not kept or name not in LAYOUT or value == kept.get(name),
-             f"{flag(name)} {value} differs from the {kept.get(name)} of {o.resume}: drop it")
+def check(o, given):
+    """Raise BadInput for options that are out of range, do not go together, or would do nothing."""
+    for name in given:
         need(name not in METHODS["noloco"] or name in METHODS[o.method],
              f"--method {o.method} has no {flag(name)}")
     for f in fields(o):
@@ -255,8 +257,6 @@ def check(o, given, kept):
     need(planned or not o.skip, f"--skip needs a planned routing, not --routing {o.routing}")
     need(o.wire != "bf16" or o.method != "noloco",
          "--wire bf16 rounds updates of NoLoCo's theta away: give --wire int8")
-    need(not kept or "name" not in given or Path(o.resume).resolve().name == o.name,
-         f"--name {o.name}: --resume goes on in {o.resume}: drop it")
     need(Path(o.name).name == o.name != "..", f"--name {o.name}: takes a name without a path")
 
 
@@ -273,9 +273,8 @@ def layout(o, world):
          f"{count} stages must share {o.layers} layers, at least one each; got {depths}")
     need(not o.skip or count >= 3 and stages_to_keep(o.skip, sizes) >= 1,
          f"--skip needs at least 3 stages and must keep one; got {count} and {o.skip}")
-    need(o.routing != "fixed" or sizes[0] * o.microbatches >= max(sizes),
-         f"--routing fixed: {sizes[0]} origins with --microbatches {o.microbatches} leave replicas "
-         "idle")
+    least = -(-max(sizes) // sizes[0])
+    need(o.microbatches >= least, f"replicas would be idle: give --microbatches {least} or more")
     return cuts(sizes), cuts(depths)
 
 
@@ -322,8 +321,9 @@ def load_corpus(o):
         count = max(o.seq_len + 1, len(held[0]) // 20)
         train, held = [held[0][:-count]], [held[0][-count:]]
     heldout = held[0] if len(held) == 1 else torch.cat(held)
-    need(len(heldout) > o.seq_len,
-         f"{o.data} has {len(heldout)} held-out tokens: give more data or a smaller --seq-len")
+    count = (len(heldout) - 1) // o.seq_len
+    need(count >= o.eval_sequences, f"{o.data} has {len(heldout)} held-out tokens, {count} "
+         "sequences: give more data, or a smaller --eval-sequences or --seq-len")
     top = max(int(part[:1 << 24].int().max()) for part in [*train, heldout] if len(part))
     need(top < o.vocab, f"the data has token {top}: give --vocab {top + 1} or more, not {o.vocab}")
     return Corpus(train, heldout, digest.hexdigest()[:12], per_token, end)
@@ -476,6 +476,7 @@ class Job:
     override share, collect, refuse, average, leave and close.
     """
     joining = False         # whether it takes its place in a job that is training (survive/)
+    silent = 5              # seconds, before a line says for whom this process waits
 
     def __init__(self):
         self.rank = int(os.environ.get("RANK", 0))
@@ -487,9 +488,22 @@ class Job:
         self.groups = {}            # process groups of replicas that `average`
         self.store = dist.HashStore()
         if self.world > 1:
-            store, *_ = next(iter(dist.rendezvous("env://")))
             # torchrun keeps its store over a restart: nobody may read the keys from before.
-            self.store = dist.PrefixStore(f"attempt{restarts()}", store)
+            self.store = dist.PrefixStore(f"attempt{restarts()}", self.meet())
+
+    def meet(self):
+        """The store of all ranks, once all have come."""
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        line = f"rank {self.rank}: waiting for rank 0 at {place}, and all others"
+        late = threading.Timer(self.silent, print, [line], dict(file=sys.stderr, flush=True))
+        late.start()
+        try:
+            return next(iter(dist.rendezvous("env://")))[0]
+        except (RuntimeError, ValueError) as error:
+            sys.stderr.write(f"error: rank {self.rank}, {place}: {one_line(error)[:200]}\n")
+            sys.exit(2)
+        finally:
+            late.cancel()
 
     def share(self, name, value):
         """Every rank's value, by rank. All ranks use a name equally often."""
@@ -526,7 +540,7 @@ class Job:
     def refuse(self, line):
         """Every rank calls this: the first one prints the line, and all end with status 2."""
         if self.leads:
-            print(f"error: {line}", file=sys.stderr, flush=True)
+            tqdm.write(f"error: {line}", file=sys.stderr)
         self.share("told", "")          # the line comes first: torchrun ends all when one leaves
         self.leave()
         sys.exit(2)
@@ -905,8 +919,7 @@ class Routes:
             self.plan = job.agree_on(self.planned, network)
             idle = set(range(job.world)).difference(*self.plan["paths"])
             if idle:
-                job.say(f"warning: ranks {sorted(idle)} get no work in this plan: more "
-                        "--microbatches, or fewer replicas")
+                job.say(f"warning: ranks {sorted(idle)} get no work in this plan")
         self.first = self.plan
 
     def network(self, pipeline):
@@ -1285,6 +1298,8 @@ def report(run, row, ends):
         file.write(json.dumps(line) + "\n")
     told = [f"step {run.step}: {', '.join(in_words(line, STEP))}"]
     if ends:
+        need(math.isfinite(line["heldout_loss"] or 0),
+             f"the held-out loss at step {run.step} is not finite: give a smaller --lr")
         told += in_words(line, LAST)
         told.append(f"kept in {run.folder}; a picture: python -m tools.plot {run.folder}")
     run.bar.write("\n".join(told), file=sys.stdout)
@@ -1353,7 +1368,7 @@ def write_text(path, text):
 
 class Checkpoints:
     """Every rank writes its own part, runs/NAME/checkpoints/00000600/rank3.pt, on its own machine
-    or in a folder for all. Subclasses may override parts, keep, forget and load."""
+    or in a folder for all. Subclasses may override parts, save, forget and load."""
 
     def __init__(self, job, folder):
         self.job, self.folder = job, folder / "checkpoints"
@@ -1366,8 +1381,19 @@ class Checkpoints:
         found = sorted(self.folder.glob(f"*/rank{self.job.rank}.pt"))
         return {int(file.parent.name): file for file in found}
 
+    def then(self):
+        """How to go on with this run, in words."""
+        if self.parts() or self.job.joining:
+            return f"go on with --resume {self.folder.parent}"
+        return f"nothing is kept yet: remove {self.folder.parent}"
+
     def save(self, step, state):
-        """Write this rank's part. Raises BadInput without room, or without leave, to write."""
+        """Write this rank's part. When all ranks have, drop all parts but the last two."""
+        self.job.together(self.write, step, state)
+        self.forget(list(self.parts())[:-2])
+
+    def write(self, step, state):
+        """Raises BadInput without room, or without leave, to write."""
         place = self.place(step)
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -1375,13 +1401,8 @@ class Checkpoints:
                 torch.save(state, file)
         except (OSError, RuntimeError) as error:        # torch hides a full disk behind its own
             cause = one_line(error.__context__ or error)
-            raise BadInput(f"cannot write the checkpoint {place}: {cause}")
-        self.keep(step)
-
-    def keep(self, step):
-        """When all ranks have written this step, drop all parts but the last two."""
-        self.job.share("saved", step)
-        self.forget(list(self.parts())[:-2])
+            raise BadInput(f"cannot write the checkpoint {place}: {cause}; once that is put right, "
+                           f"{self.then()}")
 
     def forget(self, steps):
         """Remove this rank's parts of these steps."""
@@ -1405,34 +1426,50 @@ class Checkpoints:
         step = max(set.intersection(*map(set, held)), default=-1)
         if step < 0 and not restarts():
             self.job.refuse(f"{self.folder.parent} has no checkpoint that all {self.job.world} "
-                            "ranks hold")
+                            "ranks hold: bring the missing parts here, or remove it")
         self.forget([newer for newer in self.parts() if newer > step])
         return sound.get(step)
 
 
 def load_part(file):
-    """A part, mapped into memory. Raises BadInput if it is damaged."""
+    """A part, mapped into memory. Raises BadInput if it is damaged, or not what its name says."""
     try:
-        return torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+        with zipfile.ZipFile(file) as parts:
+            need(not parts.testzip(), "wrong checksum")         # torch compares none
+        state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+        own = f"{state['step']:08d}/rank{state['rank']}.pt"
+        need(file.as_posix().endswith(f"/{own}"), f"it was written as {own}")
+        need(state["theta"].sum().isfinite(), "its weights are not finite")
+        return state
     except Exception as error:      # damaged bytes make torch raise nearly anything
-        raise BadInput(f"{file} is damaged ({one_line(error)[:100]})")
+        raise BadInput(f"{file} is damaged or of another version ({one_line(error)[:100]})")
 
 
 def state_of(run):
     """What a rank's part of a checkpoint holds."""
     meter = {f.name: getattr(run.meter, f.name) for f in fields(Meter)}
     meter |= dict(loss=float(run.meter.loss), counts=counts(run), iterations=[])
-    return dict(step=run.step, theta=run.theta, rho=run.rho, plan=run.routes.first,
-                cursor=run.cursor,
+    return dict(step=run.step, rank=run.job.rank, theta=run.theta, rho=run.rho,
+                options={name: getattr(run.o, name) for name in LAYOUT},
+                plan=run.routes.first, cursor=run.cursor,
                 inner=[optimizer.state_dict()["state"] for optimizer in run.inner],
                 outer=run.outer and run.outer.state_dict(), owed=run.average and run.average.owed,
                 meter=meter, corpus=run.corpus and run.corpus.digest)
+
+
+def need_same(o, state):
+    """Raises BadInput if the checkpoint is of other options."""
+    for name, was in state["options"].items():
+        now = getattr(o, name)
+        need(now == was, f"{flag(name)} {now} differs from the {was} of {o.resume}'s checkpoint")
 
 
 def restore(run, state):
     """Put what `state_of` returned into the run, but for the plan. Raises BadInput."""
     need(not run.corpus or state["corpus"] == run.corpus.digest,
          f"the data differ from those of {run.folder}: give the same --data or start a new run")
+    need_same(run.o, state)
+    need(len(state["theta"]) == len(run.theta), f"{run.folder}: a checkpoint of other weights")
     run.step, run.rho, run.cursor = state["step"], state["rho"], state["cursor"]
     run.theta.copy_(state["theta"])
     for optimizer, kept in zip(run.inner, state["inner"]):
@@ -1542,15 +1579,6 @@ def make_average(o, replicas):
     return Average(replicas)
 
 
-def claim(folder):
-    """Make the folder of a run that begins. Raises BadInput if another one has it."""
-    config = folder / "config.json"
-    need(restarts() or not config.exists(),
-         f"{folder} exists: go on with --resume {folder}, or give another --name")
-    folder.mkdir(parents=True, exist_ok=True)
-    config.touch(exist_ok=restarts() > 0)         # of two runs that begin at once the second fails
-
-
 def build(job, o, Pipeline=Pipeline, Routes=Routes, Checkpoints=Checkpoints,
           make_outer=make_outer):
     """This rank's share of the run. survive/, tools/ and experiments/ bring parts of their own."""
@@ -1566,22 +1594,25 @@ def build(job, o, Pipeline=Pipeline, Routes=Routes, Checkpoints=Checkpoints,
     run = Run(job, o, stages, stage, corpus, reader, model, theta, inner, average, pipeline, folder,
               sample_of(len(theta), o.seed), Checkpoints(job, folder))
     run.outer = job.together(make_outer, run)
-    state = None
-    if o.resume or restarts():
-        state = run.checkpoints.load()
+    state = run.checkpoints.load() if o.resume or restarts() else None
     if state:
         job.together(restore, run, state)
     run.routes = Routes(job, o, pipeline, stages, state and state["plan"])
-    if not o.resume:
-        job.agree_on(claim, folder)
     return run
 
 
 def begin(run):
     """On the first rank, write config.json and plan.json, and keep the lines of metrics.jsonl up to
-    this step: training writes the later ones again."""
-    o = run.o
-    write_text(run.folder / "config.json", json.dumps(vars(o), indent=1))
+    this step: training writes the later ones again. Raises BadInput if the folder is taken."""
+    o, config = run.o, run.folder / "config.json"
+    again = o.resume or restarts()
+    need(again or not run.folder.exists(),
+         f"{run.folder} exists: {run.checkpoints.then()}, or give another --name")
+    run.folder.mkdir(parents=True, exist_ok=bool(again))    # the second of two at once fails here
+    was = json.loads(config.read_text()) if config.exists() else {}
+    changed = {name: [was[name], value] for name, value in vars(o).items()
+               if name != "resume" and was.get(name, value) != value}
+    write_text(config, json.dumps(vars(o), indent=1))
     if run.routes.first:
         made = dict(by="train.py", routing=o.routing, skip=o.skip, seed=o.seed)
         told = dict(run.routes.first, stages=run.stages, made=made)
@@ -1592,11 +1623,19 @@ def begin(run):
         with contextlib.suppress(ValueError, KeyError):     # a crash may have cut the last one
             if json.loads(line)["step"] <= run.step:
                 kept.append(line + "\n")
+    if changed:
+        kept.append(json.dumps(dict(event="changed", step=run.step, options=changed)) + "\n")
     write_text(log, "".join(kept))
     print(f"{o.method}, stages {o.stages}, {o.routing} routing, {run.job.world} processes on "
           f"{run.job.device.type}, {o.model} model, corpus {run.corpus.digest}")
     if max(o.stages) == 1:
         print(f"no other replicas: nothing is synchronised, {o.method} trains one model alone")
+    elif o.method == "noloco":
+        most = max(len(random_groups(ranks, o.group_size, 0, 0)[0]) for ranks in run.stages)
+        if most > o.group_size:
+            print(f"up to {most} replicas meet: they do not divide into groups of {o.group_size}")
+    for name, (was, now) in changed.items():
+        print(f"{flag(name)} {now}, was {was}")
     print(f"{run.folder}, from step {run.step}", flush=True)
 
 
@@ -1608,7 +1647,7 @@ def train(run):
         return job.close()
     job.agree_on(begin, run)
     run.bar = tqdm(total=o.steps, initial=run.step, disable=not job.leads, unit="step",
-                   dynamic_ncols=True)
+                   dynamic_ncols=True, leave=False)
     run.meter.go_on()
     while run.step < o.steps:
         before = run.step
@@ -1669,27 +1708,28 @@ BROKEN = "Connection ", "Broken pipe", "ncclRemoteError"        # in the errors 
 @contextlib.contextmanager
 def in_one_line(run):
     """Around training: it ends with one line of one rank, or a traceback of an unknown cause."""
+    then = run.checkpoints.then
     try:
         yield
     except KeyboardInterrupt:
-        status, line = 130, f"stopped at step {run.step}"
-    except (BadInput, OSError) as error:                        # most often a full disk
-        status, line = 2, f"error: {one_line(error)}; once that is put right"
+        status, line = 130, f"stopped at step {run.step}; {then()}"
+    except BadInput as error:
+        status, line = 2, f"error: {error}"
+    except OSError as error:                                    # most often a full disk
+        status, line = 2, f"error: {one_line(error)}; once that is put right, {then()}"
     except RuntimeError as error:
         if not any(words in str(error) for words in BROKEN):
             raise
-        line = f"stopped: rank {run.job.rank} at step {run.step}: another process is gone"
         status = 2
+        line = f"stopped: rank {run.job.rank} at step {run.step}: another process is gone; {then()}"
     else:
         return
     if run.bar:
         run.bar.close()
-    told = 1
     with contextlib.suppress(RuntimeError):                     # of a lost store
-        told = run.job.store.add("stopped", 1)
-    if told == 1:
-        then = "go on with --resume" if run.checkpoints.parts() else "nothing is kept yet in"
-        print(f"{line}; {then} {run.folder}", file=sys.stderr, flush=True)
+        if run.job.store.add("stopped", 1) > 1:
+            sys.exit(status)
+    print(line, file=sys.stderr, flush=True)
     sys.exit(status)
 
 

@@ -34,7 +34,8 @@ class SurvivingCheckpoints(Checkpoints):
             self.tell_of_part(state["step"])
         return state
 
-    def keep(self, step):
+    def save(self, step, state):
+        self.write(step, state)
         self.seal()
 
     def seal(self):

@@ -62,6 +62,7 @@ def rank_process(pipe, rank, world, port, agent, cwd, function, args):
                       OMP_NUM_THREADS="1", TORCHELASTIC_USE_AGENT_STORE=str(agent),
                       TORCHELASTIC_RESTART_COUNT="0")
     torch.set_num_threads(1)
+    Job.silent = 600        # a busy machine starts processes slowly, which is no fault to tell
     try:
         pipe.send((True, function(rank, world, *args)))
     except BaseException:

@@ -1,6 +1,7 @@
 """Runs that go on, the same to the bit, and runs that end early: a crash, a signal, a disk that is full."""
 
 import functools
+import json
 import os
 import re
 import resource
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import train
-from tests.harness import (SMALL, assert_same, captured, metrics, options, patience, processes,
+from tests.harness import (SMALL, assert_same, captured, error_of, metrics, options, patience, processes,
                            refused, run, store_host, train_main)
+from tools import export
 from train import BadInput, Job
 
 
@@ -85,7 +87,7 @@ def test_instead_of_a_damaged_checkpoint_the_one_before_is_taken(done, tmp_path)
     (folder / broken).write_bytes((folder / broken).read_bytes()[:1000])
     (_, out), (_, warned) = processes(2, train_main, ["--resume", "runs/x"], cwd=folder)
     assert "runs/x, from step 2" in out
-    assert re.search(rf"^warning: {broken} is damaged \(.*\)$", warned, re.M)
+    assert re.search(rf"^warning: {broken} is damaged or of another version \(.*\)$", warned, re.M)
     assert_same(folder / "runs/x", done / "runs/x", 4, world=2)
     for step, rank in ((2, 1), (4, 0)):
         (folder / f"runs/x/checkpoints/{step:08d}/rank{rank}.pt").write_bytes(b"")
@@ -100,19 +102,93 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(don
     before = state()
     for extra in ([], ["--steps", 4, "--eval-every", 2], ["--steps", 3]):
         out = run(2, "--resume", "runs/x", *extra, cwd=folder)
-        assert out.endswith("runs/x has done all its 4 steps: give more --steps to go on\n")
+        assert out == "runs/x has done all its 4 steps: give more --steps to go on\n"
     assert "needs 2 processes but got 1" in refused(1, "--resume", "runs/x", cwd=folder)
     assert state() == before
-    run(2, "--resume", "runs/x", "--steps", 5, cwd=folder)
-    assert metrics(folder / "runs/x")[-1]["step"] == 5
+    out = run(2, "--resume", "runs/x", "--steps", 5, "--lr", 0.01, cwd=folder)
+    assert "--lr 0.01, was 0.003\n" in out and "--steps 5, was 4\n" in out
+    first, changed, last = metrics(folder / "runs/x")
+    assert (first["step"], last["step"]) == (4, 5)
+    assert changed == dict(event="changed", step=4, options=dict(lr=[0.003, 0.01], steps=[4, 5]))
+
+
+# ---- parts
+
+
+def _flip(file):
+    """One bit of the weights."""
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 4
+    file.write_bytes(whole)
+
+
+def _rewrite(change):
+    def rewrite(file):
+        state = torch.load(file)
+        change(state)
+        torch.save(state, file)
+
+    return rewrite
+
+
+def _spoil(state):
+    state["theta"][5] = torch.nan
+
+
+DAMAGES = {
+    "wrong checksum": _flip,
+    "it was written as 00000004/rank0.pt": lambda file: file.with_name("rank0.pt").rename(file),
+    "it was written as 00000002/rank1.pt": _rewrite(lambda state: state.update(step=2)),
+    "its weights are not finite": _rewrite(_spoil),
+    "'theta'": _rewrite(lambda state: state.pop("theta")),
+    "'rank'": _rewrite(lambda state: state.pop("rank")),           # as an older version wrote it
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_a_part_that_is_not_what_its_rank_wrote_is_refused(words, done, tmp_path):
+    part = shutil.copytree(done / "runs/x/checkpoints/00000004", tmp_path / "00000004") / "rank1.pt"
+    assert train.load_part(part)["rank"] == 1
+    DAMAGES[words](part)
+    with pytest.raises(BadInput, match=re.escape(f"{part} is damaged or of another version ({words})")):
+        train.load_part(part)
+
+
+def test_a_checkpoint_of_other_weights_is_one_line(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    captured(0, 1, train.main, ["--steps", 1, "--data", corpus, "--name", "x", *SMALL])
+    _rewrite(lambda state: state.update(theta=state["theta"][:64]))(
+        Path("runs/x/checkpoints/00000001/rank0.pt"))
+    assert "runs/x: a checkpoint of other weights" in error_of(train.main, "--resume", "runs/x", "--steps", 2)
+
+
+def test_a_run_that_ends_without_a_finite_loss_fails_and_is_not_exported(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    usual = train.inner_step
+
+    def spoil(run, *rest):
+        found = usual(run, *rest)
+        if run.step == 2:
+            run.theta.fill_(torch.nan)
+        return found
+
+    argv = ["--steps", 4, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "inner_step", spoil)
+        code, said = captured(0, 1, train.main, argv)
+    assert code == 2
+    assert said.splitlines()[-1] == ("error: the held-out loss at step 4 is not finite: give a smaller --lr")
+    assert "its weights are not finite" in error_of(export.main, "runs/x", "out") and not Path("out").exists()
+    code, said = captured(0, 1, train.main, ["--resume", "runs/x"])        # from before
+    assert code == 0 and "runs/x, from step 2" in said
 
 
 def test_diloco_resumed_with_another_beta_goes_on_to_synchronise(trained, tmp_path):
     """It found no class for gamma = 1 beside its beta, and each replica trained alone."""
     trained(2, "--method", "diloco", "--inner-steps", 2, "--steps", 4)
     run(2, "--resume", "runs/x", "--beta", 0.5, "--steps", 8, cwd=tmp_path)
-    before, after = (line["sync_bytes"] for line in metrics(tmp_path / "runs/x"))
-    assert after == 2 * before > 0
+    before, changed, after = (line.get("sync_bytes") for line in metrics(tmp_path / "runs/x"))
+    assert after == 2 * before > 0 and changed is None
 
 
 # ---- what the processes tell each other
@@ -138,18 +214,31 @@ def test_a_second_call_of_share_and_together_does_not_read_the_first_ones_values
 # ---- going on elsewhere
 
 
-def test_a_folder_is_taken_once_and_found_again_by_a_restart(tmp_path, monkeypatch):
-    """Of two runs that begin at once, the one that makes config.json first has the name."""
+def test_a_folder_is_taken_once_and_found_again_by_a_restart(corpus, tmp_path, monkeypatch):
+    """Of two runs that begin at once, the one that makes the folder first has the name."""
     monkeypatch.chdir(tmp_path)
-    folder = Path("runs/mine")
-    train.claim(folder)
-    with pytest.raises(BadInput, match="runs/mine exists: go on with --resume"):
-        train.claim(folder)
-    monkeypatch.setattr(Path, "exists", lambda self: False)         # the other run was not there yet
-    with pytest.raises(FileExistsError):
-        train.claim(folder)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    train.claim(folder)
+    argv = ["--steps", 2, "--data", corpus, "--name", "x", *SMALL]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "sample_of", stop)                 # before the run begins
+        with pytest.raises(KeyboardInterrupt):
+            train.main(list(map(str, argv)))
+        assert not Path("runs").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "write_text", stop)                # when it has just taken its folder
+        code, said = captured(0, 1, train.main, argv)
+        assert code == 130 and said == "stopped at step 0; nothing is kept yet: remove runs/x\n"
+    assert "runs/x exists: nothing is kept yet: remove runs/x, or give" in error_of(train.main, *argv)
+    assert "mend or remove it" in error_of(train.main, "--resume", "runs/x")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", lambda self: False)       # the other run was not there yet
+        assert "File exists" in error_of(train.main, *argv)
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert captured(0, 1, train.main, argv)[0] == 0
+    assert "runs/x exists: go on with --resume runs/x, or give" in error_of(train.main, *argv)
     assert options("--stages", "1").name.startswith("noloco-1-") and options("--name", "mine").name == "mine"
 
 
@@ -179,10 +268,23 @@ def test_a_run_goes_on_where_its_data_were_moved_and_not_with_other_data(corpus,
     assert "the data differ from those of runs/x" in refused(2, "--resume", "runs/x", cwd=folder)
 
 
-@pytest.mark.parametrize("other", [["--layers", 2], ["--stages", "1,1"], ["--seed", 1], ["--vocab", 300]])
+@pytest.mark.parametrize("other", [["--layers", 2], ["--stages", "1,1"], ["--seed", 1], ["--name", "y"],
+                                   ["--eval-sequences", 16]])
 def test_a_run_does_not_go_on_as_another_one(other, done, tmp_path):
     folder = shutil.copytree(done, tmp_path / "copy")
-    assert f"{other[0]} " in refused(2, "--resume", "runs/x", *other, cwd=folder)
+    said = refused(2, "--resume", "runs/x", *other, cwd=folder)
+    assert f"{other[0]} " in said and "of runs/x's checkpoint" in said
+
+
+def test_a_config_edited_by_hand_is_one_line(done, tmp_path, monkeypatch):
+    """null is the default, as where an option was never given."""
+    monkeypatch.chdir(shutil.copytree(done, tmp_path / "copy"))
+    file = Path("runs/x/config.json")
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(dict(config, hidden=64, seq_len=None)))
+    said = refused(2, "--resume", "runs/x", "--steps", 5, cwd=".")
+    assert said == "error: --hidden 64 differs from the 32 of runs/x's checkpoint"
+    assert said == error_of(export.main, "runs/x", "out").strip()
 
 
 # ---- ending
@@ -236,22 +338,23 @@ def test_when_a_rank_falls_the_others_end_with_one_line_and_the_run_goes_on(
     assert_same(tmp_path / "runs/x", whole(kind), 9)
 
 
-def _small_disk(rank, world, argv, size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+def _small_disk(rank, world, argv, size, full):
+    if rank in full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     return train_main(rank, world, argv)
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_one_line_of_one_rank(corpus, tmp_path):
-    """The limit on a file's size fails a write as a full disk does."""
+@pytest.mark.parametrize("full", [[0], [1, 2]])
+def test_a_disk_without_room_for_a_checkpoint_is_one_line_of_one_rank(full, corpus, tmp_path):
+    """The limit on a file's size fails a write as a full disk does. The first rank hosts the store."""
     argv = ["--steps", 4, "--save-every", 2, "--data", corpus, "--name", "x", *SMALL]
-    with store_host() as (port, _):
-        results = processes(4, _small_disk, argv, 100_000, cwd=tmp_path, port=port)
+    results = processes(3, _small_disk, argv, 100_000, full, cwd=tmp_path)
     codes, texts = zip(*results)
-    assert codes == (2,) * 4 and not any("Traceback" in text or "stopped" in text for text in texts)
-    (line,) = [line for line in "".join(texts).splitlines() if "runs/x/" in line]
+    assert codes == (2,) * 3 and texts[1:] == ("", "")
+    (line,) = [line for line in texts[0].splitlines() if "runs/x/" in line]
     assert line.startswith("error: cannot write the checkpoint runs/x/checkpoints/00000002: [Errno 27] File")
-    assert "once that is put right; nothing is kept yet in runs/x" in line
-    assert not [p for p in tmp_path.rglob("*") if p.suffix in (".tmp", ".pt")]
+    assert line.endswith("; once that is put right, nothing is kept yet: remove runs/x")
+    assert "stopped" not in texts[0] and not [p for p in tmp_path.rglob("*") if p.suffix == ".tmp"]
 
 
 def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monkeypatch):
@@ -264,7 +367,7 @@ def test_a_disk_without_room_for_the_metrics_is_one_line(corpus, tmp_path, monke
         patch.setattr(train, "line_of", full)
         code, said = captured(0, 1, train.main, ["--steps", 4, "--data", corpus, "--name", "x", *SMALL])
     assert code == 2
-    assert said.splitlines()[-1] == f"{line}; once that is put right; go on with --resume runs/x"
+    assert said.splitlines()[-1] == f"{line}; once that is put right, go on with --resume runs/x"
     monkeypatch.setattr(train.os, "replace", full)
     code, said = captured(0, 1, train.main, ["--resume", "runs/x", "--steps", 6])
     assert code == 2 and line in said and not list(tmp_path.rglob("*.tmp"))

@@ -34,11 +34,11 @@ def word_tokenizer(folder, words):
 
 def test_training_and_heldout_text_are_disjoint(tmp_path):
     write(tmp_path, {f"{i}.txt": bytes([65 + i]) * 300 for i in range(20)})
-    data = load_corpus(options("--data", tmp_path))
+    data = load_corpus(options("--data", tmp_path, "--eval-sequences", 2))
     assert set(data.train[0].tolist()) & set(data.heldout.tolist()) == {0}
     assert (len(data.train[0]), len(data.heldout)) == (19 * 301, 301)
     one = write(tmp_path, {"one": bytes(range(1, 201)) * 100}) / "one"
-    data = load_corpus(options("--data", one))
+    data = load_corpus(options("--data", one, "--eval-sequences", 7))
     assert bytes(data.train[0].tolist() + data.heldout.tolist()) == one.read_bytes() + b"\0"
     assert len(data.heldout) == 1000
 
@@ -72,7 +72,7 @@ def test_nanogpt_tokens_of_several_files_are_mapped_and_read_once_per_epoch(tmp_
 
 def test_a_token_file_has_one_hash_alone_and_in_a_folder(tmp_path):
     write(tmp_path / "tokens", {"some.bin": b"\1\0" * 3000})
-    digests = {load_corpus(options("--data", path)).digest
+    digests = {load_corpus(options("--data", path, "--eval-sequences", 1)).digest
                for path in (tmp_path / "tokens", tmp_path / "tokens/some.bin")}
     assert len(digests) == 1
 
@@ -80,7 +80,8 @@ def test_a_token_file_has_one_hash_alone_and_in_a_folder(tmp_path):
 def test_tokenizer_file(tmp_path):
     tokenizer, file = word_tokenizer(tmp_path, ["[UNK]", "<|endoftext|>", *(f"w{i}" for i in range(50))])
     text = " ".join(f"w{j % 50}" for j in range(400)).encode()
-    argv = ["--data", write(tmp_path / "text", {"0.txt": text, "1.txt": text}), "--tokenizer", file]
+    argv = ["--data", write(tmp_path / "text", {"0.txt": text, "1.txt": text}), "--tokenizer", file,
+            "--eval-sequences", 3]
     data = load_corpus(options(*argv))
     assert data.train[0].tolist() == [j % 50 + 2 for j in range(400)] + [1] and data.end == 1
     assert data.bytes_per_token == pytest.approx(len(text) / 400, rel=0.01)
@@ -113,7 +114,7 @@ def test_the_tokenizer_of_an_export_is_one_that_we_read(tmp_path):
 def test_bytes_that_are_no_utf8_are_replaced(tmp_path):
     _, file = word_tokenizer(tmp_path, ["</s>", "caf", "\ufffd"])
     text = write(tmp_path / "text", {f"{i}.txt": "caf\u00e9".encode("latin-1") for i in range(3)})
-    argv = ["--data", text, "--seq-len", 1]
+    argv = ["--data", text, "--seq-len", 1, "--eval-sequences", 2]
     corpus = load_corpus(options(*argv, "--tokenizer", file))
     assert corpus.heldout.tolist() == [1, 2, 0]
     corpus = load_corpus(options(*argv))

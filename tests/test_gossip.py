@@ -276,7 +276,7 @@ def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(mo
         results = processes(4, _dies, [*argv, *more.split()], cwd=tmp_path, port=port, fallen=[1])
     codes, texts = zip(*filter(None, results))
     said = re.findall("stopped.*|Traceback", "".join(texts))
-    line = r"stopped: rank \d at step \d+: another process is gone; nothing is kept yet in runs/x"
+    line = r"stopped: rank \d at step \d+: another process is gone; nothing is kept yet: remove runs/x"
     assert codes == (2, 2, 2) and len(said) == 1 and re.match(line, said[0]), results
 
 

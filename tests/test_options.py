@@ -1,17 +1,23 @@
 """Options: what --help says. Bad input of every program is one line and status 2, from rank 0 alone."""
 
+import contextlib
 import gzip
+import io
 import json
 import re
+import socket
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import train
 from experiments import pictures
-from tests.harness import HERE, SMALL, captured, error_of, options, processes, refused, surviving
+from tests.harness import HERE, SMALL, captured, error_of, options, patience, processes, refused, surviving
 from tools import advise, export, hosts, partial, prepare
 from train import BadInput
 
@@ -24,7 +30,7 @@ FILES = {
     "c4.json.gz": gzip.compress(b'{"text": "one"}'),
     "torn/config.json": b'{"method": "nol', "foreign/config.json": b'{"unknown": 1}',
     "nothing/config.json": b"{}",
-    "delayed/config.json": json.dumps(vars(options("--delay", 5))).encode(),
+    "edited/config.json": json.dumps(dict(vars(options()), batch="many")).encode(),
     "list.json": b"[]", "one.json": b'{"delay": [[0]], "compute": 1}',
     "three.json": json.dumps(dict(delay=[[1] * 3] * 3, compute=1, stages=[[2], [1]])).encode(),
     "long.txt": b"long enough " * 500, "pictures/x.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
@@ -99,6 +105,46 @@ def test_survive_with_processes_that_one_torchrun_would_kill_together_is_a_warni
     code, said = captured(0, 1, surviving, ["--survive", 5, "--steps", 1, "--data", corpus, *SMALL])
     line = "warning: when a process dies, torchrun ends the 3 beside it, and survive cannot help: give each"
     assert code == 0 and said.startswith(line) == (launched and beside > 0)
+
+
+@pytest.mark.parametrize("port, words", [("99999", "port must have value from 0 to 65535"),
+                                         ("abc", "invalid literal"), ("taken", "address already in use")])
+def test_a_port_that_cannot_be_is_one_line(port, words, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if port == "taken":
+            port = str(taken.getsockname()[1])
+        for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
+            monkeypatch.setenv(name, value)
+        error = error_of(train.main)
+    assert error.startswith(f"error: rank 0, 127.0.0.1:{port}: ") and words in error
+
+
+def _comes_late(rank, world):
+    """What a rank says while it waits for the first one."""
+    if rank == 0:
+        time.sleep(patience(1))
+    train.Job.silent = 0.1
+    out = io.StringIO()
+    with contextlib.redirect_stderr(out):
+        train.Job().close()
+    return out.getvalue()
+
+
+def test_a_process_says_for_whom_it_waits():
+    _, said = processes(2, _comes_late)
+    assert re.fullmatch(r"rank 1: waiting for rank 0 at 127\.0\.0\.1:\d+, and all others\n", said)
+
+
+@pytest.mark.parametrize("size, most", [(2, 0), (3, 4)])
+def test_groups_that_are_larger_than_was_asked_for_are_named(size, most, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    o = options("--stages", "4", "--group-size", size, "--name", "x")
+    train.begin(SimpleNamespace(
+        o=o, folder=Path("runs/x"), checkpoints=SimpleNamespace(then=str), stages=[[0, 1, 2, 3]], step=0,
+        corpus=SimpleNamespace(digest="abc"), routes=SimpleNamespace(first=None),
+        job=SimpleNamespace(world=4, device=torch.device("cpu"))))
+    assert (f"up to {most} replicas meet: they do not divide into groups of {size}\n"
+            in capsys.readouterr().out) == (most > 0)
 
 
 def test_help_has_every_option():

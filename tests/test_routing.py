@@ -265,7 +265,20 @@ def test_ranks_without_work_in_a_plan_are_named(trained, tmp_path):
     out = trained(3, "--stages", "1,1,1", "--skip", 0.33, "--microbatches", 1, "--links", "links.json",
                   "--steps", 1)
     ((_, visited),) = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]["paths"]
-    assert f"warning: ranks [{3 - visited}] get no work in this plan: more --microbatches, or" in out
+    assert f"warning: ranks [{3 - visited}] get no work in this plan\n" in out
+
+
+@pytest.mark.parametrize("routing", ["random", "fixed", "skippipe"])
+@pytest.mark.parametrize("stages, least", [("1,3", 3), ("2,5", 3), ("2,1", 1)])
+def test_fewer_microbatches_than_a_stage_has_replicas_are_refused(stages, least, routing):
+    """In a step some would be idle, whatever the routing: they trained for 6, 12 and 6 steps of 24."""
+    for microbatches in range(1, 5):
+        o = options("--stages", stages, "--routing", routing, "--microbatches", microbatches)
+        if microbatches < least:
+            with pytest.raises(train.BadInput, match=f"idle: give --microbatches {least} or more"):
+                train.layout(o, sum(o.stages))
+        else:
+            train.layout(o, sum(o.stages))
 
 
 def test_links_are_read_in_the_order_of_this_runs_ranks(tmp_path):

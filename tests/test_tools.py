@@ -49,8 +49,10 @@ def test_export_equals_ours_in_transformers(trained, tmp_path, monkeypatch, caps
 def test_partial_inference_equals_the_layers_in_one_process(skip_run, corpus, tmp_path):
     """It deletes nothing: what only some ranks have written so far may be whole a moment later."""
     folder = shutil.copytree(skip_run / "runs/x", tmp_path / "x")
-    shutil.copytree(folder / "checkpoints/00000003", folder / "checkpoints/00000009")
-    (folder / "checkpoints/00000009/rank4.pt").unlink()
+    (folder / "checkpoints/00000009").mkdir()
+    for rank in range(4):
+        later = dict(checkpoint(folder, 3, rank), step=9)
+        torch.save(later, folder / f"checkpoints/00000009/rank{rank}.pt")
     before = sorted(folder.rglob("*.pt"))
     run(5, folder, "--shares", "1,0.67,0.34", cwd=skip_run, main=partial.main)
     rows = json.loads((folder / "partial.json").read_text())
@@ -81,6 +83,9 @@ def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monke
     losses = []
     for unscaled in (False, True):
         Path("runs/x/config.json").write_text(json.dumps({**config, "unscaled": unscaled}))
+        for rank, state in enumerate(states):
+            state["options"]["unscaled"] = unscaled
+            torch.save(state, f"runs/x/checkpoints/00000003/rank{rank}.pt")
         export.main(["runs/x", f"out{unscaled}", "--replica", "1"])
         said = re.findall(r"replica \d +(\S+)", capsys.readouterr().out)
         losses.append([float(loss) for loss in said])

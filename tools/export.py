@@ -7,6 +7,7 @@ stages out, the rule of `train.scaled` is in the weights that are written, unles
 --unscaled.
 """
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from model import Llama
 from noloco import flatten
 from tools import empty_folder
 from train import (Job, Parser, Pipeline, config_of, evaluate, last_matrices, layout, load_data,
-                   load_part, need, parse, pipelines)
+                   load_part, need, need_same, parse, pipelines)
 
 
 def main(argv=None):
@@ -39,6 +40,7 @@ def export(argv, job):
     need(a.replica in replicas, f"--replica takes {', '.join(replicas)}, not {a.replica}")
     replicas[a.replica] = replicas.pop(a.replica)           # the last one stays in the model
     step, parts = newest(Path(a.run), stages)
+    need_same(o, parts[0])
     corpus, _ = load_data(o, 0, [0])
     model = Llama(config_of(o), device=job.device)
     flat = by_stage(model, layers)
@@ -51,6 +53,7 @@ def export(argv, job):
                 scale(model, layers[s], parts[0]["rho"][s])
         (loss,) = evaluate(pipeline, [[0]], corpus, o)
         print(f"replica {name:<9}{loss:.6f}")
+    need(math.isfinite(loss), f"replica {a.replica} is not written: its held-out loss is {loss}")
     save_pretrained(model, a.out, o.seq_len, corpus.end)
     if o.tokenizer:
         save_tokenizer(a.out, o.tokenizer, corpus.end)
