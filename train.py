@@ -1478,6 +1478,7 @@ def restore(run, state):
     run.meter = Meter(**state["meter"])
     if run.outer:
         run.outer.load_state_dict(state["outer"])
+        run.meter.counts["sync_bytes"] -= run.outer.bytes_sent          # `counts` adds them
     if run.average:
         run.average.owed = state["owed"]
     if run.reader:
