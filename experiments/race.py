@@ -274,9 +274,9 @@ def show_load(found):
     made = sum(map(len, found["runs"].values()))
     if rows:
         others = max(row["others"] for row in rows)
-        print(f"{len(rows)} runs count; others' work took at most {others:.3f} of a processor. "
-              f"{counted(made - len(rows), 'run')} more were of turns that were made again or are "
-              f"not complete.\n")
+        print(f"Runs that count: {len(rows)}; others' work took at most {others:.3f} of a "
+              f"processor in them. Runs of turns that were made again or are not complete: "
+              f"{made - len(rows)}.\n")
 
 
 def draw(plt, found):

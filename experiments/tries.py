@@ -5,12 +5,13 @@ NoLoCo.
 
 At each point of experiments/race.py each method has six tries: three settings at two rates. All run
 on seed 100; then the best two of each method on seeds 101 and 102, and the better mean of the three
-is chosen. DDP, a control, has two tries on seed 100. In all 62 runs of 90 s and 10 to 15 s around
-them: 1 h 50 of two idle cores.
+is chosen. DDP, a control, has two tries on seed 100. In all 62 runs of 90 s and some 15 s around
+them: about 1 h 50 of two idle cores.
 
-The settings: the earlier race's at that point (commit 4fb55dd), what tools.advise says for that
-network, and one with fewer messages. By speed a delay needs m of 4 or more, so that the slow host's
-half is 2. Who is chosen is written into race.py, by hand, and committed; a test compares.
+The settings: the earlier race's at that point (commit 4fb55dd); what tools.advise says for that
+network and the slowest host's step, at 5 ms without a delay; and neighbours with fewer messages. By
+speed the earlier one is not possible: a delay needs an m of 4, so that the slow host's half is 2.
+Who is chosen is written into race.py, by hand, and committed; a test compares.
 """
 import statistics
 import sys
