@@ -12,8 +12,7 @@ rank then divides its gradient by the tokens that came home through it, clips it
 on its own flat vector, and meets the other replicas of its stage as the method says (noloco.py).
 
 This file needs noloco.py, skippipe.py and model.py; options that no paper has are in gossip/ and
-planning/. `python -m survive` is train.py with parts that outlive lost processes. TRACE=1 prints
-each message.
+planning/. `python -m survive` outlives lost processes. TRACE=1 prints each message.
 """
 import argparse
 import contextlib
