@@ -1460,7 +1460,7 @@ def need_same(o, state):
     """Raises BadInput if the checkpoint is of other options."""
     for name, was in state["options"].items():
         now = getattr(o, name)
-        need(now == was, f"{flag(name)} {now} differs from the {was} of {o.resume}'s checkpoint")
+        need(now == was, f"{flag(name)} {now} differs from {o.resume}'s {was}: drop it")
 
 
 def restore(run, state):
@@ -1468,7 +1468,7 @@ def restore(run, state):
     need(not run.corpus or state["corpus"] == run.corpus.digest,
          f"the data differ from those of {run.folder}: give the same --data or start a new run")
     need_same(run.o, state)
-    need(len(state["theta"]) == len(run.theta), f"{run.folder}: a checkpoint of other weights")
+    need(len(state["theta"]) == len(run.theta), f"{run.folder} is of other weights: begin anew")
     run.step, run.rho, run.cursor = state["step"], state["rho"], state["cursor"]
     run.theta.copy_(state["theta"])
     for optimizer, kept in zip(run.inner, state["inner"]):

@@ -39,6 +39,7 @@ class Clock(train.Meter):
     run: object = None              # a train.Run
     limit: float = 0.0
     by_speed: bool = False          # until the warm-up has ended: give each rank steps of its own
+    idle: float = 0.0               # seconds in which this rank waited for the others to evaluate
     begun: tuple = ()               # (seconds, of them waited, steps) since when the pace counts
     rounds: int = None              # outer steps in all; None before the warm-up has ended
     every: int = None               # of them between evaluations
@@ -48,10 +49,12 @@ class Clock(train.Meter):
         super().add(*numbers)
         if not self.begun and self.run.step >= self.run.o.warmup // 2:      # first steps are slow
             now = self.seconds + time.perf_counter() - self.clock
-            self.begun = now, self.waited, self.run.step + 1
+            self.begun = now - self.idle, self.waited, self.run.step + 1
 
     def pause(self):
+        came = time.perf_counter()
         dist.barrier()
+        self.idle += time.perf_counter() - came
         super().pause()
 
     def go_on(self):
@@ -66,15 +69,15 @@ class Clock(train.Meter):
 
     def renew(self):
         """At an evaluation, which follows an outer step."""
-        began, waited, steps = self.begun
-        seconds = self.seconds - began
-        steps = self.run.step - steps
+        began, waited, step = self.begun
+        seconds = self.seconds - self.idle - began
+        steps = self.run.step - step
         pace = steps / seconds / self.m
         if self.by_speed:
             speed = steps / (seconds - (self.waited - waited))
             self.take_own_steps(speed)
             pace = speed / self.m                       # at first as if nobody would wait
-            self.begun = self.seconds, self.waited, self.run.step
+            self.begun = self.seconds - self.idle, self.waited, self.run.step
         self.fit(pace)
 
     def fit(self, pace):
@@ -228,7 +231,8 @@ def clocked(argv):
     job.together(check, own, run)
     if own.overlapped:
         run.average = Averaged(run)
-    m = run.o.inner_steps or 1
+    asked = run.o.inner_steps
+    m = asked or 1
     run.o.eval_every = -(-max(1, run.o.warmup) // m) * m            # at the warm-up's end
     if run.corpus:
         test = run.corpus.heldout.chunk(2)[1]
@@ -236,7 +240,7 @@ def clocked(argv):
     run.meter = Clock(run=run, limit=own.clock, by_speed=own.by_speed)
     train.train(run)
     if job.rank == 0:       # with the steps that fitted
-        config = vars(run.o) | dict(inner_steps_by_rank=run.meter.inner_steps)
+        config = vars(run.o) | dict(inner_steps=asked, inner_steps_by_rank=run.meter.inner_steps)
         train.write_text(run.folder / "config.json", json.dumps(config, indent=1))
 
 
@@ -246,6 +250,7 @@ def check(own, run):
     whole = o.method == "ddp" and o.wire == "fp32" and len(o.stages) == 1
     train.need(whole or not own.overlapped,
                "--overlapped is for --method ddp with --wire fp32 and one stage")
+    train.need(o.warmup >= 4, "--clock needs a --warmup of 4 or more: in it, it finds the pace")
     if own.by_speed:
         train.need(run.outer, "--by-speed is for noloco and diloco")
         train.need(o.delay < o.inner_steps // o.fragments,

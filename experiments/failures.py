@@ -17,7 +17,7 @@ from experiments.tables import MEANS_ONLY, Expected, Table, mean_final, over_run
 from train import Job
 
 SHARES = {"try": (0.1,), "plot": (0, 0.1), "full": (0, 0.05, 0.1)}
-STEPS = {"try": 4, "plot": 60, "full": 300}
+STEPS = {"try": 4, "plot": 40, "full": 300}
 SEEDS = {"try": (0,), "plot": (0,), "full": (0, 1, 2)}
 NONE = "0% of the iterations"
 

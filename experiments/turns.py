@@ -2,12 +2,12 @@
 
 A turn is one seed at one point: a run of each Setting. results/NAME.json gets each run's row when
 it has ended, with the machine and its load; the same command goes on with what is missing, on
-another machine too.
+another machine too. One such command runs at a time: others' runs would disturb it.
 
 The rule on load, written before the first run; it looks at no loss. While a run goes on, others'
 work is the processors' time that was neither idle nor ours, in processors. A turn is made again,
-with all its runs, if others' work was over OTHERS in one of them, if its runs were not made on one
-machine. A run that fails is run once more. After AGAIN such attempts at a seed the program stops.
+with all its runs, if others' work was over OTHERS in one of them, or if its runs were not made on
+one machine. A run that fails is run again. After AGAIN such attempts at a seed the program stops.
 Rows of turns that do not count stay in the file.
 """
 import json
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from experiments.harness import train_once
+from experiments.harness import SMALL, train_once
 from train import BadInput, write_text
 
 OTHERS = 0.1        # of a processor
@@ -47,12 +47,16 @@ class Turn:
     def counts(self, judged=True):
         """Whether its runs may be compared. judged: whether load and machine matter."""
         machines = {row["machine"] for row in self.rows.values()}
-        return self.complete and (not judged or self.calm and len(machines) == 1)
+        if not judged:
+            return self.complete
+        return self.complete and self.calm and len(machines) == 1
 
     def goes_on(self, judged):
         """Whether this turn lacks nothing but runs."""
         here = all(row["machine"] == machine() for row in self.rows.values())
-        return not judged or self.calm and here
+        if not judged:
+            return True
+        return self.calm and here
 
 
 def last_turn(found, settings, seed):
@@ -71,7 +75,7 @@ def is_of(row, setting, seed):
     """Whether the row's run had the setting's program, options and hosts."""
     command = row["command"]
     return (command.startswith(f"{setting.program} --name")
-            and command.endswith(f" {setting.options} --seed {seed}")
+            and command.endswith(f" {SMALL} {setting.options} --seed {seed}")
             and row.get("hosts", "") == setting.hosts)
 
 
@@ -109,7 +113,7 @@ def take_turn(name, file, settings, seed, judged, progress):
         try:
             run_missing(name, file, turn, judged, progress)
         except BadInput as error:                       # of a run
-            tqdm.write(f"once more: {error}")
+            tqdm.write(f"failed: {error}")
     if not last_turn(kept(file), settings, seed).counts(judged):
         raise BadInput(f"seed {seed} of {settings[0].label}: {AGAIN} turns were disturbed or "
                        "failed")

@@ -16,6 +16,14 @@ class Around:
         self.outer.steps = steps
 
     @property
+    def inner_steps(self):
+        return self.outer.inner_steps
+
+    @inner_steps.setter
+    def inner_steps(self, inner_steps):
+        self.outer.inner_steps = inner_steps
+
+    @property
     def bytes_sent(self):
         return self.outer.bytes_sent
 

@@ -55,8 +55,8 @@ class Checked(Around):
         mine = dict(weights=int(self.before.sum()), **settings_of(self.cores[0]))
         theirs = self.gather(list(mine.values()))
         unlike = []
-        for name, own, *others in zip(mine, mine.values(), *theirs):
-            if others.count(own) < len(others):
+        for i, name in enumerate(mine):
+            if any(numbers[i] != mine[name] for numbers in theirs):
                 unlike.append(name)
         if unlike:
             warnings.warn(f"replicas began with different {', '.join(unlike)}: give all the same "

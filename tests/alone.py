@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 
-import torch        # noqa: F401, so that forked ranks have it
+import torch._dynamo        # noqa: F401, so that forked ranks have it: an optimizer would import it
 
 fork = multiprocessing.get_context("fork")
 

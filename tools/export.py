@@ -57,7 +57,7 @@ def export(argv, job):
     save_pretrained(model, a.out, o.seq_len, corpus.end)
     if o.tokenizer:
         save_tokenizer(a.out, o.tokenizer, corpus.end)
-    print(f"{a.replica}, written to {a.out}")
+    print(f'{a.replica}, written to {a.out}: AutoModelForCausalLM.from_pretrained("{a.out}")')
 
 
 def newest(folder, stages):
