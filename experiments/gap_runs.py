@@ -95,7 +95,7 @@ FULL = (
     Setting("32 replicas", replicas=32),
     Setting(WIDE_LONG, tokens=4096, steps=1200, lender=WIDE),
 )
-MIDDLE = DDP, NEVER, NOLOCO[2], NOLOCO[10], DILOCO[4], DILOCO[20], PARTS, LATE_PARTS, LATE, LATER
+MIDDLE = DDP, NOLOCO[2], NOLOCO[10], DILOCO[4], DILOCO[20], LATE_PARTS, LATE, LATER
 
 
 def tried(setting):
@@ -108,7 +108,7 @@ def tried(setting):
 SCALES = {
     "full": Scale(FULL, RATES, RATE_SEEDS, f"{MODEL} --warmup 50 --eval-sequences 512",
                   {"cuda": 1280, "cpu": 32}),
-    "plot": Scale((Setting(MAIN, MIDDLE, (0,), steps=100),), {"adam": (4e-3,)}, RATE_SEEDS,
+    "plot": Scale((Setting(MAIN, MIDDLE, (0,), steps=60),), {"adam": (4e-3,)}, RATE_SEEDS,
                   f"{MODEL} --warmup 20 --eval-sequences 128", {"cuda": 1280, "cpu": 40}),
     "try": Scale(tuple(map(tried, FULL)), {"adam": RATES["adam"][:2], "muon": RATES["muon"][:1]},
                  RATE_SEEDS, "--hidden 16 --mlp 32 --heads 2 --layers 1 --microbatches 1 "
