@@ -46,8 +46,8 @@ def counted(number, thing):
 
 
 def percent(value, _):
-    """"-5%", "0%", "+5%": a formatter of an axis."""
-    return f"{value:+.0%}" if abs(value) > 1e-9 else "0%"
+    """"-5%", "0%", "+0.5%": a formatter of an axis."""
+    return f"{100 * value:+.3g}%" if abs(value) > 1e-9 else "0%"
 
 
 # ---------------------------------------------------------------- comparisons

@@ -187,8 +187,8 @@ def test_a_run_finishes_when_a_link_is_cut(stages, seconds, hosts, corpus, tmp_p
 
 
 @pytest.mark.parametrize("stages, few", [
-    ("8", {0, 1, 2}), pytest.param("8", {4, 5, 6, 7}, marks=pytest.mark.faults),
-    pytest.param("4,4", {0, 1, 4}, marks=pytest.mark.faults)], ids=str)
+    ("8", {0, 1, 2}), ("8", {4, 5, 6, 7}), ("4,4", {0, 1, 4})], ids=str)
+@pytest.mark.faults
 def test_of_two_parts_one_goes_on(stages, few, hosts, corpus, tmp_path):
     """Five of eight hosts train on without node 0 and its store; of two halves the one with the store."""
     between = {}
