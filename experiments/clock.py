@@ -222,7 +222,7 @@ def clocked(argv):
     if job.world == 1:
         job.refuse("--clock is for several processes: start torchrun with --nproc-per-node 2 "
                    "or more")
-    signal.alarm(int(4 * own.clock) + 120)          # a run that hangs must not hold those behind it
+    signal.alarm(int(6 * own.clock) + 600)          # a run that hangs must not hold those behind it
     Holding.memory = own.memory
     parts = dict(Routes=Holding)
     if own.overlapped:

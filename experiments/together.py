@@ -168,6 +168,7 @@ def settings(scale):
         compared, small = {1.0: ("DDP, int8", "NoLoCo, int8")}, " --eval-sequences 64"
     if scale == "try":
         compared, ways = {1.0: ("NoLoCo, int8",)}, (HALF,)
+        small = " --eval-sequences 5"               # one of each origin
     for (share, methods), paths in itertools.product(compared.items(), ways):
         for method in methods:
             fit = int(share * WHOLE[scale] / a_step(seconds, paths, method))
