@@ -106,16 +106,6 @@ class Found:
             found[name] = one.verdict if stays else "cannot tell"
         return found
 
-    def is_whole(self):
-        """Whether every run of the scale is there."""
-        for setting in self.scale.settings:
-            lessons = list(measured_lessons(self.scale, setting, self.rows))
-            if len(lessons) < len(setting.seeds) * len(setting.trials):
-                return False
-            if any(lesson.label not in self.rows for lesson in lessons):
-                return False
-        return True
-
     def rate(self, name, trial):
         return best_rate(self.scale, self.settings[name], trial, self.rows)
 

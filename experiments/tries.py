@@ -16,11 +16,13 @@ Who is chosen is written into race.py, by hand, and committed; a test compares.
 import statistics
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
+from experiments import turns
 from experiments.harness import FOLDERS
 from experiments.race import POINTS, SECONDS, ddp, diloco, noloco
-from experiments.tables import Table, kept_result
+from experiments.tables import Table
 from experiments.turns import counted_rows, take_turns
 from train import BadInput, Parser
 
@@ -99,10 +101,7 @@ def measure(o):
 
 
 def kept(o):
-    try:
-        return kept_result(o.out, "race_tuning")
-    except BadInput:
-        return dict(runs={})
+    return turns.kept(Path(o.out, "results", "race_tuning.json"))
 
 
 def refuse_unchosen(o):

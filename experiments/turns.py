@@ -46,17 +46,17 @@ class Turn:
 
     def counts(self, judged=True):
         """Whether its runs may be compared. judged: whether load and machine matter."""
-        machines = {row["machine"] for row in self.rows.values()}
         if not judged:
             return self.complete
+        machines = {row["machine"] for row in self.rows.values()}
         return self.complete and self.calm and len(machines) == 1
 
     def goes_on(self, judged):
         """Whether this turn lacks nothing but runs."""
-        here = all(row["machine"] == machine() for row in self.rows.values())
         if not judged:
             return True
-        return self.calm and here
+        here = machine()
+        return self.calm and all(row["machine"] == here for row in self.rows.values())
 
 
 def last_turn(found, settings, seed):
