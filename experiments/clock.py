@@ -3,12 +3,16 @@
     torchrun ... -m experiments.clock --clock SECONDS ...   train.py's options: as many steps as fit
                                       --by-speed            inner steps by each replica's speed
                                       --overlapped          ddp by torch's DistributedDataParallel
+                                      --never-waits         pairs of gossip/asynchronous.py
+                                      --uneven              steps of uneven length
 
 The replicas are on hosts of this machine (tools/hosts.py; root and iproute2), each with CPU of a
 processor; the relay, which is the network, has its own. Each origin evaluates on its own part of
 the second half of the held-out text.
 """
 import json
+import math
+import random
 import signal
 import sys
 import time
@@ -21,11 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 import train
 from experiments.harness import built
 from gossip import Delayed, Fragments
+from gossip.asynchronous import Asynchronous
 from train import Job, Parser
 
 CPU = 0.2                       # of a processor, that each host has
 EVALUATIONS = 6                 # of a run, and one at the warm-up's end
 PROGRAM = "-m experiments.clock --clock"
+VARIANCE = 0.5                  # of the logarithm of an uneven step's length (B4)
 
 
 @dataclass
@@ -143,6 +149,66 @@ def set_steps(outer, m, D):
         outer.inner_steps = m
 
 
+# ---------------------------------------------------------------- replicas that never wait
+
+
+@dataclass
+class OwnTime(train.Meter):
+    """Gives this rank as many steps as fit into `limit` seconds at its own pace. Ranks evaluate
+    once, at the end: at an evaluation before it they would wait for each other."""
+    run: object = None              # a train.Run
+    limit: float = 0.0
+    begun: tuple = ()               # (seconds, steps) since when the pace counts
+
+    def add(self, *numbers):
+        super().add(*numbers)
+        o, made = self.run.o, self.run.step + 1
+        now = time.perf_counter() - self.clock
+        if not self.begun and made >= o.warmup // 2:            # first steps are slow
+            self.begun = now, made
+        if made >= o.warmup:
+            began, steps = self.begun
+            pace = (made - steps) / (now - began)
+            o.steps = made + max(0, round((self.limit - now) * pace))
+
+    def pause(self):
+        """What is under way arrives before the evaluation."""
+        super().pause()
+        self.run.outer.settle()
+
+
+def never_waiting(run):
+    """In place of train.make_outer."""
+    o = run.o
+    return Asynchronous(run.theta, run.stages[run.stage], inner_steps=o.inner_steps, seed=o.seed)
+
+
+# ---------------------------------------------------------------- steps of uneven length
+
+
+class Uneven(train.Pipeline):
+    """A training step takes f times as long as two plain ones, but no less than one. f is
+    log-normal with mean 1, drawn from the seed. It computes longer: sleeping would leave the
+    processor to the messages."""
+    draws = None                    # a random.Random
+
+    def run(self, paths, batches, train=True, order=None):
+        start = time.thread_time()
+        found = super().run(paths, batches, train, order)
+        if train:
+            plain = time.thread_time() - start
+            f = self.draws.lognormvariate(-VARIANCE / 2, math.sqrt(VARIANCE))
+            compute_until(start + 2 * f * plain)
+        return found
+
+
+def compute_until(end):
+    """end: in the processor seconds of this thread."""
+    square = torch.ones(64, 64)
+    while time.thread_time() < end:
+        square @ square
+
+
 # ---------------------------------------------------------------- DDP as torch does it
 
 
@@ -227,6 +293,10 @@ def clocked(argv):
     parts = dict(Routes=Holding)
     if own.overlapped:
         parts["Pipeline"] = Overlapped
+    if own.uneven:
+        parts["Pipeline"] = Uneven
+    if own.never_waits:
+        parts["make_outer"] = never_waiting
     run = built(job, [*argv, "--steps", "1000000"], **parts)
     job.together(check, own, run)
     if own.overlapped:
@@ -237,10 +307,16 @@ def clocked(argv):
     if run.corpus:
         test = run.corpus.heldout.chunk(2)[1]
         run.corpus.heldout = test.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
+    if own.uneven:
+        run.pipeline.draws = random.Random(f"uneven {run.o.seed} {job.rank}")
     run.meter = Clock(run=run, limit=own.clock, by_speed=own.by_speed)
+    if own.never_waits:
+        run.o.eval_every = run.o.steps
+        run.meter = OwnTime(run=run, limit=own.clock)
     train.train(run)
     if job.rank == 0:       # with the steps that fitted
-        config = vars(run.o) | dict(inner_steps=asked, inner_steps_by_rank=run.meter.inner_steps)
+        own_steps = getattr(run.meter, "inner_steps", None)
+        config = vars(run.o) | dict(inner_steps=asked, inner_steps_by_rank=own_steps)
         train.write_text(run.folder / "config.json", json.dumps(config, indent=1))
 
 
@@ -250,6 +326,12 @@ def check(own, run):
     whole = o.method == "ddp" and o.wire == "fp32" and len(o.stages) == 1
     train.need(whole or not own.overlapped,
                "--overlapped is for --method ddp with --wire fp32 and one stage")
+    train.need(not (own.overlapped and own.uneven), "--uneven is not for --overlapped")
+    if own.never_waits:
+        plain = o.method == "noloco" and o.wire == "fp32" and not o.delay and o.fragments == 1
+        train.need(plain and not own.by_speed and len(o.stages) == 1,
+                   "--never-waits is for --method noloco with --wire fp32, without --delay, "
+                   "--fragments and --by-speed, and one stage")
     train.need(o.warmup >= 4, "--clock needs a --warmup of 4 or more: in it, it finds the pace")
     if own.by_speed:
         train.need(run.outer, "--by-speed is for noloco and diloco")
@@ -266,6 +348,10 @@ def clock_parser():
                    help="after the warm-up each replica makes inner steps by its speed")
     p.add_argument("--overlapped", action="store_true",
                    help="ddp by torch's DistributedDataParallel, during the backward pass")
+    p.add_argument("--never-waits", action="store_true",
+                   help="pairs that never wait, instead of NoLoCo's")
+    p.add_argument("--uneven", action="store_true",
+                   help="steps of log-normal length, which compute longer")
     return p
 
 

@@ -3,12 +3,14 @@
 import copy
 import math
 import os
+import random
 import re
 import signal
 import time
 import warnings
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 import train
 from gossip import outer_optimizer, undelayed
+from gossip.asynchronous import Asynchronous
 from gossip.checks import Checked
 from gossip.delay import Delayed, PhiAhead
 from gossip.fragments import Fragments, cut
@@ -27,7 +30,7 @@ from gossip.window import gamma_bound
 from noloco import NoLoCo, flatten, random_groups
 from test_minimal import brute_force, flat_replicas, inner, quadratic_run, small_model
 from tests.harness import (
-    SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host,
+    SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host, wait_until,
 )
 
 
@@ -658,3 +661,168 @@ def test_a_replica_alone_is_warned_of_nothing_and_checks_pass_on_what_a_trainer_
     assert set(outer.state_dict()) == {"phi", "delta", "steps", "bytes_sent"}
     outer.steps = 7
     assert outer.outer.steps == 7
+
+
+# ---------------------------------------------------------------- pairs that never wait
+
+
+def own_theta(rank, size=160):
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank))
+
+
+def join_calls(outer):
+    """Until this replica's calls have been answered."""
+    for call in list(outer.calls.values()):
+        call.join()
+
+
+@gloo
+def _calls_alone(rank, world, rounds):
+    """Outer steps without any training, all replicas' at one time."""
+    outer = Asynchronous(own_theta(rank), inner_steps=1, seed=3)
+    for _ in range(rounds):
+        outer.read_mail()
+        dist.barrier()
+        outer.make_call()
+        join_calls(outer)
+        dist.barrier()
+    outer.settle()
+    return outer.theta.tolist(), outer.bytes_sent
+
+
+def test_calls_keep_the_mean_and_lower_the_spread_as_simulated():
+    world, rounds = 4, 6
+    theta = torch.stack([own_theta(rank) for rank in range(world)]).double()
+    begun = theta.clone()
+    draws = [random.Random(f"calls 3 {rank}") for rank in range(world)]
+    for _ in range(rounds):
+        before = theta.clone()
+        for rank in range(world):
+            other = draws[rank].choice([r for r in range(world) if r != rank])
+            theta[rank] += (before[other] - before[rank]) / 2
+            theta[other] += (before[rank] - before[other]) / 2
+    ends = processes(world, _calls_alone, rounds)
+    found = torch.tensor([end for end, _ in ends], dtype=torch.float64)
+    torch.testing.assert_close(found, theta, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.mean(0), begun.mean(0), atol=1e-6, rtol=0)
+    assert found.std(0).mean() < begun.std(0).mean() / 2
+    assert sum(sent for _, sent in ends) == world * rounds * 2 * 160 * 4    # a call and an answer each
+
+
+@gloo
+def _learns_meanwhile(rank, world, steps):
+    """The sum of the inner steps, which no replica waits to make, and the weights at the end."""
+    outer = Asynchronous(own_theta(rank), inner_steps=1 + rank)
+    learnt = torch.zeros_like(outer.theta)
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(steps * (1 + rank)):                 # one makes thrice as many as another
+        inner_step = 0.01 * torch.randn(learnt.shape, generator=generator)
+        outer.theta.add_(inner_step)
+        learnt.add_(inner_step)
+        outer.step()
+    outer.settle()
+    return learnt.tolist(), outer.theta.tolist(), outer.steps
+
+
+def test_in_the_mean_there_is_what_all_have_learnt():
+    ends = processes(3, _learns_meanwhile, 30)
+    learnt, theta = [torch.tensor(column, dtype=torch.float64) for column in list(zip(*ends))[:2]]
+    begun = torch.stack([own_theta(rank) for rank in range(3)]).double()
+    torch.testing.assert_close(theta.mean(0), (begun + learnt).mean(0), atol=1e-5, rtol=0)
+    assert [steps for _, _, steps in ends] == [30, 60, 90]
+
+
+@gloo
+def _all_call_the_first(rank, world):
+    outer = Asynchronous(own_theta(rank), inner_steps=1)
+    outer.draws = mock.Mock(choice=lambda ready: 0)
+    dist.barrier()
+    if rank:
+        outer.make_call()
+    outer.settle()
+    return outer.theta.tolist()
+
+
+def test_several_calls_at_once_each_keep_the_mean_of_their_pair():
+    begun = torch.stack([own_theta(rank) for rank in range(4)])
+    found = torch.tensor(processes(4, _all_call_the_first))
+    halves = (begun[1:] - begun[0]) / 2
+    torch.testing.assert_close(found[0], begun[0] + halves.sum(0))
+    torch.testing.assert_close(found[1:], begun[1:] - halves)
+
+
+@gloo
+def _one_stands_still(rank, world):
+    """Rank 2 is stopped until the others have made all their steps."""
+    outer = Asynchronous(own_theta(rank), inner_steps=1)
+    pids = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    store, called = dist.distributed_c10d._get_default_store(), None
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        wait_until(lambda: stopped(pids[2]))
+        for _ in range(50):
+            outer.step()
+        called = 2 in outer.calls
+        assert stopped(pids[2])
+        if store.add("done", 1) == 2:
+            os.kill(pids[2], signal.SIGCONT)
+    outer.settle()
+    return outer.theta.tolist(), called
+
+
+def stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
+
+
+def test_a_replica_that_stands_still_holds_nobody():
+    ends = processes(3, _one_stands_still)
+    found = torch.tensor([theta for theta, _ in ends])
+    begun = torch.stack([own_theta(rank) for rank in range(3)])
+    torch.testing.assert_close(found.mean(0), begun.mean(0))
+    assert ends[0][1] or ends[1][1]                     # one of them did call it
+
+
+def _one_dies(rank, world):
+    dist.init_process_group("gloo")
+    outer = Asynchronous(own_theta(rank), inner_steps=1)
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        wait_until(lambda: 2 not in outer.others)
+        for _ in range(50):
+            outer.step()
+        outer.settle()
+    return outer.theta.tolist(), [str(one.message) for one in told]
+
+
+def test_a_dead_replica_costs_a_warning():
+    ends = processes(3, _one_dies, fallen=(2,))[:2]
+    found = torch.tensor([theta for theta, _ in ends])
+    begun = torch.stack([own_theta(rank) for rank in range(2)])
+    torch.testing.assert_close(found.mean(0), begun.mean(0))
+    for rank, (_, told) in enumerate(ends):
+        assert len(told) == 1 and f"rank {rank} goes on without rank 2" in told[0]
+
+
+@gloo
+def _keeps_its_mail(rank, world):
+    outer = Asynchronous(own_theta(rank), inner_steps=1)
+    outer.make_call()
+    outer.settle()                                      # adds what came
+    outer.put(own_theta(7), torch.zeros(160))
+    state = outer.state_dict()
+    outer.read_mail()
+    other = Asynchronous(torch.zeros(160), [rank], inner_steps=1)
+    other.load_state_dict(state)
+    other.step()
+    return other.theta.tolist(), other.bytes_sent, outer.bytes_sent, other.steps
+
+
+def test_a_state_has_what_came_and_was_not_added_yet():
+    for theta, sent, had_sent, steps in processes(2, _keeps_its_mail):
+        torch.testing.assert_close(torch.tensor(theta), own_theta(7) / 2)
+        assert sent == had_sent == 2 * 160 * 4 and steps == 1
