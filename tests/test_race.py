@@ -138,6 +138,47 @@ def test_replicas_of_unequal_steps_end_after_equally_many_outer_steps(corpus, tm
     assert config["inner_steps_by_rank"] == [8, 4, 4, 8]
 
 
+# ---------------------------------------------------------------- replicas that never wait
+
+
+def test_a_rank_by_itself_makes_the_steps_that_fit(monkeypatch):
+    """A step in 2 s, then steps of 4 s: it ends at the one after which another would be over 100 s."""
+    o = types.SimpleNamespace(warmup=4, steps=10**6)
+    run = types.SimpleNamespace(o=o, step=0)
+    meter = clock.OwnTime(run=run, limit=100.0)
+    times = [2.0 * min(made, 20) + 4.0 * max(0, made - 20) for made in range(1, 60)]
+    monkeypatch.setattr(clock.time, "perf_counter", mock.Mock(side_effect=times))
+    planned = []
+    while run.step < o.steps:
+        meter.add(0.0, 0, 1.0, 0.0)
+        run.step += 1
+        planned.append(o.steps)
+    assert planned[:3] == [10**6] * 3 and planned[3:20] == [50] * 17        # at first all of 2 s
+    assert abs(times[run.step - 1] - 100.0) <= 4.0
+
+
+def test_an_uneven_step_computes_longer(monkeypatch):
+    """Twice a plain step's 3 s are stretched by f, and no step is shorter than a plain one."""
+    seconds = iter([10.0, 13.0, 20.0, 23.0])
+    ends = []
+    monkeypatch.setattr(clock.time, "thread_time", lambda: next(seconds))
+    monkeypatch.setattr(clock, "compute_until", ends.append)
+    monkeypatch.setattr(train.Pipeline, "run", lambda self, *_: "found")
+    pipeline = clock.Uneven.__new__(clock.Uneven)
+    pipeline.draws = mock.Mock(lognormvariate=mock.Mock(side_effect=[0.25, 4.0]))
+    assert [pipeline.run([], {}) for _ in range(2)] == ["found", "found"]
+    assert ends == [10.0 + 1.5, 20.0 + 24.0]
+    mu, sigma = pipeline.draws.lognormvariate.call_args.args
+    assert mu + sigma**2 / 2 == pytest.approx(0.0)              # so that the mean is 1
+
+
+def test_a_clocked_run_of_pairs_that_never_wait(trained, tmp_path):
+    trained(3, "--clock", 2.0, "--never-waits", "--uneven", "--inner-steps", 3, "--warmup", 5,
+            main=clock.clocked)
+    (row,) = metrics(tmp_path / "runs/x")                       # nobody waits at an evaluation before
+    assert row["step"] > 5 and row["merged_loss"] > 0 and row["sync_bytes"] > 0
+
+
 # ---------------------------------------------------------------- torch's DDP
 
 
