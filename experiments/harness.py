@@ -186,11 +186,11 @@ def environment(**more):
 def train_once(setting, name, seed):
     """The run's row of results: command, hosts, curves, CPU hours, and what `after` finds in its
     folder."""
-    name = re.sub(r"[^\w.]+", "-", name)
-    row = dict(command=f"{setting.program} --name {name} {SMALL} {setting.options} --seed {seed}")
+    folder = folder_of(name)
+    row = dict(command=f"{setting.program} --name {folder.name} {SMALL} {setting.options} "
+                       f"--seed {seed}")
     if setting.hosts:
         row["hosts"] = setting.hosts
-    folder = Path("runs", name)
     done = folder / "row.json"
     if done.exists():
         found = json.loads(done.read_text())
@@ -206,6 +206,11 @@ def train_once(setting, name, seed):
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     write_text(done, json.dumps(row))
     return row
+
+
+def folder_of(name):
+    """Of a run. A name may have spaces and colons."""
+    return Path("runs", re.sub(r"[^\w.]+", "-", name))
 
 
 def cpu_seconds():

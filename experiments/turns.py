@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from experiments.harness import SMALL, train_once
+from experiments.harness import SMALL, folder_of, train_once
 from train import BadInput, write_text
 
 OTHERS = 0.1        # of a processor
@@ -132,8 +132,7 @@ def run_missing(name, file, turn, judged, progress):
 
 def measured_run(setting, name, seed):
     """The run's row: what train_once finds, the machine, and its load."""
-    name = re.sub(r"[^\w.]+", "-", name)
-    shutil.rmtree(Path("runs", name), ignore_errors=True)       # a run whose row was lost
+    shutil.rmtree(folder_of(name), ignore_errors=True)          # a run whose row was lost
     load = [os.getloadavg()[0]]
     began, busy = time.perf_counter(), not_idle()
     row = train_once(setting, name, seed)
