@@ -116,19 +116,19 @@ class Point:
                        program=" ".join(filter(None, words)), hosts=f"--cpu {CPU} {self.hosts}")
 
 
-# To be what experiments/tries.py chooses (today from the first race and tools.advise), but for
-# short messages, which have the first race's settings.
+# What experiments/tries.py chose. At short messages, a control, NoLoCo and DiLoCo have the first
+# race's m, K and D, and the rate that was chosen everywhere else.
 SLOW = f"--mbit 200 --latency 5 --cpu 5={CPU / 2:.3g}"
-DILOCO_SLOW = diloco(0.006, 2, 2, 1)
-DILOCO_LATE = diloco(0.006, 4, 1, 2)
+DILOCO_SLOW = diloco(0.003, 5, 1, 1)
+DILOCO_LATE = diloco(0.003, 10, 5, 2)
 POINTS = (
-    Point("one slow host", SLOW, (noloco(0.006, 2, 2, 1), DILOCO_SLOW, ring(DILOCO_SLOW))),
-    Point("one slow host, m by speed", SLOW, (noloco(0.006, 4, 1, 1), diloco(0.006, 4, 1, 1)),
+    Point("one slow host", SLOW, (noloco(0.003, 2), DILOCO_SLOW, ring(DILOCO_SLOW))),
+    Point("one slow host, m by speed", SLOW, (noloco(0.003, 2), diloco(0.003, 4, 1, 1)),
           clock="--by-speed"),
     Point("high latency", "--mbit 200 --latency 50",
-          (noloco(0.006, 4, 1, 2), DILOCO_LATE, ring(DILOCO_LATE))),
+          (noloco(0.003, 5, 5, 1), DILOCO_LATE, ring(DILOCO_LATE))),
     Point("short messages", "--mbit 1000 --latency 5",
-          (noloco(0.006, 2, 2, 1), diloco(0.006, 2, 2, 1), ddp(0.006)), control=True),
+          (noloco(0.003, 2, 2, 1), diloco(0.003, 2, 2, 1), ddp(0.003)), control=True),
 )
 TRY = Point("two hosts, m by speed", f"--mbit 200 --latency 5 --cpu 1={CPU / 2:.3g}",
             (noloco(0.006, 2),), clock="--by-speed")
