@@ -153,7 +153,8 @@ class Asynchronous:
 
     def settle(self):
         """Call before the process ends, on all replicas. This one goes on answering until all
-        others have ended, then it adds what came: now the mean of all is what training made it."""
+        others have ended, then it adds what came: now the mean of all is what training made it.
+        From here on it trains alone."""
         with self.lock:
             calls = list(self.calls.values())
             others = list(self.others)
@@ -166,6 +167,7 @@ class Asynchronous:
                 self.lose(r, error)
         for listener in self.listeners:
             listener.join()
+        self.others = []
         self.read_mail()
 
     def state_dict(self):
