@@ -2,7 +2,7 @@
 
     python -m experiments.race [--scale try|plot|full] [--plot]         as root
 
-full: 4 h of two idle cores. Eight hosts have a fifth of a processor each (CPU); a run takes 90 s
+full: 4.6 h of two idle cores. Eight hosts have a fifth of a processor each (CPU); a run takes 90 s
 by the clock (experiments/clock.py). At three points, named before the runs:
 
     one slow host               200 Mbit/s, 5 ms one way; host 5 has a tenth of a processor

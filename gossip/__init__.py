@@ -8,6 +8,7 @@
     outer = Delayed(DiLoCo(params, inner_steps=10), delay=3)            around any outer optimizer
     outer = Fragments(make, flatten(params), lengths_of(params), 5, 10)     make(vector, lengths, k)
 
+`asynchronous.py` is another exchange, in which no replica waits for its partner.
 `checks.py` warns in a trainer of one's own of what makes outer steps useless, `window.py` has the
 window of gamma in which replicas stay together.
 """

@@ -145,6 +145,7 @@ def test_replicas_that_never_reach_each_other_say_so(hosts, tmp_path):
         assert f"(ranks [{1 - rank}])" in text and "Gloo uses lo here" in text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("stages", ["4", "2,2"])
 def test_training_goes_on_while_a_link_is_cut_and_takes_the_host_back(stages, hosts, corpus, tmp_path):
     def during():
@@ -171,6 +172,7 @@ def test_training_goes_on_while_a_link_is_cut_and_takes_the_host_back(stages, ho
     assert len({row["outer"] for row in lost}) == len(lost) == len({row["rank"] for row in lost})
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("stages, seconds", [("4", math.inf), ("2,2", math.inf), ("2,2", 1)],
                          ids=["one stage", "for good", "restored"])
 def test_a_run_finishes_when_a_link_is_cut(stages, seconds, hosts, corpus, tmp_path):

@@ -369,7 +369,8 @@ def test_every_try_is_a_run_that_train_takes():
             o = train.parse(argv, 8)
             if "--by-speed" in setting.program:
                 run = types.SimpleNamespace(o=o, outer=object())
-                clock.check(types.SimpleNamespace(overlapped=False, by_speed=True), run)
+                own = types.SimpleNamespace(overlapped=False, by_speed=True, never_waits=False, uneven=False)
+                clock.check(own, run)
 
 
 def test_the_race_begins_with_the_settings_that_the_tries_chose(monkeypatch, tmp_path):
