@@ -159,6 +159,7 @@ class OwnTime(train.Meter):
     run: object = None              # a train.Run
     limit: float = 0.0
     begun: tuple = ()               # (seconds, steps) since when the pace counts
+    inner_steps: list = None        # as Clock's: here all ranks have the same
 
     def add(self, *numbers):
         super().add(*numbers)
@@ -302,21 +303,21 @@ def clocked(argv):
     if own.overlapped:
         run.average = Averaged(run)
     asked = run.o.inner_steps
-    m = asked or 1
-    run.o.eval_every = -(-max(1, run.o.warmup) // m) * m            # at the warm-up's end
     if run.corpus:
         test = run.corpus.heldout.chunk(2)[1]
         run.corpus.heldout = test.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
     if own.uneven:
         run.pipeline.draws = random.Random(f"uneven {run.o.seed} {job.rank}")
-    run.meter = Clock(run=run, limit=own.clock, by_speed=own.by_speed)
     if own.never_waits:
         run.o.eval_every = run.o.steps
         run.meter = OwnTime(run=run, limit=own.clock)
+    else:
+        m = asked or 1
+        run.o.eval_every = -(-max(1, run.o.warmup) // m) * m        # at the warm-up's end
+        run.meter = Clock(run=run, limit=own.clock, by_speed=own.by_speed)
     train.train(run)
     if job.rank == 0:       # with the steps that fitted
-        own_steps = getattr(run.meter, "inner_steps", None)
-        config = vars(run.o) | dict(inner_steps=asked, inner_steps_by_rank=own_steps)
+        config = vars(run.o) | dict(inner_steps=asked, inner_steps_by_rank=run.meter.inner_steps)
         train.write_text(run.folder / "config.json", json.dumps(config, indent=1))
 
 
