@@ -18,13 +18,12 @@ plots: .venv/ready
 # three tests at a time; then, by themselves, the tests that measure rates and times
 test: .venv/ready
 	$(BIN)/ruff check --quiet .
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not alone and not faults and not soak"
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not alone and not faults"
 	$(BIN)/python -m pytest -q -m alone
 
 # every failure in every kind of job
 faults: .venv/ready
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" -k "test_survive or takes or two_parts or is_cut" \
-		tests/test_survive.py tests/test_hosts.py
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m faults
 
 # the results and the pictures of docs/: about thirty hours on 2 cores. Runs that are in runs/ already
 # are not run again

@@ -147,13 +147,19 @@ def points(scale):
 
 
 def turns(scale):
-    """[(Settings of all that race at a point, seed)], in the order in which they run."""
+    return turns_at(points(scale), scale)
+
+
+def turns_at(points, scale):
+    """[(Settings of all that race at a point, seed)], in the order in which they run: points of the
+    question first."""
     found = []
-    for seed in range(SEEDS[scale]):
-        for point in points(scale):
-            settings = settings_at(point, seed, scale)
-            if settings:
-                found.append((settings, seed))
+    for control in (False, True):
+        for seed in range(SEEDS[scale]):
+            for point in points:
+                settings = settings_at(point, seed, scale)
+                if settings and point.control == control:
+                    found.append((settings, seed))
     return found
 
 
@@ -180,10 +186,12 @@ def measure(o):
     if o.scale == "full":
         from experiments.tries import refuse_unchosen       # here, since it imports this file
         refuse_unchosen(o)
-    wanted = turns(o.scale)
-    if o.seeds:
-        wanted = [(some, seed) for some, seed in wanted if seed in o.seeds]
-    take_turns("race", wanted, o)
+    take_turns("race", of_seeds(turns(o.scale), o), o)
+
+
+def of_seeds(turns, o):
+    """The turns of the seeds that the command line asks for."""
+    return [(some, seed) for some, seed in turns if not o.seeds or seed in o.seeds]
 
 
 def ended(folder):
@@ -251,17 +259,17 @@ def show(found):
         for name, measured in controls:
             table.add(name, measured)
         table.end()
-    show_reasons(found)
-    show_load(found)
-
-
-def show_reasons(found):
-    """A row a method: why."""
     rows = counted_in(found)
+    show_reasons(rows, points(found["scale"]))
+    show_load(found, rows)
+
+
+def show_reasons(rows, points):
+    """A row a method: why. rows: {label: {seed: row}}."""
     if not rows:
         return
     table = Table("a replica's mean", "merged, nats per byte", "steps", "seconds held", "MB sent")
-    for point in points(found["scale"]):
+    for point in points:
         for racer in point.racers:
             runs = list(rows.get(point.label(racer), {}).values())
             if runs:
@@ -275,14 +283,14 @@ def mean(rows, key, form):
     return f"{statistics.mean(row[key] for row in rows):{form}}"
 
 
-def show_load(found):
-    rows = [row for runs in counted_in(found).values() for row in runs.values()]
+def show_load(found, rows):
+    counted = [row for runs in rows.values() for row in runs.values()]
     made = sum(map(len, found["runs"].values()))
-    if rows:
-        others = max(row["others"] for row in rows)
-        print(f"Runs that count: {len(rows)}; others' work took at most {others:.3f} of a "
+    if counted:
+        others = max(row["others"] for row in counted)
+        print(f"Runs that count: {len(counted)}; others' work took at most {others:.3f} of a "
               f"processor in them. Runs of turns that were made again or are not complete: "
-              f"{made - len(rows)}.\n")
+              f"{made - len(counted)}.\n")
 
 
 def draw(plt, found):

@@ -211,7 +211,7 @@ def test_a_gradient_that_did_not_come_and_a_loss_of_no_tokens_are_null_and_no_ze
     assert first["gradient_norm"] == 2.5                        # of rank 0 alone
 
 
-@pytest.mark.parametrize("kind", ["--stages 4 --gamma 0.9", "--stages 4 --wire int8", "--stages 2,2"])
+@pytest.mark.parametrize("kind", ["--stages 4 --wire int8", "--stages 2,2"])
 def test_surviving_parts_give_the_plain_runs_losses_to_the_bit(kind, trained, tmp_path):
     """While nobody fails, survive/ changes nothing: neither a number of the log nor a weight."""
     for name, main in (("plain", train.main), ("outliving", surviving)):

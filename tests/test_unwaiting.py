@@ -1,0 +1,75 @@
+"""The race of pairs that never wait: its tries, and what it compares."""
+
+import types
+
+import pytest
+
+import train
+from experiments import clock, harness, race, tables, unwaiting
+
+
+def rows_of(setting, losses):
+    """What a results file would hold of a setting. losses: {seed: loss}"""
+    found = []
+    for seed, loss in losses.items():
+        command = f"{setting.program} --name x {harness.SMALL} {setting.options} --seed {seed}"
+        found.append(dict(command=command, hosts=setting.hosts, seed=seed, turn=1, others=0.0, machine="m",
+                          merged=loss, steps=400, held=3.0, sent=2.0))
+    return found
+
+
+def contests():
+    return [(point, method) for point in unwaiting.POINTS for method in unwaiting.METHODS[point.name]]
+
+
+def tried(best):
+    """The try at this place is best by its mean; on the first seed another is."""
+    runs = {}
+    for point, method in contests():
+        for place, setting in enumerate(unwaiting.tries(point, method).values()):
+            first = 1.5 if place == best else 1.4 + place / 100
+            losses = {100: first, 101: 1.0 if place == best else 2.0}
+            runs[setting.label] = rows_of(setting, losses)
+    return dict(runs=runs)
+
+
+@pytest.mark.parametrize("best", range(3))
+def test_the_try_of_the_lowest_mean_is_raced(best, tmp_path):
+    with pytest.raises(train.BadInput, match="no run yet"):
+        unwaiting.points("full", tmp_path)
+    tables.save_result(tmp_path, "unwaiting_tuning", tried(best))
+    for point in unwaiting.points("full", tmp_path):
+        pairs, noloco, diloco = point.racers
+        assert (noloco.m, noloco.D) == (diloco.m, diloco.D) == unwaiting.WAYS[best]
+        assert pairs.m == 2 * noloco.m                  # so as many bytes
+        assert {racer.wire for racer in point.racers} == {"fp32"}
+
+
+def test_every_try_is_a_run_that_train_takes():
+    for point, method in contests():
+        for setting in unwaiting.tries(point, method).values():
+            argv = f"--name x {harness.SMALL} {setting.options} --seed 1".split()
+            run = types.SimpleNamespace(o=train.parse(argv, 8), outer=object(), stages=[range(8)])
+            words = setting.program.removeprefix("-m experiments.clock").split()
+            own, _ = clock.clock_parser().parse_known_args(words)
+            clock.check(own, run)
+            assert own.uneven == (point.name == "uneven steps")
+            assert own.never_waits == (method is unwaiting.never_waiting)
+            assert own.by_speed == (method is unwaiting.diloco_by_speed)
+
+
+def test_pairs_that_never_wait_are_compared_with_both_on_the_same_seeds(tmp_path, capsys):
+    tables.save_result(tmp_path, "unwaiting_tuning", tried(1))
+    runs = {}
+    for point in unwaiting.points("full", tmp_path):
+        for racer, more in zip(point.racers, (0.0, 0.1, 0.3)):
+            losses = {seed: 1.5 + seed / 100 + more for seed in range(race.SEEDS["full"])}
+            runs[point.label(racer)] = rows_of(point.setting(racer, race.SECONDS["full"]), losses)
+    found = dict(runs=runs, scale="full", out=tmp_path)
+    measured = unwaiting.races(found)
+    assert [name.split(" minus ")[1] for name, _ in measured] == [
+        "NoLoCo", "DiLoCo, m by speed", "NoLoCo", "DiLoCo"]
+    for (_, one), by in zip(measured, (-0.1, -0.3) * 2):
+        assert one.differences == pytest.approx([by] * 16)
+    unwaiting.show(found)
+    assert "Runs that count: 96" in capsys.readouterr().out
