@@ -305,7 +305,7 @@ def draw(plt, found):
     figure, axis = plt.subplots(figsize=(WIDTH, 2.2 + 0.45 * len(measured)))
     colours = [COLOURS["NoLoCo" if one.mean < 0 else "DiLoCo"] for one in measured]
     differences(axis, measured, colours, names)
-    axis.set(xlabel="NoLoCo's held-out nats per byte minus DiLoCo's: left of zero NoLoCo is lower")
+    axis.set(xlabel="nats per byte, NoLoCo minus DiLoCo")
     seeds = max((len(one.differences) for one in measured), default=0)
     frame(figure, found, finding([one for _, one in races]), "NoLoCo beside DiLoCo between hosts",
           f"{SECONDS[found['scale']]} s between eight hosts of one machine, one byte a weight. "
