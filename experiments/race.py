@@ -218,8 +218,13 @@ def compared(rows, one, other):
 
 
 def counted_in(found):
+    return counted_at(points(found["scale"]), found)
+
+
+def counted_at(points, found):
+    """{label: {seed: row}} of the turns at these points that count."""
     scale = found["scale"]
-    return counted_rows(found, turns(scale), judged=scale == "full")
+    return counted_rows(found, turns_at(points, scale), judged=scale == "full")
 
 
 def main_races(found):

@@ -50,6 +50,7 @@ class Contest:
     point: object               # a race.Point
     tries: list                 # race.Racers
     seeds: tuple
+    program: str = "experiments.tries"      # which makes the tries
 
     def setting(self, racer):
         setting = self.point.setting(racer, SECONDS["full"])
@@ -70,7 +71,7 @@ class Contest:
             for seed in seeds:
                 if seed not in losses:
                     raise BadInput(f"no run yet of {self.setting(racer).label}, seed {seed}: "
-                                   "python -m experiments.tries")
+                                   f"python -m {self.program}")
             means[racer] = statistics.mean(losses[seed] for seed in seeds)
         return sorted(tries, key=means.get)
 

@@ -20,17 +20,16 @@ with one of a step. Pairs that never wait have 4, 8 and 20, and need none. The l
 The rate is the one that experiments/tries.py chose for both methods at all points. `full` makes the
 tries first.
 """
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
 from experiments import turns
 from experiments.harness import Row, command
-from experiments.race import (SECONDS, SLOW, Point, Racer, compared, of_seeds, show_load,
-                              show_reasons, turns_at)
+from experiments.race import (SECONDS, SLOW, Point, Racer, compared, counted_at, of_seeds,
+                              show_load, show_reasons, turns_at)
 from experiments.tables import Table
-from experiments.turns import counted_rows, take_turns
-from train import BadInput
+from experiments.tries import Contest
+from experiments.turns import take_turns
 
 RATE = 0.003
 WAYS = (2, 0), (4, 1), (10, 1)      # NoLoCo's and DiLoCo's m and D
@@ -54,22 +53,22 @@ def diloco_by_speed(m, D):
     return replace(diloco(m, D), name="DiLoCo, m by speed", clock="--by-speed")
 
 
-POINTS = Point("one slow host", SLOW, ()), Point("uneven steps", "--mbit 200 --latency 5", (),
-                                                 clock="--uneven")
-METHODS = {"one slow host": (never_waiting, noloco, diloco_by_speed),
-           "uneven steps": (never_waiting, noloco, diloco)}
+METHODS = {
+    Point("one slow host", SLOW, ()): (never_waiting, noloco, diloco_by_speed),
+    Point("uneven steps", "--mbit 200 --latency 5", (), clock="--uneven"):
+        (never_waiting, noloco, diloco),
+}
 
 
 # ---------------------------------------------------------------- the tries
 
 
-def tries(point, method):
-    """{a Racer: its Setting}"""
-    found = {}
-    for way in WAYS:
-        racer = method(*way)
-        setting = point.setting(racer, SECONDS["full"])
-        found[racer] = replace(setting, label=f"{setting.label}, {racer.way}")
+def contests(point):
+    """One for each method."""
+    found = []
+    for method in METHODS[point]:
+        tries = [method(*way) for way in WAYS]
+        found.append(Contest(point, tries, TRIED, "experiments.unwaiting --scale full"))
     return found
 
 
@@ -77,40 +76,27 @@ def tried_turns():
     """All methods by turns: a change of the machine's pace meets all of them."""
     found = []
     for seed in TRIED:
-        for point in POINTS:
-            for method in METHODS[point.name]:
-                found += [([setting], seed) for setting in tries(point, method).values()]
+        for point in METHODS:
+            for contest in contests(point):
+                found += [([contest.setting(racer)], seed) for racer in contest.tries]
     return found
-
-
-def chosen(found, point, method):
-    """The Racer of the lowest mean loss. found: what results/unwaiting_tuning.json holds. Raises
-    BadInput where a run is missing."""
-    rows, means = counted_rows(found, tried_turns()), {}
-    for racer, setting in tries(point, method).items():
-        by_seed = rows.get(setting.label, {})
-        if len(by_seed) < len(TRIED):
-            raise BadInput(f"no run yet of {setting.label}: python -m experiments.unwaiting "
-                           "--scale full")
-        means[racer] = statistics.mean(row["merged"] for row in by_seed.values())
-    return min(means, key=means.get)
 
 
 # ---------------------------------------------------------------- the race
 
 
 def points(scale, out):
-    """With those that race there: on the full scale those chosen, else the middle tries."""
+    """With those that race there: on the full scale those of the lowest mean loss in their tries,
+    else the middle tries. Raises BadInput where a try is missing."""
     if scale == "try":
         return (Point("two hosts", "--mbit 200 --latency 5", (never_waiting(1, 0),),
                       clock="--uneven"),)
+    kept = turns.kept(Path(out, "results", "unwaiting_tuning.json"))
     found = []
-    for point in POINTS:
+    for point in METHODS:
+        racers = [contest.tries[1] for contest in contests(point)]
         if scale == "full":
-            kept = turns.kept(Path(out, "results", "unwaiting_tuning.json"))
-            racers = [chosen(kept, point, method) for method in METHODS[point.name]]
-        else:
-            racers = [method(*WAYS[1]) for method in METHODS[point.name]]
+            racers = [contest.best(kept, contest.tries, TRIED)[0] for contest in contests(point)]
         found.append(replace(point, racers=tuple(racers)))
     return found
 
@@ -124,16 +110,10 @@ def measure(o):
 # ---------------------------------------------------------------- what was found
 
 
-def counted_in(found):
-    scale = found["scale"]
-    wanted = turns_at(points(scale, found["out"]), scale)
-    return counted_rows(found, wanted, judged=scale == "full")
-
-
-def races(found):
+def races(rows, points):
     """[(its name, pairs that never wait minus another)] of those that have runs."""
-    rows, measured = counted_in(found), []
-    for point in points(found["scale"], found["out"]):
+    measured = []
+    for point in points:
         pairs, *others = point.racers
         for other in others:
             one = compared(rows, point.label(pairs), point.label(other))
@@ -143,14 +123,15 @@ def races(found):
 
 
 def show(found):
-    measured = races(found)
+    raced = points(found["scale"], found["out"])
+    rows = counted_at(raced, found)
+    measured = races(rows, raced)
     if measured:
         table = Table(f"{SECONDS[found['scale']]} s between hosts", "nats per byte")
         for name, one in measured:
             table.add(name, one)
         table.end()
-    rows = counted_in(found)
-    show_reasons(rows, points(found["scale"], found["out"]))
+    show_reasons(rows, raced)
     show_load(found, rows)
 
 

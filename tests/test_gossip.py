@@ -349,7 +349,7 @@ def test_a_difference_shrinks_from_departure_to_departure_as_docs_stability_says
 # ---------------- the window of gamma
 
 
-@pytest.mark.parametrize("alpha, n", [(0.3, 2), (0.5, 4)])
+@pytest.mark.parametrize("alpha, n", [(0.5, 2), (0.3, 2), (0.8, 2), (0.5, 4)])
 def test_gamma_bound_separates_decay_from_growth(alpha, n):
     for factor, grows in ((0.9, False), (1.1, True)):
         # beta tiny: Delta's pull, which widens the bound a little, is left out; noise-free

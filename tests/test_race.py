@@ -294,8 +294,9 @@ def test_others_work_is_what_is_neither_idle_nor_ours(monkeypatch, tmp_path):
 # ---------------------------------------------------------------- the race and its settings
 
 
-def rows_of(point, racer, losses):
-    setting, found = point.setting(racer, race.SECONDS["full"]), []
+def rows_of(setting, losses):
+    """What a results file would hold of a setting. losses: {seed: loss}"""
+    found = []
     for seed, loss in losses.items():
         command = f"{setting.program} --name x {harness.SMALL} {setting.options} --seed {seed}"
         found.append(dict(command=command, hosts=setting.hosts, seed=seed, turn=1, others=0.0, machine="m",
@@ -309,7 +310,7 @@ def test_a_race_compares_the_same_seeds(capsys):
     for racer, more in zip(point.racers, (0.0, 0.1, 0.3)):
         seeds = range(race.CONTROLS if racer.control else race.SEEDS["full"])
         losses = {seed: 1.5 + seed / 100 + more for seed in seeds}
-        runs[point.label(racer)] = rows_of(point, racer, losses)
+        runs[point.label(racer)] = rows_of(point.setting(racer, race.SECONDS["full"]), losses)
     found = dict(runs=runs, scale="full")
     ((only, measured),) = race.main_races(found)
     assert only is point and measured.differences == pytest.approx([-0.1] * 16)
@@ -338,8 +339,8 @@ def tried(losses_of):
     runs = {}
     for contest in tries.contests():
         for number, racer in enumerate(contest.tries):
-            rows = rows_of(contest.point, racer, losses_of(number, contest))
-            runs[contest.setting(racer).label] = rows
+            setting = contest.setting(racer)
+            runs[setting.label] = rows_of(setting, losses_of(number, contest))
     return dict(runs=runs)
 
 

@@ -1,32 +1,20 @@
 """The race of pairs that never wait: its tries, and what it compares."""
 
+import itertools
 import types
 
 import pytest
 
 import train
 from experiments import clock, harness, race, tables, unwaiting
-
-
-def rows_of(setting, losses):
-    """What a results file would hold of a setting. losses: {seed: loss}"""
-    found = []
-    for seed, loss in losses.items():
-        command = f"{setting.program} --name x {harness.SMALL} {setting.options} --seed {seed}"
-        found.append(dict(command=command, hosts=setting.hosts, seed=seed, turn=1, others=0.0, machine="m",
-                          merged=loss, steps=400, held=3.0, sent=2.0))
-    return found
-
-
-def contests():
-    return [(point, method) for point in unwaiting.POINTS for method in unwaiting.METHODS[point.name]]
+from tests.test_race import rows_of
 
 
 def tried(best):
     """The try at this place is best by its mean; on the first seed another is."""
     runs = {}
-    for point, method in contests():
-        for place, setting in enumerate(unwaiting.tries(point, method).values()):
+    for contest in itertools.chain(*map(unwaiting.contests, unwaiting.METHODS)):
+        for place, setting in enumerate(map(contest.setting, contest.tries)):
             first = 1.5 if place == best else 1.4 + place / 100
             losses = {100: first, 101: 1.0 if place == best else 2.0}
             runs[setting.label] = rows_of(setting, losses)
@@ -46,16 +34,18 @@ def test_the_try_of_the_lowest_mean_is_raced(best, tmp_path):
 
 
 def test_every_try_is_a_run_that_train_takes():
-    for point, method in contests():
-        for setting in unwaiting.tries(point, method).values():
-            argv = f"--name x {harness.SMALL} {setting.options} --seed 1".split()
-            run = types.SimpleNamespace(o=train.parse(argv, 8), outer=object(), stages=[range(8)])
-            words = setting.program.removeprefix("-m experiments.clock").split()
-            own, _ = clock.clock_parser().parse_known_args(words)
-            clock.check(own, run)
-            assert own.uneven == (point.name == "uneven steps")
-            assert own.never_waits == (method is unwaiting.never_waiting)
-            assert own.by_speed == (method is unwaiting.diloco_by_speed)
+    for point, methods in unwaiting.METHODS.items():
+        for method, contest in zip(methods, unwaiting.contests(point), strict=True):
+            for racer in contest.tries:
+                setting = contest.setting(racer)
+                argv = f"--name x {harness.SMALL} {setting.options} --seed 1".split()
+                run = types.SimpleNamespace(o=train.parse(argv, 8), outer=object(), stages=[range(8)])
+                words = setting.program.removeprefix("-m experiments.clock").split()
+                own, _ = clock.clock_parser().parse_known_args(words)
+                clock.check(own, run)
+                assert own.uneven == (point.name == "uneven steps")
+                assert own.never_waits == (method is unwaiting.never_waiting)
+                assert own.by_speed == (method is unwaiting.diloco_by_speed)
 
 
 def test_pairs_that_never_wait_are_compared_with_both_on_the_same_seeds(tmp_path, capsys):
@@ -66,7 +56,8 @@ def test_pairs_that_never_wait_are_compared_with_both_on_the_same_seeds(tmp_path
             losses = {seed: 1.5 + seed / 100 + more for seed in range(race.SEEDS["full"])}
             runs[point.label(racer)] = rows_of(point.setting(racer, race.SECONDS["full"]), losses)
     found = dict(runs=runs, scale="full", out=tmp_path)
-    measured = unwaiting.races(found)
+    raced = unwaiting.points("full", tmp_path)
+    measured = unwaiting.races(race.counted_at(raced, found), raced)
     assert [name.split(" minus ")[1] for name, _ in measured] == [
         "NoLoCo", "DiLoCo, m by speed", "NoLoCo", "DiLoCo"]
     for (_, one), by in zip(measured, (-0.1, -0.3) * 2):
