@@ -26,6 +26,7 @@ byte a weight, but for the controls.
 import itertools
 import json
 import statistics
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -293,9 +294,11 @@ def show_load(found, rows):
     made = sum(map(len, found["runs"].values()))
     if counted:
         others = max(row["others"] for row in counted)
-        print(f"Runs that count: {len(counted)}; others' work took at most {others:.3f} of a "
-              f"processor in them. Runs of turns that were made again or are not complete: "
-              f"{made - len(counted)}.\n")
+        kinds = Counter(row["machine"].split(",")[0] for row in counted)
+        print(f"Runs that count: {len(counted)}, by machine: "
+              f"{', '.join(f'{kind} {count}' for kind, count in kinds.items())}. "
+              f"Others' work took at most {others:.3f} of a processor in them. Runs of turns that "
+              f"were made again or are not complete: {made - len(counted)}.\n")
 
 
 def draw(plt, found):
