@@ -251,6 +251,36 @@ def control_races(found):
     return races
 
 
+def speed_races(found):
+    """[(its name, one minus the other)] of what m by speed changes; not named before the runs."""
+    if found["scale"] != "full":
+        return []
+    rows, races = counted_in(found), []
+    equal, by_speed = POINTS[:2]
+    for own, other in (0, 0), (1, 1), (1, 0):
+        one, two = by_speed.racers[own], equal.racers[other]
+        measured = compared(rows, by_speed.label(one), equal.label(two))
+        if measured:
+            races.append((f"{one.name}, m by speed, minus {two.name}, equal m", measured))
+    return races
+
+
+def machine_races(found):
+    """[(point, machine, NoLoCo minus DiLoCo on it)], for machines of different kinds."""
+    rows, races = counted_in(found), []
+    for point, _ in main_races(found):
+        one, other = map(point.label, point.racers[:2])
+        for kind in sorted({kind_of(row) for row in rows[one].values()}):
+            own = {seed: row for seed, row in rows[one].items() if kind_of(row) == kind}
+            races.append((point, kind, compared(rows | {one: own}, one, other)))
+    return races
+
+
+def kind_of(row):
+    """The processor's name."""
+    return row["machine"].split(",")[0]
+
+
 def show(found):
     seconds = SECONDS[found["scale"]]
     races = main_races(found)
@@ -259,12 +289,17 @@ def show(found):
         for point, measured in races:
             table.add(point.name, point.racers[0].way, point.racers[1].way, measured)
         table.end()
-    controls = control_races(found)
-    if controls:
-        table = Table("controls", "nats per byte")
-        for name, measured in controls:
-            table.add(name, measured)
+        table = Table("by machine", "NoLoCo minus DiLoCo")
+        for point, kind, measured in machine_races(found):
+            table.add(f"{point.name}, {kind}", str(measured))
         table.end()
+    for title, races in (("controls", control_races(found)),
+                         ("not named before the runs", speed_races(found))):
+        if races:
+            table = Table(title, "nats per byte")
+            for name, measured in races:
+                table.add(name, measured)
+            table.end()
     rows = counted_in(found)
     show_reasons(rows, points(found["scale"]))
     show_load(found, rows)
@@ -294,7 +329,7 @@ def show_load(found, rows):
     made = sum(map(len, found["runs"].values()))
     if counted:
         others = max(row["others"] for row in counted)
-        kinds = Counter(row["machine"].split(",")[0] for row in counted)
+        kinds = Counter(map(kind_of, counted))
         print(f"Runs that count: {len(counted)}, by machine: "
               f"{', '.join(f'{kind} {count}' for kind, count in kinds.items())}. "
               f"Others' work took at most {others:.3f} of a processor in them. Runs of turns that "
@@ -331,7 +366,7 @@ def finding(measured):
             f"{len(measured)} points, DiLoCo at {sure.count(False)}")
 
 
-EXPECTED = {}           # {point: nats per byte}, once the race has been run
+EXPECTED = {"one slow host": -0.024, "one slow host, m by speed": -0.005, "high latency": -0.014}
 
 
 def expected(found):

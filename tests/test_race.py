@@ -323,6 +323,23 @@ def test_a_race_compares_the_same_seeds(capsys):
     assert "| one slow host: DiLoCo, m" in capsys.readouterr().out
 
 
+def test_a_race_on_two_machines_says_what_each_found_and_what_m_by_speed_changes():
+    """By speed all are 0.25 nats lower, and there DiLoCo is as low as NoLoCo."""
+    runs = {}
+    for point, losses in zip(race.POINTS, [(2.0, 2.125), (1.75, 1.75)]):
+        for racer, loss in zip(point.racers, losses):
+            rows = rows_of(point.setting(racer, race.SECONDS["full"]), dict.fromkeys(range(4), loss))
+            for row in rows:
+                row["machine"] = f"{'one' if row['seed'] < 3 else 'other'}, started as {row['seed']}"
+            runs[point.label(racer)] = rows
+    found = dict(runs=runs, scale="full")
+    by_machine = [(point.name, kind, one.differences) for point, kind, one in race.machine_races(found)]
+    assert by_machine == [("one slow host", "one", [-0.125] * 3), ("one slow host", "other", [-0.125]),
+                          ("one slow host, m by speed", "one", [0.0] * 3),
+                          ("one slow host, m by speed", "other", [0.0])]
+    assert [one.differences for _, one in race.speed_races(found)] == [[-0.25] * 4, [-0.375] * 4, [-0.25] * 4]
+
+
 def test_each_method_is_first_equally_often_and_controls_have_fewer_seeds():
     first, counts = {}, {}
     for settings, seed in race.turns("full"):
