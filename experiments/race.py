@@ -342,9 +342,10 @@ def draw(plt, found):
     measured = [one for _, one in races]
     names = [point.name for point, _ in races]
     for name, one in control_races(found):
-        if "ring" in name:
+        point, _, compared_ones = name.partition(": ")
+        if compared_ones == "NoLoCo minus DiLoCo, ring in fp32":
             measured.append(one)
-            names.append(name.split(":")[0] + ",\nDiLoCo by a ring in fp32")
+            names.append(f"{point},\nDiLoCo by a ring in fp32")
     figure, axis = plt.subplots(figsize=(WIDTH, 2.2 + 0.45 * len(measured)))
     colours = [COLOURS["NoLoCo" if one.mean < 0 else "DiLoCo"] for one in measured]
     differences(axis, measured, colours, names)
@@ -362,6 +363,8 @@ def finding(measured):
         return ""                   # one seed
     survives = holm([one.p for one in measured])
     sure = [one.mean < 0 for one, stays in zip(measured, survives) if stays]
+    if not sure:
+        return f"In equal time neither ended lower beyond doubt at any of {len(measured)} points"
     return (f"In equal time NoLoCo ended lower beyond doubt at {sure.count(True)} of "
             f"{len(measured)} points, DiLoCo at {sure.count(False)}")
 
