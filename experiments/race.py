@@ -32,8 +32,8 @@ from pathlib import Path
 
 from experiments.clock import CPU, PROGRAM
 from experiments.harness import Row, Setting, command
-from experiments.pictures import COLOURS, WIDTH, counted, differences, frame
-from experiments.tables import Comparison, Expected, Table, holm
+from experiments.pictures import COLOURS, GREY, WIDTH, counted, differences, frame
+from experiments.tables import Comparison, Expected, Table, sure
 from experiments.turns import counted_rows, take_turns
 
 SECONDS = {"try": 4, "plot": 30, "full": 90}     # by the clock
@@ -257,7 +257,7 @@ def speed_races(found):
         return []
     rows, races = counted_in(found), []
     equal, by_speed = POINTS[:2]
-    for own, other in (0, 0), (1, 1), (1, 0):
+    for own, other in (0, 0), (1, 1), (1, 0):       # 0: NoLoCo, 1: DiLoCo
         one, two = by_speed.racers[own], equal.racers[other]
         measured = compared(rows, by_speed.label(one), equal.label(two))
         if measured:
@@ -266,8 +266,11 @@ def speed_races(found):
 
 
 def machine_races(found):
-    """[(point, machine, NoLoCo minus DiLoCo on it)], for machines of different kinds."""
+    """[(point, machine, NoLoCo minus DiLoCo on it)] where machines of several kinds made the runs;
+    not named before them."""
     rows, races = counted_in(found), []
+    if len({kind_of(row) for of in rows.values() for row in of.values()}) < 2:
+        return []
     for point, _ in main_races(found):
         one, other = map(point.label, point.racers[:2])
         for kind in sorted({kind_of(row) for row in rows[one].values()}):
@@ -289,12 +292,11 @@ def show(found):
         for point, measured in races:
             table.add(point.name, point.racers[0].way, point.racers[1].way, measured)
         table.end()
-        table = Table("by machine", "NoLoCo minus DiLoCo")
-        for point, kind, measured in machine_races(found):
-            table.add(f"{point.name}, {kind}", str(measured))
-        table.end()
+    by_machine = [(f"{point.name}, {kind}", measured)
+                  for point, kind, measured in machine_races(found)]
     for title, races in (("controls", control_races(found)),
-                         ("not named before the runs", speed_races(found))):
+                         ("not named before: m by speed", speed_races(found)),
+                         ("not named before: NoLoCo minus DiLoCo by machine", by_machine)):
         if races:
             table = Table(title, "nats per byte")
             for name, measured in races:
@@ -306,18 +308,29 @@ def show(found):
 
 
 def show_reasons(rows, points):
-    """A row a method: why. rows: {label: {seed: row}}."""
-    if not rows:
-        return
-    table = Table("a replica's mean", "merged, nats per byte", "steps", "seconds held", "MB sent")
-    for point in points:
-        for racer in point.racers:
-            runs = list(rows.get(point.label(racer), {}).values())
-            if runs:
-                table.add(f"{point.label(racer)}, {racer.way}",
-                          mean(runs, "merged", ".3f"), mean(runs, "steps", ".0f"),
-                          mean(runs, "held", ".1f"), mean(runs, "sent", ".1f"))
-    table.end()
+    """A row a method: why. Then the controls, beside the others on their seeds. rows: {label:
+    {seed: row}}."""
+    show_means("a replica's mean", rows, [
+        (point, racer) for point in points for racer in point.racers
+        if not (racer.control or point.control)])
+    controlled = [(point, racer) for point in points for racer in point.racers
+                  if point.control or any(other.control for other in point.racers)]
+    first = {label: {seed: row for seed, row in of.items() if seed < CONTROLS}
+             for label, of in rows.items()}
+    show_means("a replica's mean, seeds of the controls", first, controlled)
+
+
+def show_means(title, rows, raced):
+    """raced: [(point, racer)]."""
+    table = Table(title, "seeds", "merged, nats per byte", "steps", "seconds held", "MB sent")
+    for point, racer in raced:
+        runs = list(rows.get(point.label(racer), {}).values())
+        if runs:
+            table.add(f"{point.label(racer)}, {racer.way}", len(runs),
+                      mean(runs, "merged", ".3f"), mean(runs, "steps", ".0f"),
+                      mean(runs, "held", ".1f"), mean(runs, "sent", ".1f"))
+    if table.rows:
+        table.end()
 
 
 def mean(rows, key, form):
@@ -337,23 +350,18 @@ def show_load(found, rows):
 
 
 def draw(plt, found):
-    """NoLoCo's loss minus DiLoCo's at each point, and minus the ring's, with intervals."""
+    """NoLoCo's loss minus DiLoCo's at each point, with intervals; grey where it is not sure."""
     races = main_races(found)
     measured = [one for _, one in races]
-    names = [point.name for point, _ in races]
-    for name, one in control_races(found):
-        point, _, compared_ones = name.partition(": ")
-        if compared_ones == "NoLoCo minus DiLoCo, ring in fp32":
-            measured.append(one)
-            names.append(f"{point},\nDiLoCo by a ring in fp32")
     figure, axis = plt.subplots(figsize=(WIDTH, 2.2 + 0.45 * len(measured)))
-    colours = [COLOURS["NoLoCo" if one.mean < 0 else "DiLoCo"] for one in measured]
-    differences(axis, measured, colours, names)
+    colours = [COLOURS["NoLoCo" if one.mean < 0 else "DiLoCo"] if stays else GREY
+               for one, stays in zip(measured, sure(measured))]
+    differences(axis, measured, colours, [point.name for point, _ in races])
     axis.set(xlabel="nats per byte, NoLoCo minus DiLoCo")
     seeds = max((len(one.differences) for one in measured), default=0)
-    frame(figure, found, finding([one for _, one in races]), "NoLoCo beside DiLoCo between hosts",
+    frame(figure, found, finding(measured), "NoLoCo beside DiLoCo between hosts",
           f"{SECONDS[found['scale']]} s between eight hosts of one machine, one byte a weight. "
-          f"Merged models, {counted(seeds, 'seed')}, by a ring {CONTROLS}; bars: 95% intervals.")
+          f"Merged models, {counted(seeds, 'seed')}; bars: 95% intervals.")
     return figure
 
 
@@ -361,12 +369,11 @@ def finding(measured):
     """At how many points each method ended lower beyond doubt."""
     if not measured or any(one.p is None for one in measured):
         return ""                   # one seed
-    survives = holm([one.p for one in measured])
-    sure = [one.mean < 0 for one, stays in zip(measured, survives) if stays]
-    if not sure:
+    lower = [one.mean < 0 for one, stays in zip(measured, sure(measured)) if stays]
+    if not lower:
         return f"In equal time neither ended lower beyond doubt at any of {len(measured)} points"
-    return (f"In equal time NoLoCo ended lower beyond doubt at {sure.count(True)} of "
-            f"{len(measured)} points, DiLoCo at {sure.count(False)}")
+    return (f"In equal time NoLoCo ended lower beyond doubt at {lower.count(True)} of "
+            f"{len(measured)} points, DiLoCo at {lower.count(False)}")
 
 
 EXPECTED = {"one slow host": -0.024, "one slow host, m by speed": -0.005, "high latency": -0.014}

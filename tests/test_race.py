@@ -340,6 +340,15 @@ def test_a_race_on_two_machines_says_what_each_found_and_what_m_by_speed_changes
     assert [one.differences for _, one in race.speed_races(found)] == [[-0.25] * 4, [-0.375] * 4, [-0.25] * 4]
 
 
+def test_a_finding_counts_what_is_beyond_doubt():
+    def of(mean):
+        return tables.Comparison([mean - 0.01, mean, mean + 0.01])
+
+    assert race.finding([of(-0.005), of(0.005), of(0.0)]).endswith("lower beyond doubt at any of 3 points")
+    assert race.finding([of(-0.5), of(0.4), of(0.0), of(0.3)]).endswith("at 1 of 4 points, DiLoCo at 2")
+    assert race.finding([tables.Comparison([0.1])]) == race.finding([]) == ""
+
+
 def test_each_method_is_first_equally_often_and_controls_have_fewer_seeds():
     first, counts = {}, {}
     for settings, seed in race.turns("full"):
