@@ -7,8 +7,9 @@ another machine too. One such command runs at a time: others' runs would disturb
 The rule on load, written before the first run; it looks at no loss. While a run goes on, others'
 work is the processors' time that was neither idle nor ours, in processors: also what the kernel
 does for messages outside of our processes. A turn is made again, with all its runs, if others' work
-was over OTHERS in one of them, or if its runs were not made on one machine. A run that fails is run again. After AGAIN such attempts at a seed the program stops.
-Rows of turns that do not count stay in the file.
+was over OTHERS in one of them, or if its runs were not made on one machine. A run that fails is run
+again. After AGAIN such attempts at a seed the program stops. Rows of turns that do not count stay
+in the file.
 """
 import json
 import os
