@@ -26,7 +26,6 @@ byte a weight, but for the controls.
 import itertools
 import json
 import statistics
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -310,21 +309,24 @@ def show(found):
 def show_reasons(rows, points):
     """A row a method: why. Then the controls, beside the others on their seeds. rows: {label:
     {seed: row}}."""
-    show_means("a replica's mean", rows, [
-        (point, racer) for point in points for racer in point.racers
-        if not (racer.control or point.control)])
-    controlled = [(point, racer) for point in points for racer in point.racers
-                  if point.control or any(other.control for other in point.racers)]
-    first = {label: {seed: row for seed, row in of.items() if seed < CONTROLS}
-             for label, of in rows.items()}
-    show_means("a replica's mean, seeds of the controls", first, controlled)
+    question, controlled = [], []
+    for point in points:
+        has_controls = point.control or any(racer.control for racer in point.racers)
+        for racer in point.racers:
+            if not (point.control or racer.control):
+                question.append((point, racer))
+            if has_controls:
+                controlled.append((point, racer))
+    show_means("a replica's mean", rows, question, SEEDS["full"])
+    show_means("a replica's mean, seeds of the controls", rows, controlled, CONTROLS)
 
 
-def show_means(title, rows, raced):
-    """raced: [(point, racer)]."""
+def show_means(title, rows, raced, seeds):
+    """raced: [(point, racer)]; seeds: how many of the first."""
     table = Table(title, "seeds", "merged, nats per byte", "steps", "seconds held", "MB sent")
     for point, racer in raced:
-        runs = list(rows.get(point.label(racer), {}).values())
+        by_seed = rows.get(point.label(racer), {})
+        runs = [row for seed, row in by_seed.items() if seed < seeds]
         if runs:
             table.add(f"{point.label(racer)}, {racer.way}", len(runs),
                       mean(runs, "merged", ".3f"), mean(runs, "steps", ".0f"),
@@ -342,11 +344,9 @@ def show_load(found, rows):
     made = sum(map(len, found["runs"].values()))
     if counted:
         others = max(row["others"] for row in counted)
-        kinds = Counter(map(kind_of, counted))
-        print(f"Runs that count: {len(counted)}, by machine: "
-              f"{', '.join(f'{kind} {count}' for kind, count in kinds.items())}. "
-              f"Others' work took at most {others:.3f} of a processor in them. Runs of turns that "
-              f"were made again or are not complete: {made - len(counted)}.\n")
+        print(f"Runs that count: {len(counted)}; others' work took at most {others:.3f} of a "
+              f"processor in them. Runs of turns that were made again or are not complete: "
+              f"{made - len(counted)}.\n")
 
 
 def draw(plt, found):
@@ -354,8 +354,7 @@ def draw(plt, found):
     races = main_races(found)
     measured = [one for _, one in races]
     figure, axis = plt.subplots(figsize=(WIDTH, 2.2 + 0.45 * len(measured)))
-    colours = [COLOURS["NoLoCo" if one.mean < 0 else "DiLoCo"] if stays else GREY
-               for one, stays in zip(measured, sure(measured))]
+    colours = [colour_of(one, stays) for one, stays in zip(measured, sure(measured))]
     differences(axis, measured, colours, [point.name for point, _ in races])
     axis.set(xlabel="nats per byte, NoLoCo minus DiLoCo")
     seeds = max((len(one.differences) for one in measured), default=0)
@@ -363,6 +362,13 @@ def draw(plt, found):
           f"{SECONDS[found['scale']]} s between eight hosts of one machine, one byte a weight. "
           f"Merged models, {counted(seeds, 'seed')}; bars: 95% intervals.")
     return figure
+
+
+def colour_of(measured, is_sure):
+    """That of the method that ended lower."""
+    if not is_sure:
+        return GREY
+    return COLOURS["NoLoCo" if measured.mean < 0 else "DiLoCo"]
 
 
 def finding(measured):
