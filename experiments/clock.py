@@ -5,6 +5,7 @@
                                       --overlapped          ddp by torch's DistributedDataParallel
                                       --never-waits         pairs of gossip/asynchronous.py
                                       --uneven              steps of uneven length
+                                      --one-evaluation      nobody evaluates before the end
 
 The replicas are on hosts of this machine (tools/hosts.py; root and iproute2), each with CPU of a
 processor; the relay, which is the network, has its own. Each origin evaluates on its own part of
@@ -149,7 +150,7 @@ def set_steps(outer, m, D):
         outer.inner_steps = m
 
 
-# ---------------------------------------------------------------- replicas that never wait
+# ---------------------------------------------------------------- one evaluation, at the end
 
 
 @dataclass
@@ -170,12 +171,41 @@ class OwnTime(train.Meter):
         if made >= o.warmup:
             began, steps = self.begun
             pace = (made - steps) / (now - began)
-            o.steps = made + max(0, round((self.limit - now) * pace))
+            self.fit(made, made + max(0, round((self.limit - now) * pace)), now)
+
+    def fit(self, made, fitting, now):
+        """made: steps so far; fitting: those that fit in all."""
+        self.run.o.steps = fitting
 
     def pause(self):
         """What is under way arrives before the evaluation."""
         super().pause()
         self.run.outer.settle()
+
+
+@dataclass
+class CommonEnd(OwnTime):
+    """For replicas that meet: all make equally many outer steps. Each plans by its own pace, until
+    the first rank tells the others how many there will be, once most of the time has passed."""
+    told: bool = False
+
+    def fit(self, made, fitting, now):
+        o, job = self.run.o, self.run.job
+        if self.told:
+            return
+        rounds = max(made // o.inner_steps + 1, round((fitting - o.delay) / o.inner_steps))
+        if now > 0.7 * self.limit:
+            if job.leads:
+                job.store.set("outer steps in all", str(rounds))
+            self.told = job.store.check(["outer steps in all"])
+            if self.told:
+                rounds = int(job.store.get("outer steps in all"))
+        o.steps = rounds * o.inner_steps + o.delay              # the last message has landed
+
+    def pause(self):
+        """The time ends when the last rank has come."""
+        dist.barrier()
+        super().pause()
 
 
 def never_waiting(run):
@@ -308,9 +338,10 @@ def clocked(argv):
         run.corpus.heldout = test.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
     if own.uneven:
         run.pipeline.draws = random.Random(f"uneven {run.o.seed} {job.rank}")
-    if own.never_waits:
+    if own.never_waits or own.one_evaluation:
         run.o.eval_every = run.o.steps
-        run.meter = OwnTime(run=run, limit=own.clock)
+        kind = OwnTime if own.never_waits else CommonEnd
+        run.meter = kind(run=run, limit=own.clock)
     else:
         m = asked or 1
         run.o.eval_every = -(-max(1, run.o.warmup) // m) * m        # at the warm-up's end
@@ -333,6 +364,8 @@ def check(own, run):
         train.need(plain and not own.by_speed and len(o.stages) == 1,
                    "--never-waits is for --method noloco with --wire fp32, without --delay, "
                    "--fragments and --by-speed, and one stage")
+    train.need(not own.one_evaluation or (run.outer and not own.by_speed),
+               "--one-evaluation is for noloco and diloco, without --by-speed")
     train.need(o.warmup >= 4, "--clock needs a --warmup of 4 or more: in it, it finds the pace")
     if own.by_speed:
         train.need(run.outer, "--by-speed is for noloco and diloco")
@@ -353,6 +386,8 @@ def clock_parser():
                    help="pairs that never wait, instead of NoLoCo's")
     p.add_argument("--uneven", action="store_true",
                    help="steps of log-normal length, which compute longer")
+    p.add_argument("--one-evaluation", action="store_true",
+                   help="at the end: before it nobody waits for others to evaluate")
     return p
 
 

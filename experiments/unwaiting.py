@@ -19,15 +19,21 @@ Each method has three tries at each point, on seeds 100 and 101: m 2 without a d
 with one of a step. Pairs that never wait have 4, 8 and 20, and need none. The lowest mean is raced.
 The rate is the one that experiments/tries.py chose for both methods at all points. `full` makes the
 tries first.
+
+Pairs that never wait evaluate once, at the end. At uneven steps the others do so, too: before it
+all would wait for all, which no outer step of pairs asks for. With one slow host the others
+evaluate on the way, as in experiments/race.py: there all wait for that host anyway, or have just
+done an outer step of all.
 """
 from dataclasses import replace
 from pathlib import Path
 
 from experiments import turns
 from experiments.harness import Row, command
+from experiments.pictures import COLOURS, GREY, WIDTH, counted, differences, frame
 from experiments.race import (SECONDS, SLOW, Point, Racer, compared, counted_at, of_seeds,
                               show_load, show_reasons, turns_at)
-from experiments.tables import Table
+from experiments.tables import Expected, Table, sure
 from experiments.tries import Contest
 from experiments.turns import take_turns
 
@@ -53,10 +59,18 @@ def diloco_by_speed(m, D):
     return replace(diloco(m, D), name="DiLoCo, m by speed", clock="--by-speed")
 
 
+def noloco_once(m, D):
+    return replace(noloco(m, D), clock="--one-evaluation")
+
+
+def diloco_once(m, D):
+    return replace(diloco(m, D), clock="--one-evaluation")
+
+
 METHODS = {
     Point("one slow host", SLOW, ()): (never_waiting, noloco, diloco_by_speed),
     Point("uneven steps", "--mbit 200 --latency 5", (), clock="--uneven"):
-        (never_waiting, noloco, diloco),
+        (never_waiting, noloco_once, diloco_once),
 }
 
 
@@ -110,36 +124,73 @@ def measure(o):
 # ---------------------------------------------------------------- what was found
 
 
-def races(rows, points):
-    """[(its name, pairs that never wait minus another)] of those that have runs."""
-    measured = []
-    for point in points:
+def races(found):
+    """[(point, another method, pairs that never wait minus it)] of those that have runs."""
+    raced = points(found["scale"], found["out"])
+    rows, measured = counted_at(raced, found), []
+    for point in raced:
         pairs, *others = point.racers
         for other in others:
             one = compared(rows, point.label(pairs), point.label(other))
             if one:
-                measured.append((f"{point.label(pairs)} minus {other.name}", one))
+                measured.append((point, other, one))
     return measured
 
 
 def show(found):
     raced = points(found["scale"], found["out"])
-    rows = counted_at(raced, found)
-    measured = races(rows, raced)
+    measured = races(found)
     if measured:
-        table = Table(f"{SECONDS[found['scale']]} s between hosts", "nats per byte")
-        for name, one in measured:
-            table.add(name, one)
+        table = Table(f"{SECONDS[found['scale']]} s between hosts: pairs that never wait minus",
+                      "nats per byte")
+        for point, other, one in measured:
+            table.add(point.label(other), one)
         table.end()
+    rows = counted_at(raced, found)
     show_reasons(rows, raced)
     show_load(found, rows)
 
 
+def draw(plt, found):
+    """Pairs that never wait minus each other method, with intervals; grey where it is not sure."""
+    measured = races(found)
+    comparisons = [one for _, _, one in measured]
+    names = [f"{point.name}:\nminus {other.name}" for point, other, _ in measured]
+    colours = [COLOURS["25%"] if stays else GREY for stays in sure(comparisons)]
+    figure, axis = plt.subplots(figsize=(WIDTH, 2.0 + 0.5 * len(measured)))
+    differences(axis, comparisons, colours, names)
+    axis.set(xlabel="nats per byte, pairs that never wait minus the other")
+    seeds = max((len(one.differences) for one in comparisons), default=0)
+    frame(figure, found, finding(comparisons), "Pairs that never wait, between hosts",
+          f"{SECONDS[found['scale']]} s between eight hosts of one machine, fp32, as many bytes as "
+          f"NoLoCo. Merged models, {counted(seeds, 'seed')}; bars: 95% intervals.")
+    return figure
+
+
+def finding(comparisons):
+    """In how many pairs that never wait ended lower beyond doubt."""
+    if any(one.p is None for one in comparisons):
+        return ""                   # one seed
+    lower = [one.mean < 0 and stays for one, stays in zip(comparisons, sure(comparisons))]
+    return (f"Pairs that never wait ended lower beyond doubt in {lower.count(True)} of "
+            f"{len(lower)} comparisons")
+
+
+EXPECTED = {}       # {(point, another method): nats per byte}
+
+
 def expected(found):
-    return []
+    judged = found["scale"] == "full"
+    numbers = []
+    for point, other, one in races(found):
+        if (point.name, other.name) in EXPECTED:
+            what = f"{point.name}: pairs that never wait minus {other.name}, nats per byte"
+            value = EXPECTED[point.name, other.name]
+            numbers.append(Expected(what, one.mean, value, 0.05, "+.3f", judged))
+    return numbers
 
 
-ROW = Row("unwaiting", measure, show, {}, expected)
+ROW = Row("unwaiting", measure, show, {"unwaiting": draw}, expected)
 
 if __name__ == "__main__":
     command(__doc__, ROW)

@@ -39,6 +39,7 @@ class Asynchronous:
     `settle()` at the end.
 
     First call init_process_group, and load, tie and move the model. All replicas make this at once.
+    Raises ValueError where torchrun's processes have no process group, and for an m below 1.
 
     params: model.parameters(), equal on all replicas, or a vector from noloco.flatten.
     ranks: the global ranks of this model's replicas; None: all. inner_steps: m, between a replica's
@@ -51,6 +52,10 @@ class Asynchronous:
     """
 
     def __init__(self, params, ranks=None, *, inner_steps=50, seed=0):
+        if not dist.is_initialized() and dist.is_torchelastic_launched():
+            raise ValueError("call init_process_group first: each process would train alone")
+        if inner_steps < 1:
+            raise ValueError(f"inner_steps {inner_steps} must be at least 1")
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = list(range(world) if ranks is None else ranks)

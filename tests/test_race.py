@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train
 from experiments import clock, harness, race, tables, tries, turns
@@ -138,7 +139,7 @@ def test_replicas_of_unequal_steps_end_after_equally_many_outer_steps(corpus, tm
     assert config["inner_steps_by_rank"] == [8, 4, 4, 8]
 
 
-# ---------------------------------------------------------------- replicas that never wait
+# ---------------------------------------------------------------- one evaluation, at the end
 
 
 def test_a_rank_by_itself_makes_the_steps_that_fit(monkeypatch):
@@ -155,6 +156,25 @@ def test_a_rank_by_itself_makes_the_steps_that_fit(monkeypatch):
         planned.append(o.steps)
     assert planned[:3] == [10**6] * 3 and planned[3:20] == [50] * 17        # at first all of 2 s
     assert abs(times[run.step - 1] - 100.0) <= 4.0
+
+
+def test_replicas_that_meet_end_after_the_outer_steps_that_the_first_rank_tells(monkeypatch):
+    """Rank 0 makes a step in 2 s, rank 1 in 2.5 s. After 70 of 100 s the first one's number counts for both:
+    16 outer steps of 3, and a landing."""
+    ends = {}
+    store = dist.HashStore()
+    for rank, pace in ((0, 2.0), (1, 2.5)):
+        o = types.SimpleNamespace(warmup=4, steps=10**6, inner_steps=3, delay=1)
+        run = types.SimpleNamespace(o=o, step=0, job=types.SimpleNamespace(leads=rank == 0, store=store))
+        meter = clock.CommonEnd(run=run, limit=100.0)
+        monkeypatch.setattr(clock.time, "perf_counter", mock.Mock(side_effect=itertools.count(pace, pace)))
+        planned = []
+        while run.step < o.steps:
+            meter.add(0.0, 0, 1.0, 0.0)
+            run.step += 1
+            planned.append(o.steps)
+        ends[rank] = planned[10], planned[-1]
+    assert ends == {0: (49, 49), 1: (40, 49)}
 
 
 def test_an_uneven_step_computes_longer(monkeypatch):
@@ -177,6 +197,14 @@ def test_a_clocked_run_of_pairs_that_never_wait(trained, tmp_path):
             main=clock.clocked)
     (row,) = metrics(tmp_path / "runs/x")                       # nobody waits at an evaluation before
     assert row["step"] > 5 and row["merged_loss"] > 0 and row["sync_bytes"] > 0
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_a_clocked_run_of_uneven_steps_that_evaluates_once(method, trained, tmp_path):
+    trained(3, "--clock", 2.0, "--uneven", "--one-evaluation", "--method", method, "--inner-steps", 3,
+            "--delay", 1, "--warmup", 5, main=clock.clocked)
+    (row,) = metrics(tmp_path / "runs/x")
+    assert row["step"] > 5 and row["step"] % 3 == 1 and row["merged_loss"] > 0
 
 
 # ---------------------------------------------------------------- torch's DDP
@@ -396,7 +424,8 @@ def test_every_try_is_a_run_that_train_takes():
             o = train.parse(argv, 8)
             if "--by-speed" in setting.program:
                 run = types.SimpleNamespace(o=o, outer=object())
-                own = types.SimpleNamespace(overlapped=False, by_speed=True, never_waits=False, uneven=False)
+                own = types.SimpleNamespace(overlapped=False, by_speed=True, never_waits=False, uneven=False,
+                                            one_evaluation=False)
                 clock.check(own, run)
 
 

@@ -44,6 +44,7 @@ def test_every_try_is_a_run_that_train_takes():
                 own, _ = clock.clock_parser().parse_known_args(words)
                 clock.check(own, run)
                 assert own.uneven == (point.name == "uneven steps")
+                assert own.one_evaluation == (own.uneven and not own.never_waits)
                 assert own.never_waits == (method is unwaiting.never_waiting)
                 assert own.by_speed == (method is unwaiting.diloco_by_speed)
 
@@ -56,11 +57,19 @@ def test_pairs_that_never_wait_are_compared_with_both_on_the_same_seeds(tmp_path
             losses = {seed: 1.5 + seed / 100 + more for seed in range(race.SEEDS["full"])}
             runs[point.label(racer)] = rows_of(point.setting(racer, race.SECONDS["full"]), losses)
     found = dict(runs=runs, scale="full", out=tmp_path)
-    raced = unwaiting.points("full", tmp_path)
-    measured = unwaiting.races(race.counted_at(raced, found), raced)
-    assert [name.split(" minus ")[1] for name, _ in measured] == [
-        "NoLoCo", "DiLoCo, m by speed", "NoLoCo", "DiLoCo"]
-    for (_, one), by in zip(measured, (-0.1, -0.3) * 2):
+    measured = unwaiting.races(found)
+    assert [(point.name, other.name) for point, other, _ in measured] == [
+        ("one slow host", "NoLoCo"), ("one slow host", "DiLoCo, m by speed"),
+        ("uneven steps", "NoLoCo"), ("uneven steps", "DiLoCo")]
+    for (*_, one), by in zip(measured, (-0.1, -0.3) * 2):
         assert one.differences == pytest.approx([by] * 16)
     unwaiting.show(found)
     assert "Runs that count: 96" in capsys.readouterr().out
+
+
+def test_a_finding_counts_what_is_beyond_doubt():
+    def of(mean):
+        return tables.Comparison([mean - 0.01, mean, mean + 0.01])
+
+    assert unwaiting.finding([of(-0.5), of(0.4), of(0.0), of(-0.3)]).endswith("in 2 of 4 comparisons")
+    assert unwaiting.finding([tables.Comparison([0.1])]) == ""
