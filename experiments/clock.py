@@ -218,9 +218,9 @@ def never_waiting(run):
 
 
 class Uneven(train.Pipeline):
-    """A training step takes f times as long as two plain ones, but no less than one. f is
-    log-normal with mean 1, drawn from the seed. It computes longer: sleeping would leave the
-    processor to the messages."""
+    """A step's forward and backward take f times as long as two plain ones, but no less than one.
+    f is log-normal with mean 1, drawn from the seed; 26% of all f are below 1/2. It computes
+    longer: sleeping would leave the processor to the messages."""
     draws = None                    # a random.Random
 
     def run(self, paths, batches, train=True, order=None):

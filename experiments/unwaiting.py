@@ -12,8 +12,9 @@ way. At two points, named before the runs:
 sixteen seeds, the merged model's loss at each run's own end, pairs that never wait minus NoLoCo and
 minus DiLoCo, paired, Holm's correction over the four. All by turns, as in experiments/race.py.
 
-All send fp32, since pairs that never wait do. They have twice NoLoCo's m and so as many bytes: in m
-steps a replica calls once and answers about one call, a copy of theta each.
+With one slow host NoLoCo has equal m; pairs that never wait need no m by speed. All send fp32,
+since pairs that never wait do. They have twice NoLoCo's m and so as many bytes a step: in m steps a
+replica calls once and answers about one call, a copy of theta each.
 
 Each method has three tries at each point, on seeds 100 and 101: m 2 without a delay, m 4 and m 10
 with one of a step. Pairs that never wait have 4, 8 and 20, and need none. The lowest mean is raced.
@@ -25,6 +26,7 @@ all would wait for all, which no outer step of pairs asks for. With one slow hos
 evaluate on the way, as in experiments/race.py: there all wait for that host anyway, or have just
 done an outer step of all.
 """
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,6 +149,12 @@ def show(found):
             table.add(point.label(other), one)
         table.end()
     rows = counted_at(raced, found)
+    if rows:
+        table = Table("training", "seconds, mean", "least", "most")
+        for label, by_seed in rows.items():
+            seconds = [row["seconds"] for row in by_seed.values()]
+            table.add(label, *(f"{f(seconds):.1f}" for f in (statistics.mean, min, max)))
+        table.end()
     show_reasons(rows, raced)
     show_load(found, rows)
 
@@ -162,18 +170,18 @@ def draw(plt, found):
     axis.set(xlabel="nats per byte, pairs that never wait minus the other")
     seeds = max((len(one.differences) for one in comparisons), default=0)
     frame(figure, found, finding(comparisons), "Pairs that never wait, between hosts",
-          f"{SECONDS[found['scale']]} s between eight hosts of one machine, fp32, as many bytes as "
-          f"NoLoCo. Merged models, {counted(seeds, 'seed')}; bars: 95% intervals.")
+          f"{SECONDS[found['scale']]} s between eight hosts of one machine, fp32, as many bytes a "
+          f"step as NoLoCo. Merged models, {counted(seeds, 'seed')}; bars: 95% intervals.")
     return figure
 
 
 def finding(comparisons):
-    """In how many pairs that never wait ended lower beyond doubt."""
+    """In how many pairs that never wait ended lower, and higher, beyond doubt."""
     if any(one.p is None for one in comparisons):
         return ""                   # one seed
-    lower = [one.mean < 0 and stays for one, stays in zip(comparisons, sure(comparisons))]
-    return (f"Pairs that never wait ended lower beyond doubt in {lower.count(True)} of "
-            f"{len(lower)} comparisons")
+    lower = [one.mean < 0 for one, stays in zip(comparisons, sure(comparisons)) if stays]
+    return (f"Of {len(comparisons)} comparisons, pairs that never wait ended lower in "
+            f"{lower.count(True)}, higher in {lower.count(False)}")
 
 
 EXPECTED = {}       # {(point, another method): nats per byte}

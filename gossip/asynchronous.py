@@ -1,14 +1,14 @@
 """Pairs that never wait (AD-PSGD, arXiv 1710.06952). Ours: no outer step of either paper.
 
-NoLoCo's replicas wait for no all-reduce, but each waits for its partner. Here, after m inner steps,
-replica i sends a copy of theta to a random other one, j, and goes on training. j answers at once
-with a copy of its own theta as it is. Of these two copies both keep, until their next inner step
-has been made,
+NoLoCo's replicas wait for no all-reduce, but each waits for its partner. Here x_i is theta_i with
+all that came for it. After m inner steps, replica i sends a copy of x_i to a random other one, j,
+and goes on training. j answers at once with a copy of its own x_j as it is. Of these two copies
+both keep
 
-    theta_i <- theta_i + (theta_j - theta_i) / 2 ;   theta_j <- theta_j + (theta_i - theta_j) / 2
+    x_i <- x_i + (x_j - x_i) / 2 ;   x_j <- x_j + (x_i - x_j) / 2
 
-So each pair keeps its mean, whatever both have learnt meanwhile, and nobody needs an order, a
-number or a partner that is ready.
+theta_i gets this after its next inner step. So each pair keeps its mean, whatever both have learnt
+meanwhile, and nobody needs an order, a number or a partner that is ready.
 
 Nothing deadlocks: each replica has a thread for every other one, which does nothing but receive
 that one's calls and answer them. A call waits for the thread that is there for it; this thread
@@ -28,7 +28,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from noloco import flatten
+from noloco import addresses, flatten
 
 CALL, END = 1.0, 0.0
 EVER = timedelta(days=365)      # a replica may be silent for as long as it likes
@@ -39,13 +39,17 @@ class Asynchronous:
     `settle()` at the end.
 
     First call init_process_group, and load, tie and move the model. All replicas make this at once.
-    Raises ValueError where torchrun's processes have no process group, and for an m below 1.
+    Raises ValueError where torchrun's processes have no process group, and for an m below 1;
+    `step` RuntimeError where parameters were moved or frozen since.
 
     params: model.parameters(), equal on all replicas, or a vector from noloco.flatten.
     ranks: the global ranks of this model's replicas; None: all. inner_steps: m, between a replica's
-    own calls. It is called about as often, so it averages twice in m steps.
-    theta travels in fp32 over Gloo, from a GPU too. A call and its answer are a copy of theta each.
-    A replica that is lost costs the others a warning.
+    own calls. Among equally fast ones it is called as often, so it averages twice in m steps.
+    A call and its answer are a copy of theta each, in fp32 over Gloo. From a GPU the copy waits for
+    the work that stands before it on the default stream.
+
+    A process that ends costs the others a warning, and the mean perhaps what was under way. A host
+    that is cut off is not noticed: `settle` waits for it.
 
     Memory beside the model, on the host: what came, as large as theta, and for each call under way
     two such vectors.
@@ -60,11 +64,13 @@ class Asynchronous:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = list(range(world) if ranks is None else ranks)
         self.inner_steps = inner_steps
-        self.theta = params if torch.is_tensor(params) else flatten(params)
+        self.params = [] if torch.is_tensor(params) else list(params)
+        self.theta = flatten(self.params) if self.params else params
+        self.addresses = addresses(self.params)
         self.steps = 0                                  # inner steps so far
         self.bytes_sent = 0
         self.draws = random.Random(f"calls {seed} {self.rank}")
-        self.lock = threading.Lock()                    # for all below, which threads write
+        self.lock = threading.RLock()                   # for all below, which threads write
         self.mail = torch.zeros_like(self.theta, device="cpu")      # what came, not added yet
         self.came = False                               # whether there is any
         self.others = [r for r in self.ranks if r != self.rank]     # that are not lost
@@ -81,6 +87,9 @@ class Asynchronous:
     @torch.no_grad()
     def step(self):
         """Add what came; after every m-th inner step call a replica. Returns whether this did."""
+        if addresses(self.params) != self.addresses:
+            raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then "
+                               "Asynchronous")
         self.steps += 1
         self.read_mail()
         due = self.steps % self.inner_steps == 0
@@ -104,9 +113,10 @@ class Asynchronous:
                 self.calls[r] = begin(self.call, r, self.copy())
 
     def copy(self):
-        """Training goes on while this copies. What it has of a step that is being made is kept, for
-        both replicas use the same copies."""
-        return self.theta.to("cpu", copy=True)
+        """x. Training goes on while this copies. What it has of a step that is being made is kept,
+        for both replicas use the same copies."""
+        with self.lock:
+            return self.theta.to("cpu", copy=True).add_(self.mail)
 
     def call(self, r, own):
         """In a thread. own: the copy of theta that r gets."""
@@ -127,14 +137,18 @@ class Asynchronous:
         try:
             dist.recv(head, r, self.asking)
             while head.item() == CALL:
-                theirs = torch.empty_like(self.mail)
-                dist.recv(theirs, r, self.asking)
-                own = self.copy()
-                self.put(theirs, own)
-                self.send(own, r, self.answering)
+                self.answer(r)
                 dist.recv(head, r, self.asking)
         except RuntimeError as error:
             self.lose(r, error)
+
+    def answer(self, r):
+        theirs = torch.empty_like(self.mail)
+        dist.recv(theirs, r, self.asking)
+        with self.lock:                 # the next answer has this one's half already
+            own = self.copy()
+            self.put(theirs, own)
+        self.send(own, r, self.answering)
 
     def send(self, vector, r, process_group):
         dist.send(vector, r, process_group)
@@ -176,13 +190,13 @@ class Asynchronous:
         self.read_mail()
 
     def state_dict(self):
-        """theta is in the model. Of a call under way at this moment one replica may keep its half
+        """theta is in the model. Of what is under way while replicas save, one may keep its half
         only."""
         with self.lock:
             return {"mail": self.mail.clone(), "steps": self.steps, "bytes_sent": self.bytes_sent}
 
     def load_state_dict(self, state):
-        """Before the first step."""
+        """Before any replica's first step."""
         with self.lock:
             self.mail.copy_(state["mail"])
             self.came = True

@@ -1,6 +1,7 @@
 """gossip/: one byte a weight, outer steps that nobody waits for, sums in fewer bytes, against float64."""
 
 import copy
+import itertools
 import math
 import os
 import random
@@ -678,14 +679,14 @@ def join_calls(outer):
 
 @gloo
 def _calls_alone(rank, world, rounds):
-    """Outer steps without any training, all replicas' at one time."""
+    """Outer steps without any training, one after another. Nobody reads its mail before the end."""
     outer = Asynchronous(own_theta(rank), inner_steps=1, seed=3)
     for _ in range(rounds):
-        outer.read_mail()
-        dist.barrier()
-        outer.make_call()
-        join_calls(outer)
-        dist.barrier()
+        for caller in range(world):
+            if rank == caller:
+                outer.make_call()
+                join_calls(outer)
+            dist.barrier()
     outer.settle()
     return outer.theta.tolist(), outer.bytes_sent
 
@@ -696,16 +697,14 @@ def test_calls_keep_the_mean_and_lower_the_spread_as_simulated():
     begun = theta.clone()
     draws = [random.Random(f"calls 3 {rank}") for rank in range(world)]
     for _ in range(rounds):
-        before = theta.clone()
         for rank in range(world):
             other = draws[rank].choice([r for r in range(world) if r != rank])
-            theta[rank] += (before[other] - before[rank]) / 2
-            theta[other] += (before[rank] - before[other]) / 2
+            theta[rank] = theta[other] = (theta[rank] + theta[other]) / 2
     ends = processes(world, _calls_alone, rounds)
     found = torch.tensor([end for end, _ in ends], dtype=torch.float64)
     torch.testing.assert_close(found, theta, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.mean(0), begun.mean(0), atol=1e-6, rtol=0)
-    assert found.std(0).mean() < begun.std(0).mean() / 2
+    assert found.std(0).mean() < begun.std(0).mean() / 10
     assert sum(sent for _, sent in ends) == world * rounds * 2 * 160 * 4    # a call and an answer each
 
 
@@ -743,12 +742,17 @@ def _all_call_the_first(rank, world):
     return outer.theta.tolist()
 
 
-def test_several_calls_at_once_each_keep_the_mean_of_their_pair():
+def test_several_calls_at_once_are_answered_one_after_another():
     begun = torch.stack([own_theta(rank) for rank in range(4)])
     found = torch.tensor(processes(4, _all_call_the_first))
-    halves = (begun[1:] - begun[0]) / 2
-    torch.testing.assert_close(found[0], begun[0] + halves.sum(0))
-    torch.testing.assert_close(found[1:], begun[1:] - halves)
+    nearest = []
+    for order in itertools.permutations(range(1, 4)):
+        theta = begun.clone()
+        for rank in order:
+            theta[0] = theta[rank] = (theta[0] + theta[rank]) / 2
+        nearest.append((found - theta).abs().max())
+    assert min(nearest) < 1e-5
+    torch.testing.assert_close(found.mean(0), begun.mean(0))
 
 
 @gloo
@@ -831,6 +835,10 @@ def test_a_state_has_what_came_and_was_not_added_yet():
 def test_what_would_train_alone_or_never_call_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="inner_steps 0 must be at least 1"):
         Asynchronous(torch.zeros(4), inner_steps=0)
+    outer = Asynchronous([weight := torch.nn.Parameter(torch.zeros(4))], inner_steps=1)
+    weight.data = weight.data.clone()
+    with pytest.raises(RuntimeError, match="parameters were moved"):
+        outer.step()
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     with pytest.raises(ValueError, match="call init_process_group first"):
         Asynchronous(torch.zeros(4))

@@ -328,7 +328,7 @@ def rows_of(setting, losses):
     for seed, loss in losses.items():
         command = f"{setting.program} --name x {harness.SMALL} {setting.options} --seed {seed}"
         found.append(dict(command=command, hosts=setting.hosts, seed=seed, turn=1, others=0.0, machine="m",
-                          merged=loss, steps=400, held=3.0, sent=2.0))
+                          merged=loss, seconds=90.0, steps=400, held=3.0, sent=2.0))
     return found
 
 
