@@ -28,7 +28,7 @@ def test_the_try_of_the_lowest_mean_is_raced(best, tmp_path):
     tables.save_result(tmp_path, "unwaiting_tuning", tried(best))
     for point in unwaiting.points("full", tmp_path):
         pairs, noloco, diloco = point.racers
-        assert (noloco.m, noloco.D) == (diloco.m, diloco.D) == unwaiting.WAYS[best]
+        assert (noloco.m, noloco.D) == (diloco.m, diloco.D) == unwaiting.WAYS[point.name][best]
         assert pairs.m == 2 * noloco.m                  # so as many bytes
         assert {racer.wire for racer in point.racers} == {"fp32"}
 
