@@ -33,20 +33,27 @@ def test_the_try_of_the_lowest_mean_is_raced(best, tmp_path):
         assert {racer.wire for racer in point.racers} == {"fp32"}
 
 
-def test_every_try_is_a_run_that_train_takes():
+def test_every_run_is_one_that_train_takes(tmp_path):
     for point, methods in unwaiting.METHODS.items():
         for method, contest in zip(methods, unwaiting.contests(point), strict=True):
             for racer in contest.tries:
-                setting = contest.setting(racer)
-                argv = f"--name x {harness.SMALL} {setting.options} --seed 1".split()
-                run = types.SimpleNamespace(o=train.parse(argv, 8), outer=object(), stages=[range(8)])
-                words = setting.program.removeprefix("-m experiments.clock").split()
-                own, _ = clock.clock_parser().parse_known_args(words)
-                clock.check(own, run)
-                assert own.uneven == (point.name == "uneven steps")
-                assert own.one_evaluation == (own.uneven and not own.never_waits)
-                assert own.never_waits == (method is unwaiting.never_waiting)
-                assert own.by_speed == (method is unwaiting.diloco_by_speed)
+                own = taken(contest.setting(racer))
+                assert own.uneven == own.one_evaluation == (point.name == "uneven steps")
+                assert own.by_speed == (method is unwaiting.diloco_by_speed) and not own.never_waits
+    for scale in ("try", "plot"):
+        for point in unwaiting.points(scale, tmp_path):
+            own = taken(point.setting(point.racers[0], 1))
+            assert own.never_waits and own.uneven == (point.name != "one slow host")
+
+
+def taken(setting):
+    """The clock's own options of a setting, which train.py and the clock take."""
+    argv = f"--name x {harness.SMALL} {setting.options} --seed 1".split()
+    run = types.SimpleNamespace(o=train.parse(argv, 8), outer=object(), stages=[range(8)])
+    words = setting.program.removeprefix("-m experiments.clock").split()
+    own, _ = clock.clock_parser().parse_known_args(words)
+    clock.check(own, run)
+    return own
 
 
 def test_pairs_that_never_wait_are_compared_with_both_on_the_same_seeds(tmp_path, capsys):
