@@ -45,7 +45,7 @@ class Asynchronous:
     params: model.parameters(), equal on all replicas, or a vector from noloco.flatten.
     ranks: the global ranks of this model's replicas; None: all. inner_steps: m, between a replica's
     own calls. Among equally fast ones it is called as often, so it averages twice in m steps.
-    A call and its answer are a copy of theta each, in fp32 over Gloo. From a GPU the copy waits for
+    A call and its answer are a copy of x each, in fp32 over Gloo. From a GPU the copy waits for
     the work that stands before it on the default stream.
 
     A process that ends costs the others a warning, and the mean perhaps what was under way. A host
@@ -77,7 +77,8 @@ class Asynchronous:
         self.calls = {}                                 # {rank: the thread of the call under way}
         self.listeners = []
         if self.others:
-            self.asking, self.answering = [self.new_group() for _ in range(2)]
+            self.asking = self.new_group()
+            self.answering = self.new_group()
             self.listeners = [begin(self.listen, r) for r in self.others]
 
     def new_group(self):
