@@ -10,7 +10,7 @@
     gap.py          NoLoCo beside DDP and DiLoCo, per step and per byte (gap_runs.py: its runs)
     fragments.py    parts of the weights meet in turn
     race.py         NoLoCo beside DiLoCo in equal time between hosts (tries.py: their settings)
-    unwaiting.py    pairs that never wait beside both: no runs yet, so no row
+    unwaiting.py    pairs that never wait beside both
     routing.py      random routing and the weight spread
     gamma.py        the window of gamma
     sync.py         how long synchronisation takes

@@ -6,13 +6,13 @@ The last lines say each number, what was expected, and whether it is within the 
 status is 1 where a row failed or a number is outside. experiments/harness.py has the scales.
 """
 from experiments import (cities, failures, fragments, gamma, gap, missing, race, routing, shorter,
-                         skipping, sync, together)
+                         skipping, sync, together, unwaiting)
 from experiments.harness import command
 
 # The short ones first.
 ROWS = (shorter.ROW, sync.ROW, gamma.ROW, failures.ROW, routing.ROW, skipping.ROW, missing.ROW,
         together.ROW, gap.ROW, fragments.ROW)
-BETWEEN_HOSTS = race.ROW, cities.ROW        # each by its own command, as root
+BETWEEN_HOSTS = race.ROW, unwaiting.ROW, cities.ROW     # each by its own command, as root
 
 if __name__ == "__main__":
     command(__doc__, *ROWS)
