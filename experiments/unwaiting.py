@@ -6,8 +6,9 @@ full: 3.6 h of two idle cores. Eight hosts have a fifth of a processor each, 200
 way. At two points, named before the runs:
 
     one slow host       host 5 has a tenth of a processor; DiLoCo makes inner steps by speed
-    uneven steps        every step is stretched by a log-normal factor of mean 1 with sigma^2 0.5,
-                        NoLoCo's own model (B4), by computing longer (experiments/clock.py)
+    uneven steps        a step takes f times as long as two plain ones, but no less than one, by
+                        computing longer (experiments/clock.py); f is log-normal with mean 1 and
+                        sigma^2 0.5, NoLoCo's own model (B4)
 
 sixteen seeds, the merged model's loss at each run's own end, pairs that never wait minus NoLoCo and
 minus DiLoCo, paired, Holm's correction over the four. All by turns, as in experiments/race.py.
