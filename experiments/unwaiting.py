@@ -8,7 +8,7 @@ way. At two points, named before the runs:
     one slow host       host 5 has a tenth of a processor; DiLoCo makes inner steps by speed
     uneven steps        a step takes f times as long as two plain ones, but no less than one, by
                         computing longer (experiments/clock.py); f is log-normal with mean 1 and
-                        sigma^2 0.5, NoLoCo's own model (B4)
+                        sigma^2 0.5, NoLoCo's own model (B4), on every host
 
 sixteen seeds, the merged model's loss at each run's own end, pairs that never wait minus NoLoCo and
 minus DiLoCo, paired, Holm's correction over the four. All by turns, as in experiments/race.py.
