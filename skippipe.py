@@ -28,8 +28,8 @@ import json
 import math
 import random
 import time
-from collections import namedtuple
-from dataclasses import dataclass, field
+from collections import Counter, deque, namedtuple
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import chain as joined
 from pathlib import Path
@@ -80,6 +80,48 @@ def deal(stages, microbatches, shuffle):
             column += shuffle(boundary, ranks)
         columns.append(column)
     return list(zip(*columns))      # zip ends with the origins; a last deck may hold more cards
+
+
+# ---- the order of tasks where nothing is planned
+
+def tasks(chains, rank):
+    """This rank's tasks (microbatch, hop) in the order in which it runs them.
+
+    Sorted by (microbatch + hop, microbatch, origin), the microbatch counted within its origin.
+    Every chain ascends in this key. So the smallest unfinished task of all ranks can always run,
+    and nothing deadlocks, whatever the paths; and any two ranks send and receive in the same order.
+    """
+    seen = Counter()        # microbatches of each origin
+    mine = []               # (the key, then the task)
+    for u, ranks in enumerate(chains):
+        origin = ranks[0]
+        m = seen[origin]
+        seen[origin] += 1
+        mine += [(m + hop, m, origin, u, hop) for hop, r in enumerate(ranks) if r == rank]
+    return [(u, hop) for *_, u, hop in sorted(mine)]
+
+
+def incoming(chains, rank, mine, order=None):
+    """(source, microbatch, hop) of this rank's messages, in the order in which it posts receives.
+
+    The sources come in the order of its own tasks. Messages of one source come in the order in
+    which that one sends them, since NCCL matches so; under a planned order these two can differ.
+    """
+    sent = []               # by each rank to this one, in its own order
+    for work in order or []:
+        sent.append(deque((u, hop + 1) for u, hop in work if next_rank(chains[u], hop) == rank))
+    receives = []
+    for u, hop in mine:
+        source = chains[u][hop - 1]                 # at hop 0 without meaning
+        if hop and source != rank:
+            place = sent[source].popleft() if order else (u, hop)
+            receives.append((source, *place))
+    return receives
+
+
+def next_rank(ranks, hop):
+    """Where a chain goes on after this hop; None at its end."""
+    return ranks[hop + 1] if hop + 1 < len(ranks) else None
 
 
 # ---- the network
@@ -134,6 +176,21 @@ def need(true, message):
         raise ValueError(message)
 
 
+def read_network(file, stages):
+    """The Network of a JSON file with its fields, numbered as these stages. Without a file a
+    message takes as long as a forward. Raises ValueError."""
+    if not file:
+        ranks = sum(map(len, stages))
+        return Network([[1.0] * ranks] * ranks, 1.0, stages)
+    try:
+        told = json.loads(Path(file).read_text())
+        told.pop("names", None)
+        need(told.pop("stages", stages) == stages, f"it is not of the stages {stages}")
+        return Network(stages=stages, **told)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}")
+
+
 # ---- the skip schedule: which stages are left out, and how often
 
 class Infeasible(ValueError):
@@ -159,6 +216,14 @@ class Schedule:
 def stages_to_keep(skip, stages):
     """How many stages a path visits where it skips this share of them: 4 of 6 for a third."""
     return round((1 - skip) * len(stages))
+
+
+def rounds_of(microbatches, memory):
+    """The fewest rounds of equally many microbatches that fit into a node's memory; else 1."""
+    for rounds in range(1, microbatches):
+        if microbatches % rounds == 0 and microbatches // rounds <= memory:
+            return rounds
+    return 1
 
 
 def skip_schedule(network, stages_kept, microbatches_per_origin=3, dead=()):
@@ -646,6 +711,17 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
     progress.work += len(schedule.origins)
     conflict_based_search(schedule, shortest, progress)
     return progress.plan()
+
+
+def plan_iteration(network, skip, microbatches, seed):
+    """A training iteration's plan as JSON can hold it: dict(paths, order, makespan, network). A
+    budget of work, not of time: it depends on the network and the seed alone."""
+    rounds = rounds_of(microbatches, min(network.memory))
+    kept = stages_to_keep(skip, network.stages)
+    found = plan(network, kept, microbatches // rounds, rounds, seconds=None, iterations=3000,
+                 seed=seed)
+    return dict(paths=found.paths * rounds, order=found.order, makespan=found.makespan,
+                network=asdict(network))
 
 
 def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):

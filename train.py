@@ -11,15 +11,16 @@ stages and comes home for its loss (skippipe.py says what a path is); backward r
 rank then divides its gradient by the tokens that came home through it, clips it, takes an Adam step
 on its own flat vector, and meets the other replicas of its stage as the method says (noloco.py).
 
-This file needs noloco.py, skippipe.py and model.py; options that no paper has are in gossip/ and
-planning/. `python -m survive` outlives lost processes. TRACE=1 prints each message.
+In this order: training, the executor, paths, evaluation; then what a run says, checkpoints, a run,
+options, data, processes, the command line. This file needs noloco.py, skippipe.py and model.py. If
+the folder gossip/ is there too, gossip/more.py adds options that no paper has. TRACE=1 prints each
+message.
 """
 import argparse
 import contextlib
 import copy
 import fcntl
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -32,687 +33,113 @@ import sysconfig
 import threading
 import time
 import zipfile
-from collections import Counter, deque
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections import deque, namedtuple
+from datetime import timedelta
 from itertools import accumulate, combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")   # else a broken connection prints a page
 import torch
 import torch.distributed as dist
-from torch.utils.data import ConcatDataset
 from tqdm import tqdm
 
 from model import Config, Llama
 from noloco import DiLoCo, NoLoCo, flatten, random_groups
-from skippipe import (BACKWARD, FORWARD, Deadlock, Infeasible, Network, chain, full_paths, kind,
-                      plan, random_paths, stages_to_keep)
-
-# ---------------------------------------------------------------- options
-
-
-class BadInput(Exception):
-    """Something that the user can correct: one line, and status 2."""
-
-
-def need(good, line):
-    if not good:
-        raise BadInput(line)
-
-
-def one_line(error):
-    return " ".join(str(error).split())
-
-
-def beside(option, module):
-    """The module, of a folder beside this file. Raises BadInput without the folder."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        raise BadInput(f"{option} needs the folder {module.split('.')[0]}/ beside train.py")
-
-
-def option(default, help, choices=None, parse=None, least=0):
-    """A field of Options. parse: from a word of the command line (default: the field's type)."""
-    return field(default=default,
-                 metadata=dict(help=help, choices=choices, parse=parse, least=least))
-
-
-def integers(text):
-    """Parses "3,2,2"."""
-    return [int(number) for number in text.split(",")]
-
-
-# --routing by planning/: its stronger search, the same without swaps, and every stage.
-PLANNERS = ["stronger", "no-swaps", "dtfm"]
-
-
-@dataclass
-class Options:
-    """Every option, its default and its help. None: from MODELS or METHODS."""
-    method: str = option("noloco", "how replicas synchronise",
-                         choices=["noloco", "diloco", "ddp", "local"])
-    inner_steps: int = option(None, "optimizer steps per outer step (m)", least=1)
-    alpha: float = option(None, "outer momentum (N2)")
-    beta: float = option(None, "outer learning rate (N2)", least=1e-6)
-    gamma: float = option(None, "pull between slow weights (N2; default: beta, as released)")
-    group_size: int = option(2, "replicas that meet in an outer step (n)", least=2)
-    wire: str = option("fp32", "of a weight, Delta or gradient (others: gossip/)",
-                       choices=["fp32", "bf16", "int8"])
-    delay: int = option(0, "inner steps that messages travel (gossip/); 0: the paper's")
-    fragments: int = option(1, "parts of the weights that meet in turn (gossip/); 1: the paper's",
-                            least=1)
-    stages: list = option(None, "replicas of each, e.g. 3,2,2 (default: one stage of all)",
-                          parse=integers)
-    layers_per_stage: list = option(None, "e.g. 1,2,3 (default: even, later stages first)",
-                                    parse=integers)
-    routing: str = option(None, "paths: random at every boundary, always the same, planned by the "
-                          "paper's search, or by planning/ (default: random; with --skip skippipe)",
-                          choices=["random", "fixed", "skippipe", *PLANNERS])
-    skip: float = option(0.0, "share of the stages that a microbatch leaves out, on planned paths")
-    unscaled: bool = option(False, "with --skip, evaluate as the papers do, all residuals whole")
-    links: str = option(None, "JSON with the ranks' delay and compute in seconds, for planned "
-                        "paths (default: measured)")
-    microbatches: int = option(2, "microbatches per origin and step", least=1)
-    batch: int = option(4, "sequences per microbatch", least=1)
-    model: str = option("tiny", "tiny, or one of the NoLoCo paper's",
-                        choices=["tiny", "small", "medium", "large"])
-    hidden: int = option(None, "hidden size", least=1)
-    layers: int = option(None, "number of layers", least=1)
-    heads: int = option(None, "attention heads", least=1)
-    mlp: int = option(None, "intermediate size of the MLP", least=1)
-    vocab: int = option(None, "vocabulary size", least=1)
-    seq_len: int = option(None, "tokens per sequence", least=1)
-    optimizer: str = option("adam", "muon: for layers' matrices (gossip/)",
-                            choices=["adam", "muon"])
-    steps: int = option(None, "inner steps in all", least=1)
-    lr: float = option(None, "peak rate; after warm-up a cosine to a tenth of it")
-    warmup: int = option(None, "steps of linear warm-up")
-    beta2: float = option(0.95, "Adam's, of squared gradients; the papers' released code: 0.999")
-    clip: float = option(1.0, "largest norm of a rank's gradient", least=1e-6)
-    data: str = option(None, "text file or folder, or nanoGPT .bin (default: Python's own library)")
-    tokenizer: str = option(None, "a Hugging Face tokenizer.json (default: bytes)")
-    name: str = option(None, "the run is kept in runs/NAME (default: method, stages and time)")
-    resume: str = option(None, "run folder to go on with; its options hold unless given again")
-    eval_every: int = option(100, "steps between evaluations", least=1)
-    eval_sequences: int = option(128, "held-out sequences per evaluation and replica", least=1)
-    save_every: int = option(100, "steps between checkpoints", least=1)
-    seed: int = option(0, "of weights, data order, routes and groups")
-    dtype: str = option("float32", "of compute alone", choices=["float32", "bfloat16"])
-    backend: str = option("auto", "nccl needs a GPU for every process",
-                          choices=["auto", "gloo", "nccl"])
-
-
-# The paper's table (arXiv 2506.10911); tiny is for two laptop cores. lr: of the inner optimizer.
-PAPER = dict(vocab=128000, seq_len=1024, steps=25000, warmup=1000)
-MODELS = {
-    "tiny": dict(hidden=128, layers=4, heads=4, mlp=512, lr=3e-3,
-                 vocab=256, seq_len=128, steps=300, warmup=30),
-    "small": dict(hidden=768, layers=12, heads=16, mlp=3072, lr=6e-4, **PAPER),
-    "medium": dict(hidden=2048, layers=24, heads=32, mlp=8192, lr=2e-4, **PAPER),
-    "large": dict(hidden=4096, layers=32, heads=32, mlp=16384, lr=1.2e-4, **PAPER),
-}
-# The options that only some methods have. gamma stays None where nobody gave it: it is beta, also
-# where a run resumes with another one.
-METHODS = {
-    "noloco": dict(inner_steps=50, alpha=0.5, beta=0.7, gamma=None, group_size=2, wire="fp32",
-                   delay=0, fragments=1),
-    "diloco": dict(inner_steps=100, alpha=0.3, beta=0.7, wire="fp32", delay=0, fragments=1),
-    "ddp": dict(wire="fp32"),
-    "local": {},
-}
-# The papers' values are for 25 000 steps; these are the best that we found for short runs of tiny.
-TINY = {
-    "noloco": dict(inner_steps=10, alpha=0.0, beta=1.0),
-    "diloco": dict(inner_steps=20, alpha=0.0, beta=1.0),
-}
-# A checkpoint fits only a run that agrees in these. The last two are the yardstick of its losses.
-LAYOUT = ("name", "method", "delay", "fragments", "stages", "layers_per_stage", "routing", "skip",
-          "links", "microbatches", "batch", "model", "hidden", "layers", "heads", "mlp", "vocab",
-          "seq_len", "optimizer", "tokenizer", "seed", "eval_sequences", "unscaled")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line."""
-
-    def __init__(self, description):
-        super().__init__(description=description, allow_abbrev=False,
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def error(self, message):
-        raise BadInput(f"{message} (see --help)")
-
-
-def flag(name):
-    return "--" + name.replace("_", "-")
-
-
-def parse(argv, world=1, Options=Options, description=__doc__):
-    """The run's Options. Raises BadInput."""
-    parser = Parser(description)
-    for f in fields(Options):
-        more = dict(default=argparse.SUPPRESS, help=f.metadata["help"])
-        if f.type is bool:
-            more["action"] = "store_true"
-        else:
-            more |= dict(type=f.metadata["parse"] or f.type, choices=f.metadata["choices"])
-            if f.default is not None:
-                more["help"] += f" (default: {f.default})"
-        parser.add_argument(flag(f.name), **more)
-    # A space in front, or argparse would take the value -1,3 for an option.
-    given = vars(parser.parse_args([re.sub(r"^-\d", r" \g<0>", word) for word in argv]))
-    for name, value in given.items():
-        need(value != "", f"{flag(name)} is empty: give a value, or leave it out")
-    kept = read_config(parser, given["resume"]) if "resume" in given else {}
-    o = Options(**(kept | given))
-    defaults = MODELS[o.model] | METHODS[o.method] | dict(stages=[world])
-    if o.model == "tiny":
-        defaults |= TINY.get(o.method, {})
-    defaults["routing"] = "skippipe" if o.skip else "random"
-    for name, value in defaults.items():
-        if getattr(o, name) is None:
-            setattr(o, name, value)
-    if not o.name:
-        sizes = "x".join(str(size) for size in o.stages)
-        o.name = f"{o.method}-{sizes}-{time.strftime('%Y%m%d-%H%M%S')}"
-    check(o, given)
-    return o
-
-
-def options_of(argv, world, Options=Options):
-    """As `parse`: {name: value}."""
-    return vars(parse(argv, world, Options))
-
-
-def read_config(parser, folder):
-    """{name: value} of a run's config.json, parsed like a command line. Raises BadInput."""
-    words = []
-    try:
-        for name, value in json.loads(Path(folder, "config.json").read_text()).items():
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            if value is not None and value is not False:
-                words.append(flag(name) if value is True else f"{flag(name)}={text}")
-        kept, _ = parser.parse_known_args(words)        # survive/ has options that train.py has not
-        need({"method", "model", "stages"} <= set(vars(kept)), "it is of no run")
-        return vars(kept)
-    except (OSError, ValueError, AttributeError, BadInput) as error:
-        raise BadInput(f"{folder}: no readable config.json there: {error}: mend or remove it")
-
-
-def check(o, given):
-    """Raise BadInput for options that are out of range, do not go together, or would do nothing."""
-    for name in given:
-        need(name not in METHODS["noloco"] or name in METHODS[o.method],
-             f"--method {o.method} has no {flag(name)}")
-    for f in fields(o):
-        value, least = getattr(o, f.name), f.metadata["least"]
-        if f.type in (int, float) and value is not None:
-            need(least <= value < math.inf, f"{flag(f.name)} must be at least {least}, got {value}")
-    for name in ("skip", "alpha", "beta2"):
-        value = getattr(o, name)
-        need(value is None or value < 1, f"{flag(name)} must be below 1, got {value}")
-    planned = o.routing not in ("random", "fixed")
-    need(planned or not o.links, "--links is for planned paths: give --skip or --routing skippipe")
-    need(planned or not o.skip, f"--skip needs a planned routing, not --routing {o.routing}")
-    need(o.wire != "bf16" or o.method != "noloco",
-         "--wire bf16 rounds updates of NoLoCo's theta away: give --wire int8")
-    need(Path(o.name).name == o.name != "..", f"--name {o.name}: takes a name without a path")
-
-
-def layout(o, world):
-    """stages, the ranks of each, and layers, the global layer numbers of each. Raises BadInput."""
-    sizes, count = o.stages, len(o.stages)
-    depths = o.layers_per_stage
-    if depths is None:          # later stages first: origins also carry embedding, head and loss
-        depths = [(o.layers + s) // count for s in range(count)]
-    need(min(sizes) >= 1, f"--stages {sizes}: every stage needs a replica")
-    need(sum(sizes) == world,
-         f"--stages needs {sum(sizes)} processes but got {world} (--nproc-per-node)")
-    need(len(depths) == count and min(depths) >= 1 and sum(depths) == o.layers,
-         f"{count} stages must share {o.layers} layers, at least one each; got {depths}")
-    need(not o.skip or count >= 3 and stages_to_keep(o.skip, sizes) >= 1,
-         f"--skip needs at least 3 stages and must keep one; got {count} and {o.skip}")
-    least = -(-max(sizes) // sizes[0])
-    need(o.microbatches >= least, f"replicas would be idle: give --microbatches {least} or more")
-    return cuts(sizes), cuts(depths)
-
-
-def cuts(parts):
-    """[2, 3] -> [[0, 1], [2, 3, 4]]"""
-    return [list(range(end - n, end)) for n, end in zip(parts, accumulate(parts))]
-
-
-# ---------------------------------------------------------------- data
-
-HELDOUT = r"(^|[^a-z])val(id|idation)?([^a-z]|$)"       # in the name of a held-out file
-ENDS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"]   # what may end a document
-
-
-@dataclass
-class Corpus:
-    train: list             # tensors of tokens (1-D, any integer type)
-    heldout: torch.Tensor
-    digest: str             # losses compare only between runs with the same
-    bytes_per_token: float  # None of token files
-    end: int                # the token that ends a document; None of token files
-
-
-def load_corpus(o):
-    """Training and held-out tokens from disjoint files; of a single file the end is held out.
-
-    Text is read and tokenised here, token files are mapped into memory. Raises BadInput.
-    """
-    root, files = find_files(o.data)
-    train_files, held_files = split(root, files)
-    if files[0].suffix == ".bin":
-        sizes = [(path.name, path.stat().st_size) for path in files]
-        digest = hashlib.sha256(str(sizes).encode())
-        train, held = map_tokens(train_files), map_tokens(held_files)
-        per_token = end = None
-    else:
-        encode, size, end = load_tokenizer(o.tokenizer)
-        need(size <= o.vocab, f"this tokenizer needs --vocab {size}, not {o.vocab} (bytes: 256)")
-        digest = hashlib.sha256(Path(o.tokenizer).read_bytes() if o.tokenizer else b"")
-        train = read_texts(train_files, encode, digest)
-        held = read_texts(held_files, encode, digest)
-        per_token = sum(path.stat().st_size + 1 for path in held_files) / len(held[0])
-    if len(files) == 1:
-        count = max(o.seq_len + 1, len(held[0]) // 20)
-        train, held = [held[0][:-count]], [held[0][-count:]]
-    heldout = held[0] if len(held) == 1 else torch.cat(held)
-    count = (len(heldout) - 1) // o.seq_len
-    need(count >= o.eval_sequences, f"{o.data} has {len(heldout)} held-out tokens, {count} "
-         "sequences: give more data, or a smaller --eval-sequences or --seq-len")
-    top = max(int(part[:1 << 24].int().max()) for part in [*train, heldout] if len(part))
-    need(top < o.vocab, f"the data has token {top}: give --vocab {top + 1} or more, not {o.vocab}")
-    return Corpus(train, heldout, digest.hexdigest()[:12], per_token, end)
-
-
-def find_files(data):
-    """(the folder that paths are relative to, files) of --data: all text, or all .bin."""
-    if not data:
-        return standard_library()
-    root, files = Path(data), [Path(data)]
-    if root.is_dir():
-        inside = sorted(path for path in root.rglob("*") if path.is_file())
-        files = [path for path in inside if "/." not in f"/{path.relative_to(root).as_posix()}"]
-    readable = [path for path in files if os.access(path, os.R_OK)]
-    need(files and readable == files, f"{data}: no such file, or none to read")
-    binary = [path for path in files if path.suffix == ".bin"]
-    need(len(binary) in (0, len(files)), f"{data} mixes .bin files with text: keep one kind there")
-    empty = [path for path in files if path.stat().st_size == 0]
-    need(len(empty) < len(files) and not (empty and binary), f"{(empty or files)[0]} is empty")
-    return root if root.is_dir() else root.parent, files
-
-
-def standard_library():
-    """(its folder, its .py files): real text, on every machine, so that nobody downloads data."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}
-    files = []
-    for top in root.iterdir():
-        if top.name not in left_out:            # rglob would take seconds to list them
-            files += [path for path in (top, *top.rglob("*.py")) if path.suffix == ".py"]
-    files = [path for path in files if left_out.isdisjoint(path.relative_to(root).parts)]
-    size = sum(path.stat().st_size for path in files)
-    need(size > 5e6, f"the standard library in {root} has under 5 MB of .py text: give --data TEXT")
-    return root, sorted(files)
-
-
-def split(root, files):
-    """(training, held-out) files. Held out are those with val or validation in their names, else a
-    20th, at least one, by a hash of their names."""
-    def by_hash(path):
-        return hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
-
-    held = [path for path in files if re.search(HELDOUT, path.name.lower())]
-    if len(held) in (0, len(files)):
-        held = sorted(files, key=by_hash)[:max(1, len(files) // 20)]
-    held = set(held)
-    return [path for path in files if path not in held], [path for path in files if path in held]
-
-
-def map_tokens(paths):
-    """The tokens of nanoGPT's .bin files, a tensor each, mapped into memory."""
-    return [torch.from_file(str(path), size=path.stat().st_size // 2, dtype=torch.uint16)
-            for path in paths]
-
-
-def read_texts(paths, encode, digest):
-    """[the tokens of these text files], all in one tensor. The digest takes in the text."""
-    parts = []
-    for path in paths:
-        text = path.read_bytes()
-        need(b"\0" not in text[:8192], f"{path} is no text file: keep text alone there, and write "
-             "C4's shards as .bin files once: python -m tools.prepare FOLDER OUT")
-        digest.update(text + b"\0")
-        parts.append(encode(text))
-    return [torch.cat(parts)] if parts else []
-
-
-def load_tokenizer(file):
-    """(encode, size, end): bytes -> a tensor of tokens, end last; 1 + the largest token. By default
-    tokens are bytes, and a zero ends a text. Raises BadInput."""
-    if not file:
-        return lambda text: torch.frombuffer(bytearray(text + b"\0"), dtype=torch.uint8), 256, 0
-    try:
-        from tokenizers import Tokenizer
-        tokenizer = Tokenizer.from_file(file)
-    except ImportError:
-        raise BadInput("--tokenizer needs the tokenizers package: pip install '.[hf]'")
-    except Exception as error:                  # the package raises nothing narrower
-        raise BadInput(f"--tokenizer {file}: {error}")
-    tokenizer.encode_special_tokens = True      # a text that spells the end token goes on there
-    known = [name for name in ENDS if tokenizer.token_to_id(name) is not None]
-    need(known, f"--tokenizer {file}: it has no {' or '.join(ENDS)} to end a document")
-    end = tokenizer.token_to_id(known[0])
-
-    def encode(text):
-        """Bytes that are no UTF-8 become replacement characters."""
-        tokens = tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
-        return torch.tensor([*tokens.ids, end], dtype=torch.int32)
-
-    return encode, 1 + max(tokenizer.get_vocab().values()), end
-
-
-def heldout_sequences(corpus, count, seq_len):
-    """(count, T + 1) held-out tokens, spread evenly: the same sequences for every replica."""
-    last = len(corpus.heldout) - seq_len - 1
-    starts = [round(i * last / max(1, count - 1)) for i in range(count)]
-    return torch.stack([corpus.heldout[a:a + seq_len + 1] for a in starts]).long()
-
-
-class Reader:
-    """One origin's sequences, in a fresh random order each epoch; `cursor` is all its state.
-
-    Its part is the place-th of so many of each tensor of training tokens. Raises BadInput.
-    """
-
-    def __init__(self, corpus, seq_len, seed, place=0, origins=1):
-        views = []          # (sequences, T + 1): each begins with the last token of the one before
-        for tokens in corpus.train:
-            share = len(tokens) // origins
-            part = tokens[place * share:(place + 1) * share]
-            if len(part) > seq_len:
-                views.append(part.unfold(0, seq_len + 1, seq_len))
-        need(views, "too little data for every origin: give more, or a smaller --seq-len")
-        self.sequences = ConcatDataset(views)
-        self.seed = f"data {seed} {place}"
-        self.cursor = 0
-        self.epoch = None
-
-    def next(self, batch):
-        """(batch, T + 1) tokens: inputs and, one further, targets."""
-        rows = []
-        for _ in range(batch):
-            epoch, place = divmod(self.cursor, len(self.sequences))
-            if epoch != self.epoch:
-                self.shuffle(epoch)
-            rows.append(self.sequences[int(self.order[place])])
-            self.cursor += 1
-        return torch.stack(rows).long()
-
-    def shuffle(self, epoch):
-        """Draw the order of this epoch's sequences."""
-        seed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
-        generator = torch.Generator().manual_seed(seed)
-        self.order = torch.randperm(len(self.sequences), generator=generator)
-        self.epoch = epoch
-
-
-# ---------------------------------------------------------------- processes
-
-
-def restarts():
-    """How often torchrun has started these processes again (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-class Job:
-    """This process among those of the run, which tell each other small values through a store.
-
-    nccl: whether messages travel over NCCL. leads: it prints, and writes the log. Subclasses may
-    override share, collect, refuse, average, leave and close.
-    """
-    joining = False         # whether it takes its place in a job that is training (survive/)
-    silent = 5              # seconds, before a line says for whom this process waits
-
-    def __init__(self):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.device = torch.device("cpu")
-        self.nccl = False
-        self.leads = self.rank == 0
-        self.calls = Counter()      # of `share`, by name
-        self.groups = {}            # process groups of replicas that `average`
-        self.store = dist.HashStore()
-        if self.world > 1:
-            # torchrun keeps its store over a restart: nobody may read the keys from before.
-            self.store = dist.PrefixStore(f"attempt{restarts()}", self.meet())
-
-    def meet(self):
-        """The store of all ranks, once all have come."""
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        line = f"rank {self.rank}: waiting for rank 0 at {place}, and all others"
-        late = threading.Timer(self.silent, print, [line], dict(file=sys.stderr, flush=True))
-        late.start()
-        try:
-            return next(iter(dist.rendezvous("env://")))[0]
-        except (RuntimeError, ValueError) as error:
-            sys.stderr.write(f"error: rank {self.rank}, {place}: {one_line(error)[:200]}\n")
-            sys.exit(2)
-        finally:
-            late.cancel()
-
-    def share(self, name, value):
-        """Every rank's value, by rank. All ranks use a name equally often."""
-        self.calls[name] += 1
-        key = f"{name}/{self.calls[name]}"
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        texts = self.store.multi_get([f"{key}/{r}" for r in range(self.world)])
-        return [json.loads(text) for text in texts]
-
-    def collect(self, name, value):
-        """{rank: its value}, which only the first rank needs."""
-        return dict(enumerate(self.share(name, value)))
-
-    def together(self, function, *args, name=None):
-        """function(*args) on every rank. Bad input on any rank ends all: see `refuse`."""
-        result, problem = None, ""
-        try:
-            result = function(*args)
-        except (BadInput, OSError, ValueError) as error:
-            problem = one_line(error)
-        for line in self.share(f"problem/{name or function.__name__}", problem):
-            if line:
-                self.refuse(line)
-        return result
-
-    def agree_on(self, function, *args):
-        """What function(*args) returns on the first rank, for every rank. JSON carries it."""
-        def on_first_rank():
-            return function(*args) if self.leads else None
-
-        name = function.__name__
-        return self.share(name, self.together(on_first_rank, name=name))[0]
-
-    def refuse(self, line):
-        """Every rank calls this: the first one prints the line, and all end with status 2."""
-        if self.leads:
-            tqdm.write(f"error: {line}", file=sys.stderr)
-        self.share("told", "")          # the line comes first: torchrun ends all when one leaves
-        self.leave()
-        sys.exit(2)
-
-    def leave(self):
-        """The first rank leaves last: it may host the store."""
-        self.store.set(f"left/{self.rank}", "=")
-        if self.leads:
-            self.store.wait([f"left/{r}" for r in range(self.world)])
-
-    def say(self, line):
-        if self.leads:
-            tqdm.write(line)
-
-    def connect(self, o, group=True):
-        """NCCL where each process has a GPU of its own, else Gloo. group: whether Gloo has one."""
-        gpus = torch.cuda.device_count()
-        found = self.share("gpus", [gpus, int(os.environ.get("LOCAL_WORLD_SIZE", self.world))])
-        enough = all(there >= ranks for there, ranks in found)
-        if o.backend == "nccl" and not enough:
-            self.refuse("--backend nccl: a machine has fewer GPUs than processes: use gloo")
-        if gpus:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
-            torch.cuda.set_device(self.device)
-        if self.world == 1:
-            return
-        self.nccl = o.backend != "gloo" and enough
-        if not self.nccl:
-            self.meet_hosts()
-        if group or self.nccl:
-            # Lazily Gloo connects only pairs that talk, otherwise every pair at the start.
-            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1" if self.world > 64 else "0")
-            store = dist.PrefixStore("job", self.store)
-            dist.init_process_group("nccl" if self.nccl else "gloo", rank=self.rank,
-                                    world_size=self.world, store=store)
-            dist.barrier()              # NCCL: the first use of a group must have every rank in it
-
-    def meet_hosts(self):
-        """Refuse hosts that offer others their loopback address; share out each machine's cores."""
-        machine, host = this_host()
-        found = self.share("host", [machine, host, self.together(gloo_interface)])
-        several = len({host for _, host, _ in found}) > 1
-        for rank, (_, _, names) in enumerate(found):
-            if several and names.split(",")[0] in ("lo", "lo0"):
-                self.refuse(f"rank {rank} offers other hosts its loopback interface: give torchrun "
-                            "node 0's address as --master-addr, or on that host export "
-                            "GLOO_SOCKET_IFNAME=NAME")
-        if "OMP_NUM_THREADS" not in os.environ:         # else every rank would use every core
-            ranks = [there for there, _, _ in found].count(machine)
-            torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-
-    def average(self, vector, replicas, key):
-        """Make the vector the mean of those of the replicas: (sum of (vector - mean)^2, how many).
-
-        key: unique to this average (for survive/).
-        """
-        ranks = tuple(replicas)
-        if ranks not in self.groups:
-            self.groups[ranks] = dist.new_group(replicas, use_local_synchronization=True)
-        return average_in(self.groups[ranks], vector, len(ranks)), len(ranks)
-
-    def close(self):
-        """At the end, when all is saved: a lost rank or store does not matter any more."""
-        with contextlib.suppress(RuntimeError):
-            self.leave()
-            if dist.is_initialized():
-                dist.barrier()
-                dist.destroy_process_group()
-
-
-def average_in(group, vector, count):
-    """Make the vector the mean of those of `count` processes: the sum of (vector - mean)^2."""
-    squares = 0.0
-    for piece in vector.split(1 << 18):         # in float64: the mean of equal replicas is exact
-        own = piece.double()
-        mean = own.clone()
-        group.allreduce([mean]).wait()
-        mean /= count
-        squares += float((own - mean).square().sum())
-        piece.copy_(mean)
-    return squares
-
-
-def this_host():
-    """(a text that no other machine has, one that no other host has): a network namespace is a
-    host."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    if not (boot.exists() and network.exists()):            # not Linux
-        return socket.gethostname(), socket.gethostname()
-    return boot.read_text(), f"{boot.read_text()} {network.stat().st_ino}"
-
-
-def gloo_interface():
-    """The network interface of all Gloo groups, torch's own too (or several, with commas).
-
-    GLOO_SOCKET_IFNAME names it. If unset, it becomes the one from which this host reaches
-    MASTER_ADDR: torch alone would take that of the host's own name, on Debian the loopback, and
-    hosts would never meet. Raises BadInput.
-    """
-    known = [name for _, name in socket.if_nameindex()]
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        for name in interfaces_to_master(known):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    for name in names.split(","):
-        need(not name or name in known,
-             f"GLOO_SOCKET_IFNAME={names}: a host has no {name}, only {', '.join(known)}")
-    return names
-
-
-def interfaces_to_master(known):
-    """Those of the known interfaces with the address from which this host reaches MASTER_ADDR."""
-    alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
-    master = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", "127.0.0.1")
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, 1))                                  # sends nothing
-        except OSError as error:
-            raise BadInput(f"MASTER_ADDR={master}: {error}")
-        own = socket.inet_aton(probe.getsockname()[0])
-        for name in known:
-            with contextlib.suppress(OSError):                          # it may have no address
-                answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))  # SIOCGIFADDR
-                if answer[20:24] == own:
-                    found.append(name)
-    return found
+from skippipe import (BACKWARD, FORWARD, chain, full_paths, incoming, kind, next_rank,
+                      plan_iteration, random_paths, read_network, stages_to_keep, tasks)
+
+try:
+    from gossip import more
+except ModuleNotFoundError as error:
+    if error.name != "gossip":
+        raise
+    more = None                     # only the papers' options
+
+# ---------------------------------------------------------------- training
+
+
+def train(run):
+    """Make all steps that are left."""
+    begin(run)
+    outer, log = run.outer, run.log
+    with log.progress() as log.bar:
+        while run.step < run.o.steps:
+            before = run.step
+            with timed(log.sums, "seconds"):
+
+                # Forward and backward along this step's paths, and the inner optimizer's step.
+                paths, order = run.routes.at(run.step)
+                inner_step(run, paths, order)
+                run.rho = shares(paths, run.stages)
+                run.step += 1
+
+                # The outer step, every m-th time (N1 to N3).
+                if outer:
+                    with timed(log.sums, "blocked"):
+                        outer.step()
+                    run.step = outer.steps          # survive/: a late replica leaps over steps
+
+            log.between_steps(before)
+        if outer:
+            outer.settle()                          # messages may be under way (gossip/)
+
+
+def inner_step(run, paths, order):
+    """Forward, backward, clip, the optimizer's step."""
+    o, sums, grad = run.o, run.log.sums, run.theta.grad
+    mine = [u for u, path in enumerate(paths) if path[0] == run.job.rank]
+    batches = {u: run.reader.next(o.batch).to(run.job.device) for u in mine}
+    grad.zero_()
+    start = time.perf_counter()
+    loss, home, tokens = run.pipeline.run(paths, batches, order=order)
+    run.log.iterations.append(time.perf_counter() - start)
+    sums["loss"] = sums["loss"] + loss          # a tensor, read at the next report only
+    sums["home"] += home
+    sums["tokens"] += home
+    if run.average:                                             # ddp
+        with timed(sums, "blocked"):
+            tokens = run.average(grad, tokens)                  # sums both over the replicas
+    run.lr = schedule(run.step, o)
+    norm = torch.linalg.vector_norm(grad) / max(1, tokens)
+    if not torch.isfinite(norm):
+        sums["skipped_steps"] += 1              # one Inf would soon reach every replica
+    elif tokens:
+        grad.mul_((o.clip / norm).clamp(max=1.0) / tokens)      # the mean over what came through
+        for optimizer in run.inner:
+            for group in optimizer.param_groups:
+                group["lr"] = run.lr
+            optimizer.step()
+
+
+def schedule(step, o):
+    """Warm-up, then a cosine to a tenth of the peak rate."""
+    if step < o.warmup:
+        return o.lr * (step + 1) / o.warmup
+    done = (step - o.warmup) / max(1, o.steps - o.warmup)
+    return o.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+class Average:
+    """Sums gradients over the replicas, for ddp. gossip/sums.py has it in fewer bytes."""
+    owed = ()           # of those: what rounding left over
+
+    def __init__(self, run):
+        self.group, self.replicas, self.bytes_sent = run.group, len(run.replicas), 0
+
+    def __call__(self, grad, tokens):
+        """Sum grad in place. Returns the sum of tokens."""
+        count = torch.tensor(float(tokens), device=grad.device)
+        dist.all_reduce(count, group=self.group)
+        dist.all_reduce(grad, group=self.group)
+        self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # a ring's
+        return float(count)
 
 
 # ---------------------------------------------------------------- the executor
 
 # Receives posted before they are needed: a Gloo send completes only when its receive is there.
 AHEAD = 8
-
-
-def tasks(chains, rank):
-    """This rank's tasks (microbatch, hop) in the order in which it runs them.
-
-    Sorted by (microbatch + hop, microbatch, origin), the microbatch counted within its origin.
-    Every chain ascends in this key. So the smallest unfinished task of all ranks can always run,
-    and nothing deadlocks, whatever the paths; and any two ranks send and receive in the same order.
-    """
-    seen = Counter()        # microbatches of each origin
-    mine = []               # (the key, then the task)
-    for u, ranks in enumerate(chains):
-        origin = ranks[0]
-        m = seen[origin]
-        seen[origin] += 1
-        mine += [(m + hop, m, origin, u, hop) for hop, r in enumerate(ranks) if r == rank]
-    return [(u, hop) for *_, u, hop in sorted(mine)]
-
-
-def incoming(chains, rank, mine, order=None):
-    """(source, microbatch, hop) of this rank's messages, in the order in which it posts receives.
-
-    The sources come in the order of its own tasks. Messages of one source come in the order in
-    which that one sends them, since NCCL matches so; under a planned order these two can differ.
-    """
-    sent = []               # by each rank to this one, in its own order
-    for work in order or []:
-        sent.append(deque((u, hop + 1) for u, hop in work if next_rank(chains[u], hop) == rank))
-    receives = []
-    for u, hop in mine:
-        source = chains[u][hop - 1]                 # at hop 0 without meaning
-        if hop and source != rank:
-            place = sent[source].popleft() if order else (u, hop)
-            receives.append((source, *place))
-    return receives
-
-
-def next_rank(ranks, hop):
-    """Where a chain goes on after this hop; None at its end."""
-    return ranks[hop + 1] if hop + 1 < len(ranks) else None
 
 
 def tag(u, hop):
@@ -723,7 +150,7 @@ class Pipeline:
     """Runs paths: forward along them, loss at home, backward the same way back.
 
     Gradients are summed into the parameters. message_shape: (B, T, C). bytes_sent: evaluations too.
-    Subclasses may override connect, take, task, give, send, receive, wait and run.
+    Subclasses may override connect, take, task, give, send, receive and run.
     """
 
     def __init__(self, model, job, stages, message_shape, dtype=torch.float32):
@@ -731,9 +158,6 @@ class Pipeline:
         self.message_shape, self.dtype = message_shape, dtype
         self.rank, self.device = job.rank, job.device
         self.bytes_sent = 0
-        self.lost = 0           # microbatches that never came home (survive/)
-        self.seconds = 0.0      # that the last run took
-        self.trace = bool(os.environ.get("TRACE"))
         bf16 = dtype == torch.bfloat16
         self.cast = torch.autocast(job.device.type, dtype) if bf16 else contextlib.nullcontext()
         self.message_device = job.device if job.nccl else torch.device("cpu")   # Gloo: host memory
@@ -747,7 +171,6 @@ class Pipeline:
         nats summed over this origin's tokens, on the device; how many tokens that are; tokens whose
         gradient went through this rank).
         """
-        start = time.perf_counter()
         self.paths, self.batches = paths, batches
         self.train = train
         self.chains = [chain(path) for path in paths]
@@ -766,21 +189,21 @@ class Pipeline:
             x = self.take(u, hop)
             out = self.task(u, hop, x)
             self.give(u, hop, out)
-        for work, _, peer in self.sent.values():
-            self.wait(work, peer)
-        self.seconds = time.perf_counter() - start
+        for work, _ in self.sent.values():
+            work.wait()
         return self.loss, self.home, self.tokens
 
     def take(self, u, hop):
-        """What the hop before made. None at hop 0; in survive/ also for a lost message."""
+        """What the hop before made. None at hop 0."""
         source = self.chains[u][hop - 1]
         if hop == 0 or source == self.rank:
             return self.inbox.pop((u, hop), None)           # at hop 0 there is nothing
         while self.coming and (len(self.posted) < AHEAD or (u, hop) not in self.posted):
-            peer, *place = self.coming.popleft()
-            self.posted[tuple(place)] = self.receive(peer, *place)
-        work, x, peer = self.posted.pop((u, hop))
-        return x.to(self.device) if self.wait(work, peer) else None
+            message = self.coming.popleft()
+            self.posted[message[1:]] = self.receive(*message)
+        work, x = self.posted.pop((u, hop))
+        work.wait()
+        return x.to(self.device)
 
     def task(self, u, hop, x):
         """One task of microbatch u. x and the result: (B, T, C) activations, or gradients of them.
@@ -821,8 +244,8 @@ class Pipeline:
         y.backward(gradient)
         self.tokens += self.message_shape[0] * self.message_shape[1]
         if (u, hop + 1) in self.sent:           # it has arrived, since its gradient is back
-            work, _, peer = self.sent.pop((u, hop + 1))
-            self.wait(work, peer)
+            work, _ = self.sent.pop((u, hop + 1))
+            work.wait()
         return x.grad if hop else None
 
     def give(self, u, hop, out):
@@ -876,72 +299,46 @@ class Pipeline:
         torch.cuda.synchronize()
 
     def send(self, tensor, to, u, hop):
-        """(work, tensor, peer)"""
+        """(work, tensor): the tensor must stay until the work is done."""
         tensor = tensor.to(self.message_device).contiguous()
         self.count(tensor, to, u, hop)
         work = dist.isend(tensor, to, group=self.lane(self.rank, to), tag=tag(u, hop))
-        return work, tensor, to
+        return work, tensor
 
     def count(self, tensor, to, u, hop):
         self.bytes_sent += tensor.nbytes
-        if self.trace:
+        if "TRACE" in os.environ:
             line = f"rank {self.rank} -> {to}: microbatch {u}, hop {hop}, {tensor.nbytes} bytes"
             print(line, file=sys.stderr, flush=True)
 
     def receive(self, source, u, hop):
-        """(work, the tensor that it fills, peer)"""
+        """(work, the tensor that it fills)"""
         buffer = torch.empty(self.message_shape, dtype=self.dtype, device=self.message_device)
         work = dist.irecv(buffer, source, group=self.lane(source, self.rank), tag=tag(u, hop))
-        return work, buffer, source
-
-    def wait(self, work, peer):
-        """Whether the message arrived: always, unless somebody's pipeline survives its peers."""
-        work.wait()
-        return True
+        return work, buffer
 
 
 # ---------------------------------------------------------------- paths
 
 
+def make_plan(o, stages):
+    """dict(paths, order, makespan, network) by the paper's search, which JSON can hold."""
+    need(o.routing == "skippipe", f"--routing takes random, fixed or skippipe, not {o.routing}")
+    return plan_iteration(read_network(o.links, stages), o.skip, o.microbatches, o.seed)
+
+
 class Routes:
     """The paths of a step's microbatches, and the order of each rank's tasks (None: `tasks`).
 
-    plan: dict(paths, order, makespan, network) of planned paths. first: the one that a checkpoint
-    holds. stages: those that paths visit. (In survive/ plan and stages change with the dead.)
+    plan: what make_plan made, for planned paths. kept: the plan of a checkpoint. stages: the ranks
+    of each stage that paths visit. Subclasses may override at.
     """
 
-    def __init__(self, job, o, pipeline, stages, kept=None):
-        self.job, self.o, self.stages = job, o, stages
-        self.plan = kept
-        if o.routing not in ("random", "fixed") and not kept:
-            network = job.together(self.network, pipeline)
-            self.plan = job.agree_on(self.planned, network)
-            idle = set(range(job.world)).difference(*self.plan["paths"])
-            if idle:
-                job.say(f"warning: ranks {sorted(idle)} get no work in this plan")
-        self.first = self.plan
-
-    def network(self, pipeline):
-        """What --links tells, or what the ranks measure: the same on all of them."""
-        if self.o.links:
-            return read_links(self.o.links, self.stages)
-        return Network(*measure(pipeline, self.stages, self.job), self.stages)
-
-    def planned(self, network):
-        """The plan. A budget of work, not of time: it depends on the network and the seed alone."""
-        o = self.o
-        if o.routing != "skippipe":
-            training = beside(f"--routing {o.routing}", "planning.training")
-            return training.plan_paths(network, o.routing, o.skip, o.microbatches, o.seed)
-        rounds = rounds_of(o.microbatches, min(network.memory))
-        try:
-            kept = stages_to_keep(o.skip, network.stages)
-            found = plan(network, kept, o.microbatches // rounds, rounds, seconds=None,
-                         iterations=3000, seed=o.seed)
-        except (Infeasible, Deadlock) as error:
-            raise BadInput(f"--routing skippipe: {error}")
-        return dict(paths=found.paths * rounds, order=found.order, makespan=found.makespan,
-                    network=asdict(network))
+    def __init__(self, run, kept=None, make_plan=make_plan):
+        self.o, self.stages, self.plan = run.o, run.stages, kept
+        if self.o.routing not in ("random", "fixed") and not kept:
+            found = make_plan(self.o, self.stages) if run.job.leads else None
+            self.plan = run.job.share(found)[0]
 
     def at(self, step):
         """(paths, order) of a step."""
@@ -950,128 +347,6 @@ class Routes:
         if self.o.routing == "random":
             return random_paths(self.stages, self.o.microbatches, step, self.o.seed), None
         return full_paths(self.stages, self.o.microbatches), None
-
-
-def rounds_of(microbatches, memory):
-    """The fewest rounds of equally many microbatches that fit into a node's memory; else 1."""
-    for rounds in range(1, microbatches):
-        if microbatches % rounds == 0 and microbatches // rounds <= memory:
-            return rounds
-    return 1
-
-
-def read_links(file, stages):
-    """The Network of a JSON file: delay, compute, and what else a Network has. Rank r is the r-th
-    node of its stages, which are this run's where it has none. Raises BadInput."""
-    try:
-        told = dict(json.loads(Path(file).read_text()))
-        told.pop("names", None)
-        network = Network(**(dict(stages=stages) | told))
-    except (OSError, ValueError, TypeError) as error:
-        raise BadInput(f"--links {file}: {one_line(error)}")
-    sizes = [len(stage) for stage in network.stages]
-    own = [len(stage) for stage in stages]
-    need(sizes == own, f"--links {file} has stages of {sizes} nodes, this run of {own}")
-    nodes = [node for stage in network.stages for node in stage]
-    delay = []
-    for a in nodes:
-        delay.append([network.delay[a][b] for b in nodes])
-    compute = [network.compute[node] for node in nodes]
-    memory = [network.memory[node] for node in nodes]
-    return replace(network, delay=delay, compute=compute, stages=stages, memory=memory)
-
-
-def measure(pipeline, stages, job):
-    """(delay, compute): seconds of a message between every two ranks of different stages, and of a
-    microbatch's forward on each rank; medians of 5. In turn t ranks i and j with i + j = t meet."""
-    message = torch.zeros(pipeline.message_shape, dtype=pipeline.dtype, device=pipeline.device)
-    own = next(stage for stage in stages if job.rank in stage)
-
-    def there_and_back(peer):
-        for sends in (job.rank < peer, job.rank > peer):        # the lower rank sends first
-            if sends:
-                work, _, _ = pipeline.send(message, peer, 0, 0)
-            else:
-                work, _, _ = pipeline.receive(peer, 0, 0)
-            pipeline.wait(work, peer)
-
-    def forward():
-        with pipeline.cast:
-            pipeline.model.blocks(message.float().requires_grad_())
-
-    def median_seconds(work):
-        times = []
-        for _ in range(6):                  # the first connects or compiles, and does not count
-            start = time.perf_counter()
-            work()
-            if pipeline.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            times.append(time.perf_counter() - start)
-        return sorted(times[1:])[2]
-
-    delays = [0.0] * job.world
-    for turn in range(job.world):
-        peer = (turn - job.rank) % job.world
-        if peer not in own:
-            delays[peer] = median_seconds(lambda: there_and_back(peer)) / 2
-    compute = median_seconds(forward)
-    pipeline.bytes_sent = 0                             # training's bytes are counted, not these
-    rows = job.share("measured", [*delays, compute])
-    return [row[:-1] for row in rows], [row[-1] for row in rows]
-
-
-# ---------------------------------------------------------------- one step
-
-
-def schedule(step, o):
-    """Warm-up, then a cosine to a tenth of the peak rate."""
-    if step < o.warmup:
-        return o.lr * (step + 1) / o.warmup
-    done = (step - o.warmup) / max(1, o.steps - o.warmup)
-    return o.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
-
-
-def inner_step(run, batches, paths, order):
-    """Forward, backward, clip, the optimizer's step: (loss, tokens at home, norm of the gradient).
-
-    The norm is None if no gradient reached this rank. A norm that is not finite means no step: one
-    Inf would soon reach every replica.
-    """
-    grad = run.theta.grad
-    grad.zero_()
-    loss, home, tokens = run.pipeline.run(paths, batches, order=order)
-    if run.average:                                             # ddp
-        start = time.perf_counter()
-        tokens = run.average(grad, tokens)                      # sums both over the replicas
-        run.meter.add_sync(time.perf_counter() - start)
-    if not tokens:
-        return loss, home, None
-    norm = torch.linalg.vector_norm(grad) / tokens
-    if torch.isfinite(norm):
-        grad.mul_((run.o.clip / norm).clamp(max=1.0) / tokens)    # the mean over what came through
-        for optimizer in run.inner:
-            for group in optimizer.param_groups:
-                group["lr"] = run.lr
-            optimizer.step()
-    return loss, home, float(norm)
-
-
-class Average:
-    """Sums gradients over the replicas, for ddp. gossip/sums.py has it in fewer bytes."""
-    owed = ()           # of those: what rounding left over
-
-    def __init__(self, replicas):
-        self.group = dist.new_group(replicas, use_local_synchronization=True)
-        self.replicas = len(replicas)
-        self.bytes_sent = 0
-
-    def __call__(self, grad, tokens):
-        """Sum grad in place. Returns the sum of tokens."""
-        count = torch.tensor(float(tokens), device=grad.device)
-        dist.all_reduce(count, group=self.group)
-        dist.all_reduce(grad, group=self.group)
-        self.bytes_sent += 2 * (self.replicas - 1) * grad.nbytes // self.replicas       # a ring's
-        return float(count)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -1134,7 +409,7 @@ def evaluate(pipeline, stages, corpus, o):
         turn = paths[first:first + origins] * rounds        # at most one pipeline of each origin
         mine = [u for u, path in enumerate(turn) if path[0] == pipeline.rank]
         loss, home, _ = pipeline.run(turn, dict(zip(mine, batches)), train=False)
-        if home:                                            # survive/: or all were lost
+        if home:
             losses.append(float(loss) / home)
     return losses
 
@@ -1146,223 +421,193 @@ def heldout(run):
         return evaluate(run.pipeline, run.routes.stages, run.corpus, run.o)
 
 
-def sample_of(size, seed):
-    """Where in a vector of `size` weights the sample lies: the same for all ranks of a stage."""
-    if size <= SAMPLE:
-        return torch.arange(size)
-    draw = random.Random(f"spread {seed} {size}").getrandbits(63)
-    generator = torch.Generator().manual_seed(draw)
-    return torch.randint(size, (SAMPLE,), generator=generator).sort().values
-
-
-def compare(run, ends):
-    """How far the replicas of this stage are apart: by a sample of weights, at the end by all.
-
-    At the end also the losses of the merged model, their mean, which every rank evaluates before it
-    takes its own weights back.
-    """
-    replicas = next(ranks for ranks in run.routes.stages if run.job.rank in ranks)
-    own = run.theta.clone() if ends else run.theta[run.sample]
-    mean = own.clone()
-    row = dict(weights=0, squares=0.0, merged=[])
-    if len(replicas) > 1:
-        key = f"spread/{run.stage}/{run.step // run.o.eval_every}/{ends}"
-        row["squares"], count = run.job.average(mean, replicas, key)
-        row["weights"] = len(mean) if count else 0
-    if ends and max(len(ranks) for ranks in run.routes.stages) > 1:
-        run.theta.copy_(mean)
-        row["merged"] = heldout(run)
-        run.theta.copy_(own)
-    return row
-
-
-def weight_spread(rows, stages):
-    """The root mean square distance to the mean of a stage's replicas, over all stages.
-
-    rows: {rank: its row} of those that answered. None where one that has replicas was not compared:
-    those who came in time may be just those who have averaged.
-    """
-    compared = []
-    for ranks in stages:
-        answered = [rows[r] for r in ranks if r in rows]
-        if len(answered) > 1:
-            compared += answered
-    if not compared or min(row["weights"] for row in compared) == 0:
-        return None
-    squares = sum(row["squares"] for row in compared)
-    return (squares / sum(row["weights"] for row in compared)) ** 0.5
+def average_in(group, vector, count):
+    """Make the vector the mean of those of the group's `count` processes. Returns the sum of
+    (vector - mean)^2."""
+    squares = 0.0
+    for piece in vector.split(1 << 18):         # in float64: the mean of equal replicas is exact
+        own = piece.double()
+        mean = own.clone()
+        group.allreduce([mean]).wait()
+        mean /= count
+        squares += float((own - mean).square().sum())
+        piece.copy_(mean)
+    return squares
 
 
 # ---------------------------------------------------------------- what a run says
 
-# What a rank counts over the whole run. A checkpoint keeps it; metrics.jsonl has the ranks' sum.
-COUNTS = ("tokens", "skipped_steps", "lost_microbatches", "steps_alone", "sync_bytes",
-          "pipeline_bytes")
+# What a rank adds up over the run; loss and the tokens `home` that it is of since its last report.
+SUMS = ("seconds", "blocked", "tokens", "skipped_steps", "loss", "home")
 
 
-@dataclass
-class Meter:
-    """What one rank has measured."""
-    seconds: float = 0.0        # of training, without evaluations and checkpoints
-    waited: float = 0.0         # of them, in synchronisations
-    syncs: int = 0              # how many there were
-    counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-    loss: float = 0.0           # summed since the last report, over `home` tokens
-    home: int = 0
-    norm: float = None          # of the last gradient (None: none reached this rank)
-    iterations: list = field(default_factory=list)      # seconds of each since the last report
-    clock: float = 0.0
+@contextlib.contextmanager
+def timed(sums, name):
+    """Add the seconds that this takes."""
+    start = time.perf_counter()
+    yield
+    sums[name] += time.perf_counter() - start
 
-    def add(self, loss, home, norm, iteration):
-        """Count one step of this rank."""
-        self.loss = self.loss + loss        # a tensor: read at the next report, not at every step
-        self.home += home
-        self.counts["tokens"] += home
-        self.iterations.append(iteration)
-        self.norm = norm
-        if norm is not None and not math.isfinite(norm):
-            self.counts["skipped_steps"] += 1
 
-    def add_sync(self, seconds):
-        """Count an outer step or an all-reduce that held this rank for so long."""
-        self.waited += seconds
-        self.syncs += 1
+class Log:
+    """Evaluates the run, and writes a line of metrics.jsonl (docs/metrics.md) for each evaluation.
 
-    def pause(self):
-        """Evaluations and checkpoints do not count towards `seconds`."""
-        self.seconds += time.perf_counter() - self.clock
+    Subclasses may override between_steps, average, counts, load and report, and say more.
+    """
+    at_evaluations = dict(          # what is said of each column of metrics.jsonl
+        step="step {step}", heldout_loss="held-out {heldout_loss:.4f}",
+        train_loss="train {train_loss:.4f}", weight_spread="weight spread {weight_spread:.2e}",
+        tokens_per_second="{tokens_per_second:.0f} tokens/s")
+    at_the_end = dict(
+        heldout_loss="held-out loss   {heldout_loss:.4f} nats per token, "
+                     "perplexity {perplexity:.3f} per token",
+        heldout_nats_per_byte="                {heldout_nats_per_byte:.4f} nats per byte",
+        merged_loss="merged model    {merged_loss:.4f} nats per token: the mean of all replicas",
+        merged_nats_per_byte="                {merged_nats_per_byte:.4f} nats per byte",
+        weight_spread="weight spread   {weight_spread:.3e} between a stage's replicas",
+        sync_bytes="bytes sent      {sync_bytes:,} to synchronise, by all ranks",
+        pipeline_bytes="                {pipeline_bytes:,} in the pipeline, by all ranks",
+        seconds="training        {seconds:.0f} s without evaluations, in which synchronisation "
+                "blocked a rank for {blocked:.1%}")
 
-    def go_on(self):
-        self.clock = time.perf_counter()
+    def __init__(self, run):
+        self.run = run
+        self.sums = dict.fromkeys(SUMS, 0)
+        self.iterations = []        # seconds of each iteration since the last report
 
-    def take_row(self, losses):
-        """The numbers since the last report, which begin anew here. losses: of this evaluation."""
-        row = dict(loss=float(self.loss), home=self.home, heldout=losses, norm=self.norm,
-                   waited=self.waited, syncs=self.syncs,
+    def progress(self):
+        """A bar on the first rank."""
+        run = self.run
+        return tqdm(total=run.o.steps, initial=run.step, unit="step", dynamic_ncols=True,
+                    leave=False, disable=not run.job.leads or run.step >= run.o.steps)
+
+    def between_steps(self, before):
+        """Evaluate, save and report as far as due since step `before`, which is not training time.
+
+        The checkpoint is written before ranks wait for each other's weights and report.
+        """
+        run, o = self.run, self.run.o
+        if run.step % 10 == 0 and self.sums["home"]:
+            loss = float(self.sums["loss"]) / self.sums["home"]
+            self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+        self.bar.update(run.step - before)
+        ends = run.step >= o.steps
+        evaluates = ends or run.step // o.eval_every > before // o.eval_every
+        saves = ends or run.step // o.save_every > before // o.save_every
+        if evaluates:
+            row = self.take_row()
+            row["heldout"] = heldout(run)
+        if saves:
+            run.checkpoints.save(run.step, state_of(run))
+        if evaluates:
+            self.report(row | self.compare(ends), ends)
+
+    def take_row(self):
+        """What was measured since the last report; it begins anew here."""
+        row = dict(loss=float(self.sums["loss"]), home=self.sums["home"],
                    iteration=statistics.median_high(self.iterations))
-        self.loss, self.home, self.iterations = 0.0, 0, []
+        self.sums.update(loss=0, home=0)
+        self.iterations = []
         return row
 
+    def compare(self, ends):
+        """How far this rank's weights are from the mean of its stage's replicas: a sample of them,
+        at the end all. At the end also the losses of that mean, the merged model; then every rank
+        takes its own weights back."""
+        run = self.run
+        own = run.theta.clone() if ends else run.theta[::1 + len(run.theta) // SAMPLE].clone()
+        mean = own.clone()
+        squares, count = self.average(mean)
+        merged = []
+        if ends and max(run.o.stages) > 1:
+            run.theta.copy_(mean)
+            merged = heldout(run)
+            run.theta.copy_(own)
+        return dict(squares=squares, weights=count, merged=merged)
 
-def counts(run):
-    """This rank's COUNTS: its meter's, and what the parts have counted since this process began."""
-    found = dict(run.meter.counts)
-    found["lost_microbatches"] += run.pipeline.lost
-    found["pipeline_bytes"] += run.pipeline.bytes_sent
-    for part in (run.outer, run.average):
-        if part:
-            found["sync_bytes"] += part.bytes_sent
-            found["steps_alone"] += getattr(part, "alone", 0)       # of survive/
-    return found
+    def average(self, vector):
+        """Make the vector the mean of those of the stage's replicas. Returns (the sum of
+        (vector - mean)^2, how many numbers were compared)."""
+        group, replicas = self.run.group, self.run.replicas
+        if not group:
+            return 0.0, 0
+        return average_in(group, vector, len(replicas)), len(vector)
+
+    def counts(self):
+        """All that this rank has added up, as plain numbers."""
+        run = self.run
+        synchronising = [part.bytes_sent for part in (run.outer, run.average) if part]
+        return dict(self.sums, loss=float(self.sums["loss"]), sync_bytes=sum(synchronising),
+                    pipeline_bytes=run.pipeline.bytes_sent)
+
+    def load(self, counts):
+        """Go on from the counts of a checkpoint."""
+        self.sums = {name: counts[name] for name in SUMS}
+        self.run.pipeline.bytes_sent = counts["pipeline_bytes"]
+        if self.run.average:
+            self.run.average.bytes_sent = counts["sync_bytes"]      # outer's are in its state
+
+    def report(self, row, ends):
+        """A line of metrics.jsonl, and on the screen, from every rank's row."""
+        rows = self.run.job.share(self.counts() | row)
+        if self.run.job.leads:
+            self.write(self.line_of(rows), ends)
+
+    def line_of(self, rows):
+        """A line of metrics.jsonl from the rows of all ranks. What nobody measured is None."""
+        def total(key):
+            return sum(row[key] for row in rows)
+
+        run, corpus, seconds = self.run, self.run.corpus, self.sums["seconds"]
+        heldout = mean([loss for row in rows for loss in row["heldout"]])
+        merged = mean([loss for row in rows for loss in row["merged"]])
+        spread = ratio(total("squares"), total("weights"))
+        return dict(
+            step=run.step, seconds=seconds, lr=run.lr, ranks=len(rows), corpus=corpus.digest,
+            tokens=total("tokens"), train_loss=ratio(total("loss"), total("home")),
+            heldout_loss=heldout, heldout_nats_per_byte=ratio(heldout, corpus.bytes_per_token),
+            perplexity=None if heldout is None else math.exp(min(heldout, 700)),
+            merged_loss=merged, merged_nats_per_byte=ratio(merged, corpus.bytes_per_token),
+            weight_spread=None if spread is None else spread ** 0.5,
+            sync_bytes=total("sync_bytes"), pipeline_bytes=total("pipeline_bytes"),
+            blocked=total("blocked") / len(rows) / seconds,
+            iteration_seconds=max(row["iteration"] for row in rows),
+            simulated_seconds=run.routes.plan and run.routes.plan["makespan"],
+            tokens_per_second=total("tokens") / seconds, skipped_steps=total("skipped_steps"))
+
+    def write(self, line, ends):
+        """Into metrics.jsonl and onto the screen."""
+        folder = self.run.folder
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        tqdm.write(", ".join(in_words(line, self.at_evaluations)))
+        if ends:
+            need(math.isfinite(line["heldout_loss"] or 0),
+                 f"the held-out loss at step {line['step']} is not finite: give a smaller --lr")
+            tqdm.write("\n".join(in_words(line, self.at_the_end)))
+            tqdm.write(f"kept in {folder}; a picture: python -m tools.plot {folder}")
 
 
-# How the first rank says a number of metrics.jsonl: at each evaluation, and at the end.
-STEP = dict(
-    heldout_loss="held-out {:.4f}", train_loss="train {:.4f}", tokens_per_second="{:.0f} tokens/s",
-    weight_spread="weight spread {:.2e}", iteration_seconds="iteration {:.4g} s",
-    simulated_seconds="simulated {:.4g} s", ranks="{} ranks")
-LAST = dict(
-    heldout_loss="held-out loss   {:.4f} nats per token",
-    heldout_nats_per_byte="                {:.4f} nats per byte",
-    perplexity="                {:.3f} perplexity per token",
-    merged_loss="merged model    {:.4f} nats per token: one model, the mean of all replicas",
-    merged_nats_per_byte="                {:.4f} nats per byte",
-    weight_spread="weight spread   {:.3e} over a stage's replicas, after an outer step if due",
-    sync_bytes="bytes sent      {:,} to synchronise, all ranks",
-    pipeline_bytes="bytes sent      {:,} in the pipeline, all ranks",
-    seconds="training        {:.0f} s, without evaluations",
-    held="                {:.1%} of it held by synchronisation, mean over ranks",
-    skipped_steps="skipped         {} optimizer steps with a gradient that was not finite",
-    lost_microbatches="lost            {} microbatches with ranks that died",
-    steps_alone="alone           {} outer steps that a replica did without any partner")
-
-
-def in_words(line, words):
-    """What was measured. Zeros are left out, but for a spread: replicas may be equal."""
-    told = []
-    for key, text in words.items():
-        if line[key] or (key == "weight_spread" and line[key] == 0):
-            told.append(text.format(line[key]))
-    return told
-
-
-def report(run, row, ends):
-    """One line of metrics.jsonl, and one on the screen, from every rank's row."""
-    rows = run.job.collect(f"row/{run.step // run.o.eval_every}/{ends}", row | counts(run))
-    if not run.job.leads:
-        return
-    run.latest |= rows
-    line = line_of(run, rows, list(run.latest.values()))
-    with open(run.folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
-    told = [f"step {run.step}: {', '.join(in_words(line, STEP))}"]
-    if ends:
-        need(math.isfinite(line["heldout_loss"] or 0),
-             f"the held-out loss at step {run.step} is not finite: give a smaller --lr")
-        told += in_words(line, LAST)
-        told.append(f"kept in {run.folder}; a picture: python -m tools.plot {run.folder}")
-    run.bar.write("\n".join(told), file=sys.stdout)
-
-
-def line_of(run, rows, latest):
-    """A line of metrics.jsonl. rows: {rank: its row} of those that answered; latest: of all."""
-    seconds = run.meter.seconds
-    now = rows.values()
-    home = sum(row["home"] for row in now)
-    waited = sum(row["waited"] for row in latest)
-    syncs = sum(row["syncs"] for row in latest)
-    losses = [loss for row in now for loss in row["heldout"]]
-    heldout = mean(losses)
-    norms = [row["norm"] for row in now if row["norm"] is not None]
-    spread = weight_spread(rows, run.stages)
-    merged = mean([loss for row in now for loss in row["merged"]])
-    if spread is None:          # a mean over some of the replicas is no model that anybody keeps
-        merged = None
-    totals = {key: sum(row[key] for row in latest) for key in COUNTS}
-    return dict(
-        step=run.step, seconds=seconds, lr=run.lr, ranks=len(rows), corpus=run.corpus.digest,
-        train_loss=sum(row["loss"] for row in now) / home if home else None, heldout_loss=heldout,
-        heldout_min=min(losses, default=None), heldout_max=max(losses, default=None),
-        perplexity=None if heldout is None else math.exp(min(heldout, 700)),
-        heldout_nats_per_byte=per_byte(heldout, run.corpus),
-        merged_loss=merged, merged_nats_per_byte=per_byte(merged, run.corpus),
-        weight_spread=spread, gradient_norm=mean(norms),
-        held=waited / len(latest) / seconds, sync_seconds=waited / syncs if syncs else None,
-        iteration_seconds=max(row["iteration"] for row in now),
-        simulated_seconds=run.routes.plan and run.routes.plan["makespan"],
-        tokens_per_second=totals["tokens"] / seconds, **totals)
+def in_words(line, texts):
+    """The texts of what was measured, with its numbers. texts: {column of metrics.jsonl: text}."""
+    return [text.format(**line) for column, text in texts.items() if line[column] is not None]
 
 
 def mean(numbers):
-    """None of no numbers: no pipeline could be evaluated, or no gradient came."""
+    """None of no numbers."""
     return statistics.fmean(numbers) if numbers else None
 
 
-def per_byte(loss, corpus):
-    """Nats per byte of the held-out text; None where only tokens are known."""
-    return loss / corpus.bytes_per_token if loss and corpus.bytes_per_token else None
+def ratio(a, b):
+    """None where one is not known, or b is zero."""
+    return None if a is None or not b else a / b
 
 
 # ---------------------------------------------------------------- checkpoints
 
-
-@contextlib.contextmanager
-def atomic(path):
-    """The file, open to write bytes; it changes as a whole or not at all."""
-    half = Path(f"{path}.tmp")
-    try:
-        with open(half, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)            # it is there only after an error
-
-
-def write_text(path, text):
-    with atomic(path) as file:
-        file.write(text.encode())
+# What may differ in a run that goes on; the other options decide what a checkpoint means.
+FREE = ("resume", "data", "steps", "lr", "warmup", "beta2", "clip", "inner_steps", "alpha", "beta",
+        "gamma", "group_size", "wire", "eval_every", "save_every", "dtype", "backend", "survive")
 
 
 class Checkpoints:
@@ -1372,36 +617,29 @@ class Checkpoints:
     def __init__(self, job, folder):
         self.job, self.folder = job, folder / "checkpoints"
 
-    def place(self, step):
-        return self.folder / f"{step:08d}"
-
     def parts(self):
         """{step: file} of this rank's parts here, in order."""
         found = sorted(self.folder.glob(f"*/rank{self.job.rank}.pt"))
         return {int(file.parent.name): file for file in found}
 
-    def then(self):
-        """How to go on with this run, in words."""
-        if self.parts() or self.job.joining:
-            return f"go on with --resume {self.folder.parent}"
-        return f"nothing is kept yet: remove {self.folder.parent}"
+    def place(self, step):
+        return self.folder / f"{step:08d}"
 
     def save(self, step, state):
         """Write this rank's part. When all ranks have, drop all parts but the last two."""
-        self.job.together(self.write, step, state)
+        self.write(step, state)
+        self.job.share()
+        self.job.then = f"; go on with --resume {self.folder.parent}"
         self.forget(list(self.parts())[:-2])
 
     def write(self, step, state):
         """Raises BadInput without room, or without leave, to write."""
         place = self.place(step)
+        place.mkdir(parents=True, exist_ok=True)
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            with atomic(place / f"rank{self.job.rank}.pt") as file:
-                torch.save(state, file)
-        except (OSError, RuntimeError) as error:        # torch hides a full disk behind its own
-            cause = one_line(error.__context__ or error)
-            raise BadInput(f"cannot write the checkpoint {place}: {cause}; once that is put right, "
-                           f"{self.then()}")
+            write(place / f"rank{self.job.rank}.pt", lambda file: torch.save(state, file))
+        except RuntimeError as error:                   # torch hides a full disk behind its own
+            raise BadInput(f"cannot write into {place}: {one_line(error.__context__ or error)}")
 
     def forget(self, steps):
         """Remove this rank's parts of these steps."""
@@ -1421,11 +659,10 @@ class Checkpoints:
                 sound[step] = load_part(file)
             except BadInput as error:
                 tqdm.write(f"warning: {error}", file=sys.stderr)
-        held = self.job.share("sound", list(sound))
+        held = self.job.share(list(sound))
         step = max(set.intersection(*map(set, held)), default=-1)
-        if step < 0 and not restarts():
-            self.job.refuse(f"{self.folder.parent} has no checkpoint that all {self.job.world} "
-                            "ranks hold: bring the missing parts here, or remove it")
+        need(step >= 0 or self.job.restarts, f"{self.folder.parent} has no checkpoint that all "
+             f"{self.job.world} ranks hold: bring the missing parts here, or remove it")
         self.forget([newer for newer in self.parts() if newer > step])
         return sound.get(step)
 
@@ -1439,93 +676,76 @@ def load_part(file):
         own = f"{state['step']:08d}/rank{state['rank']}.pt"
         need(file.as_posix().endswith(f"/{own}"), f"it was written as {own}")
         need(state["theta"].sum().isfinite(), "its weights are not finite")
+        need(state.keys() >= PARTS, f"it lacks {', '.join(PARTS - state.keys())}")
         return state
     except Exception as error:      # damaged bytes make torch raise nearly anything
         raise BadInput(f"{file} is damaged or of another version ({one_line(error)[:100]})")
 
 
+PARTS = {"step", "rank", "theta", "rho", "options", "plan", "cursor", "corpus", "inner", "outer",
+         "owed", "counts"}
+
+
 def state_of(run):
-    """What a rank's part of a checkpoint holds."""
-    meter = {f.name: getattr(run.meter, f.name) for f in fields(Meter)}
-    meter |= dict(loss=float(run.meter.loss), counts=counts(run), iterations=[])
+    """What a rank's part of a checkpoint holds: PARTS."""
     return dict(step=run.step, rank=run.job.rank, theta=run.theta, rho=run.rho,
-                options={name: getattr(run.o, name) for name in LAYOUT},
-                plan=run.routes.first, cursor=run.cursor,
+                options=vars(run.o), plan=run.routes.plan,
+                cursor=run.reader and run.reader.cursor, corpus=run.corpus and run.corpus.digest,
                 inner=[optimizer.state_dict()["state"] for optimizer in run.inner],
                 outer=run.outer and run.outer.state_dict(), owed=run.average and run.average.owed,
-                meter=meter, corpus=run.corpus and run.corpus.digest)
+                counts=run.log.counts())
+
+
+def restore(run, state):
+    """Put what `state_of` returned into the run, except for the plan. Raises BadInput."""
+    need(not run.corpus or state["corpus"] == run.corpus.digest,
+         f"the data differ from those of {run.folder}: give the same --data or start a new run")
+    need_same(run.o, state)
+    need(len(state["theta"]) == len(run.theta), f"{run.folder} is of other weights: begin anew")
+    run.step, run.rho = state["step"], state["rho"]
+    run.theta.copy_(state["theta"])
+    for optimizer, kept in zip(run.inner, state["inner"]):
+        # A copy, since the state is mapped from a file. Settings may be new, as --beta2.
+        optimizer.load_state_dict(dict(optimizer.state_dict(), state=copy.deepcopy(kept)))
+    run.log.load(state["counts"])
+    if run.outer:
+        run.outer.load_state_dict(state["outer"])
+    if run.average:
+        run.average.owed = state["owed"]
+    if run.reader:
+        run.reader.cursor = state["cursor"]
 
 
 def need_same(o, state):
     """Raises BadInput if the checkpoint is of other options."""
     for name, was in state["options"].items():
-        now = getattr(o, name)
-        need(now == was, f"{flag(name)} {now} differs from {o.resume}'s {was}: drop it")
+        now = getattr(o, name, None)
+        need(name in FREE or now == was, f"{flag(name)} {now}: it was {was}, and must be")
 
 
-def restore(run, state):
-    """Put what `state_of` returned into the run, but for the plan. Raises BadInput."""
-    need(not run.corpus or state["corpus"] == run.corpus.digest,
-         f"the data differ from those of {run.folder}: give the same --data or start a new run")
-    need_same(run.o, state)
-    need(len(state["theta"]) == len(run.theta), f"{run.folder} is of other weights: begin anew")
-    run.step, run.rho, run.cursor = state["step"], state["rho"], state["cursor"]
-    run.theta.copy_(state["theta"])
-    for optimizer, kept in zip(run.inner, state["inner"]):
-        # A copy, since the state is mapped from a file. Settings may be new, as --beta2.
-        optimizer.load_state_dict(dict(optimizer.state_dict(), state=copy.deepcopy(kept)))
-    run.meter = Meter(**state["meter"])
-    if run.outer:
-        run.outer.load_state_dict(state["outer"])
-        run.meter.counts["sync_bytes"] -= run.outer.bytes_sent          # `counts` adds them
-    if run.average:
-        run.average.owed = state["owed"]
-    if run.reader:
-        run.reader.cursor = run.cursor
+def write(path, put):
+    """Write a file whole or not at all. put: writes to the open file."""
+    half = Path(f"{path}.tmp")
+    try:
+        with open(half, "wb") as file:
+            put(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)            # it is there only after an error
+
+
+def write_json(path, value):
+    write(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
 
 
 # ---------------------------------------------------------------- a run
 
 
-@dataclass
-class Run:
-    """One rank's share of a run: `build` makes the parts, `train` uses them."""
-    job: Job                # this process among those of the run
-    o: Options
-    stages: list            # the ranks of each stage
-    stage: int              # this rank's own
-    corpus: Corpus          # the data (None on a rank that is no origin)
-    reader: Reader          # of this origin's part of the data (None likewise)
-    model: Llama            # the layers of this rank's stage
-    theta: torch.Tensor     # all its parameters, in one vector; theta.grad: their gradients
-    inner: list             # the inner optimizers: Adam, or Muon and Adam
-    average: object         # of gradients over the stage's replicas, for ddp; else None
-    pipeline: Pipeline
-    folder: Path            # runs/NAME
-    sample: torch.Tensor    # where in theta the weights lie that evaluations compare
-    checkpoints: Checkpoints
-    outer: object = None    # the outer optimizer; None for ddp and local
-    routes: Routes = None
-    meter: Meter = field(default_factory=Meter)
-    latest: dict = field(default_factory=dict)      # {rank: its last row for the log}
-    bar: tqdm = None
-    step: int = 0           # inner steps done
-    cursor: int = 0         # the reader's, after those steps
-    lr: float = 0.0         # of the last step
-    rho: list = None        # of each stage, by the last step's paths
-
-
 def config_of(o):
     """Of the whole model. Raises ValueError."""
     return Config(o.vocab, o.hidden, o.mlp, o.layers, o.heads, o.heads)
-
-
-def make_model(o, layers, stage, device):
-    """(the model of this stage, its parameters in one vector whose .grad has their gradients)."""
-    model = Llama(config_of(o), layers[stage], ends=stage == 0, seed=o.seed, device=device)
-    theta = flatten(model.parameters())
-    theta.grad = flat_gradient(model, theta)
-    return model, theta
 
 
 def flat_gradient(model, theta):
@@ -1537,213 +757,656 @@ def flat_gradient(model, theta):
     return grad
 
 
-def load_data(o, rank, origins):
-    """(corpus, reader of this origin's part); (None, None) on other ranks."""
-    if rank not in origins:
-        return None, None
-    corpus = load_corpus(o)
-    return corpus, Reader(corpus, o.seq_len, o.seed, origins.index(rank), len(origins))
-
-
-def make_inner(o, model, theta):
+def make_inner(run):
     """The inner optimizers."""
-    if o.optimizer == "muon":
-        return beside("--optimizer muon", "gossip.muon").muon(model, o.beta2)
-    return [torch.optim.Adam([theta], betas=(0.9, o.beta2), fused=True)]
+    return [torch.optim.Adam([run.theta], betas=(0.9, run.o.beta2), fused=True)]
 
 
 def make_outer(run):
-    """The outer optimizer of this rank's stage; None for ddp and local. Raises BadInput."""
-    o, replicas = run.o, run.stages[run.stage]
+    """The outer optimizer of this rank's stage; None for ddp and local. Raises ValueError."""
+    o = run.o
     settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
     if o.method == "noloco":
-        settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
-    if o.method in ("ddp", "local"):
-        return None
-    if o.wire != "fp32" or o.delay or o.fragments > 1:
-        gossip = beside("--wire, --delay and --fragments", "gossip")
-        wire = o.wire if len(replicas) > 1 else "fp32"
-        return gossip.outer_optimizer(o.method, wire, o.delay, run.model.parameters(), replicas,
-                                      theta=run.theta, fragments=o.fragments, **settings)
-    kind = NoLoCo if o.method == "noloco" else DiLoCo
-    return kind(run.theta, replicas, **settings)
+        return NoLoCo(run.theta, run.replicas, gamma=o.gamma, group_size=o.group_size, seed=o.seed,
+                      **settings)
+    if o.method == "diloco":
+        return DiLoCo(run.theta, run.replicas, everyone=run.group, **settings)
+    return None
 
 
-def make_average(o, replicas):
-    """What sums the gradients of ddp over the replicas; None for other methods, and one replica."""
-    if o.method != "ddp" or len(replicas) == 1:
-        return None
-    if o.wire != "fp32":
-        sums = beside("--wire", "gossip.sums")
-        return sums.Average(sums.SUMS[o.wire], replicas)
-    return Average(replicas)
+class Run:
+    """One rank's share of a run: its parts, which `train` uses, and how far it is.
 
+    survive/, tools/ and experiments/ bring parts of their own.
+    """
 
-def build(job, o, Pipeline=Pipeline, Routes=Routes, Checkpoints=Checkpoints,
-          make_outer=make_outer):
-    """This rank's share of the run. survive/, tools/ and experiments/ bring parts of their own."""
-    stages, layers = job.together(layout, o, job.world)
-    stage = next(s for s, ranks in enumerate(stages) if job.rank in ranks)
-    corpus, reader = job.together(load_data, o, job.rank, stages[0])
-    model, theta = job.together(make_model, o, layers, stage, job.device)
-    inner = job.together(make_inner, o, model, theta)
-    average = job.together(make_average, o, stages[stage])
-    shape = o.batch, o.seq_len, o.hidden
-    pipeline = Pipeline(model, job, stages, shape, getattr(torch, o.dtype))
-    folder = Path(o.resume) if o.resume else Path("runs", o.name)
-    run = Run(job, o, stages, stage, corpus, reader, model, theta, inner, average, pipeline, folder,
-              sample_of(len(theta), o.seed), Checkpoints(job, folder))
-    run.outer = job.together(make_outer, run)
-    state = run.checkpoints.load() if o.resume or restarts() else None
-    if state:
-        job.together(restore, run, state)
-    run.routes = Routes(job, o, pipeline, stages, state and state["plan"])
-    return run
+    def __init__(self, job, o, Pipeline=Pipeline, Routes=Routes, Checkpoints=Checkpoints, Log=Log,
+                 tokenizer=None, make_plan=make_plan, make_inner=make_inner, make_outer=make_outer,
+                 Average=Average):
+        self.job, self.o = job, o
+        self.stages, layers = layout(o, job.world)      # the ranks and the layers of each stage
+        self.stage = next(s for s, ranks in enumerate(self.stages) if job.rank in ranks)
+        self.replicas = self.stages[self.stage]
+        self.corpus = self.reader = None                # only origins have data
+        if self.stage == 0:
+            self.corpus = load_corpus(o, tokenizer)
+            place = self.replicas.index(job.rank)
+            self.reader = Reader(self.corpus, o.seq_len, o.seed, place, len(self.replicas))
+        self.model = Llama(config_of(o), layers[self.stage], self.stage == 0, o.seed, job.device)
+        self.theta = flatten(self.model.parameters())           # all parameters in one vector
+        self.theta.grad = flat_gradient(self.model, self.theta)
+        self.inner = make_inner(self)
+        job.share()                                     # all have found their data
+        self.group = job.group_of(self.replicas)        # of their processes; None for one replica
+        self.outer = make_outer(self)                   # None for ddp and local
+        self.average = None                             # of gradients, for ddp
+        if o.method == "ddp" and self.group:
+            self.average = Average(self)
+        shape = o.batch, o.seq_len, o.hidden
+        self.pipeline = Pipeline(self.model, job, self.stages, shape, getattr(torch, o.dtype))
+        self.step = 0                                   # inner steps done
+        self.lr = 0.0                                   # of the last step
+        self.rho = [1.0] * len(self.stages)             # by the last step's paths
+        self.log = Log(self)
+        self.folder = Path(o.resume or Path("runs", o.name))
+        self.checkpoints = Checkpoints(job, self.folder)
+        state = self.checkpoints.load() if o.resume or job.restarts else None
+        if state:
+            restore(self, state)
+        job.share()                                     # all go on from their parts
+        self.routes = Routes(self, state and state["plan"], make_plan)
 
 
 def begin(run):
-    """On the first rank, write config.json and plan.json, and keep the lines of metrics.jsonl up to
-    this step: training writes the later ones again. Raises BadInput if the folder is taken."""
-    o, config = run.o, run.folder / "config.json"
-    again = o.resume or restarts()
+    """The first rank says what begins, and writes what a run's folder has then."""
+    if run.step:
+        run.job.then = f"; go on with --resume {run.folder}"
+    if run.job.leads and run.step >= run.o.steps:
+        print(f"{run.folder} has done all its {run.step} steps: give more --steps to go on")
+    elif run.job.leads:
+        write_folder(run)
+    run.job.share()                                     # the folder is there
+
+
+def write_folder(run):
+    """config.json, plan.json, and the lines of metrics.jsonl up to this step: training writes the
+    later ones again."""
+    o, again = run.o, bool(run.o.resume or run.job.restarts)
     need(again or not run.folder.exists(),
-         f"{run.folder} exists: {run.checkpoints.then()}, or give another --name")
-    run.folder.mkdir(parents=True, exist_ok=bool(again))    # the second of two at once fails here
+         f"{run.folder} exists: go on with --resume {run.folder}, or give another --name")
+    run.folder.mkdir(parents=True, exist_ok=again)      # the second of two at once fails here
+    config = run.folder / "config.json"
     was = json.loads(config.read_text()) if config.exists() else {}
     changed = {name: [was[name], value] for name, value in vars(o).items()
                if name != "resume" and was.get(name, value) != value}
-    write_text(config, json.dumps(vars(o), indent=1))
-    if run.routes.first:
+    write_json(config, vars(o))
+    if run.routes.plan:
         made = dict(by="train.py", routing=o.routing, skip=o.skip, seed=o.seed)
-        told = dict(run.routes.first, stages=run.stages, made=made)
-        write_text(run.folder / "plan.json", json.dumps(told))
-    kept = []
-    log = run.folder / "metrics.jsonl"
-    for line in log.read_text(errors="replace").splitlines() if log.exists() else []:
-        with contextlib.suppress(ValueError, KeyError):     # a crash may have cut the last one
-            if json.loads(line)["step"] <= run.step:
-                kept.append(line + "\n")
+        write_json(run.folder / "plan.json", dict(run.routes.plan, stages=run.stages, made=made))
+    lines = lines_until(run.step, run.folder / "metrics.jsonl")
     if changed:
-        kept.append(json.dumps(dict(event="changed", step=run.step, options=changed)) + "\n")
-    write_text(log, "".join(kept))
+        lines.append(json.dumps(dict(event="changed", step=run.step, options=changed)))
+    text = "".join(line + "\n" for line in lines)
+    write(run.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
     print(f"{o.method}, stages {o.stages}, {o.routing} routing, {run.job.world} processes on "
           f"{run.job.device.type}, {o.model} model, corpus {run.corpus.digest}")
-    if max(o.stages) == 1:
-        print(f"no other replicas: nothing is synchronised, {o.method} trains one model alone")
-    elif o.method == "noloco":
-        most = max(len(random_groups(ranks, o.group_size, 0, 0)[0]) for ranks in run.stages)
-        if most > o.group_size:
-            print(f"up to {most} replicas meet: they do not divide into groups of {o.group_size}")
-    for name, (was, now) in changed.items():
-        print(f"{flag(name)} {now}, was {was}")
+    for line in remarks(run):
+        print(line)
+    for name, (before, now) in changed.items():
+        print(f"{flag(name)} {now}, was {before}")
     print(f"{run.folder}, from step {run.step}", flush=True)
 
 
-def train(run):
-    """Make all steps that are left."""
-    o, job, outer = run.o, run.job, run.outer
-    if run.step >= o.steps and not job.joining:
-        job.say(f"{run.folder} has done all its {run.step} steps: give more --steps to go on")
-        return job.close()
-    job.agree_on(begin, run)
-    run.bar = tqdm(total=o.steps, initial=run.step, disable=not job.leads, unit="step",
-                   dynamic_ncols=True, leave=False)
-    run.meter.go_on()
-    while run.step < o.steps:
-        before = run.step
-
-        # Forward and backward along this step's paths, and the inner optimizer's step.
-        paths, order = run.routes.at(run.step)
-        mine = [u for u, path in enumerate(paths) if path[0] == job.rank]
-        batches = {u: run.reader.next(o.batch).to(job.device) for u in mine}
-        run.lr = schedule(run.step, o)
-        loss, home, norm = inner_step(run, batches, paths, order)
-        run.meter.add(loss, home, norm, run.pipeline.seconds)
-        run.step += 1
-        run.cursor = run.reader and run.reader.cursor
-        run.rho = shares(paths, run.stages)
-
-        # The outer step, every m-th time (N1 to N3).
-        if outer:
-            start = time.perf_counter()
-            if outer.step():
-                run.meter.add_sync(time.perf_counter() - start)
-            run.step = min(outer.steps, o.steps)    # survive/: a late replica leaps over steps
-            outer.steps = run.step
-
-        if run.step % 10 == 0:
-            run.bar.set_postfix_str(f"loss {float(loss) / max(1, home):.3f}", refresh=False)
-        run.bar.update(run.step - run.bar.n)
-        between_steps(run, before)
-    if outer:
-        outer.settle()
-    run.bar.close()
-    job.close()
+def lines_until(step, log):
+    """The lines of metrics.jsonl up to this step. A crash may have cut the last one."""
+    kept = []
+    for line in log.read_text(errors="replace").splitlines() if log.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+    return kept
 
 
-def between_steps(run, before):
-    """Evaluate, save and report, as far as due since step `before`. It does not count as training.
+def remarks(run):
+    """What may surprise in the layout, a line each."""
+    o, found = run.o, []
+    if max(o.stages) == 1:
+        found.append(f"no other replicas: nothing is synchronised, {o.method} trains one model "
+                     "alone")
+    elif o.method == "noloco":
+        most = max(len(random_groups(ranks, o.group_size, 0, 0)[0]) for ranks in run.stages)
+        if most > o.group_size:
+            found.append(f"up to {most} replicas average together: a stage does not divide into "
+                         f"groups of {o.group_size}")
+    if run.routes.plan:
+        idle = set(range(run.job.world)).difference(*run.routes.plan["paths"])
+        if idle:
+            found.append(f"warning: ranks {sorted(idle)} get no work in this plan")
+    return found
 
-    The checkpoint is written before ranks wait to compare weights and report.
+
+# ---------------------------------------------------------------- options
+
+# The paper's table (arXiv 2506.10911); tiny is for two laptop cores. lr: of the inner optimizer.
+PAPER = dict(vocab=128000, seq_len=1024, steps=25000, warmup=1000)
+MODELS = {
+    "tiny": dict(hidden=128, layers=4, heads=4, mlp=512, lr=3e-3,
+                 vocab=256, seq_len=128, steps=300, warmup=30),
+    "small": dict(hidden=768, layers=12, heads=16, mlp=3072, lr=6e-4, **PAPER),
+    "medium": dict(hidden=2048, layers=24, heads=32, mlp=8192, lr=2e-4, **PAPER),
+    "large": dict(hidden=4096, layers=32, heads=32, mlp=16384, lr=1.2e-4, **PAPER),
+}
+# The options that only some methods have. gamma None: it is beta, also where a run resumes with
+# another one.
+METHODS = {
+    "noloco": dict(inner_steps=50, alpha=0.5, beta=0.7, gamma=None, group_size=2),
+    "diloco": dict(inner_steps=100, alpha=0.3, beta=0.7),
+    "ddp": {},
+    "local": {},
+}
+# The papers' values are for 25 000 steps; these are the best that we found for short runs of tiny.
+TINY = {
+    "noloco": dict(inner_steps=10, alpha=0.0, beta=1.0),
+    "diloco": dict(inner_steps=20, alpha=0.0, beta=1.0),
+}
+
+
+class BadInput(Exception):
+    """Something that the user can correct: one line, and status 2."""
+
+
+def need(good, line):
+    if not good:
+        raise BadInput(line)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line."""
+
+    def __init__(self, description):
+        super().__init__(description=description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message):
+        raise BadInput(f"{message} (see --help)")
+
+
+def number(kind, least=0, below=math.inf):
+    """An argument type: numbers of this kind from `least` on, below `below`."""
+    def parse_number(text):
+        value = kind(text)
+        if not least <= value < below:
+            top = f" and below {below}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(f"must be at least {least}{top}, got {text}")
+        return value
+
+    parse_number.__name__ = kind.__name__       # argparse says "invalid int value"
+    return parse_number
+
+
+def integers(text):
+    """Parses "3,2,2"."""
+    return [int(number) for number in text.split(",")]
+
+
+def options(description=__doc__):
+    """The parser of every option. A default of None: from MODELS or METHODS."""
+    parser = Parser(description)
+    add = parser.add_argument
+    count, whole, positive = number(int, 1), number(int), number(float, 1e-9)
+    add("--method", default="noloco", choices=METHODS, help="how replicas synchronise")
+    add("--inner-steps", type=count, help="optimizer steps per outer step (m)")
+    add("--alpha", type=number(float, below=1), help="outer momentum (N2)")
+    add("--beta", type=positive, help="outer learning rate (N2)")
+    add("--gamma", type=number(float), help="pull between slow weights (N2; default: beta)")
+    add("--group-size", type=number(int, 2), help="replicas that meet in an outer step (n)")
+    add("--stages", type=integers, help="replicas of each, as 3,2,2 (default: one stage of all)")
+    add("--layers-per-stage", type=integers, help="as 1,2,3 (default: even, later stages first)")
+    add("--routing", help="paths: random at every boundary, fixed, or planned by skippipe "
+        "(default: random; with --skip skippipe)")
+    add("--skip", type=number(float, below=1), default=0.0,
+        help="share of the stages that a microbatch leaves out, on planned paths")
+    add("--unscaled", action="store_true",
+        help="with --skip, evaluate as the papers do, all residuals whole")
+    add("--links", help="JSON with the ranks' delay and compute in seconds, for planned paths: "
+        "python -m planning.measure (default: a message takes as long as a forward)")
+    add("--microbatches", type=count, default=2, help="per origin and step (%(default)s)")
+    add("--batch", type=count, default=4, help="sequences per microbatch (%(default)s)")
+    add("--model", default="tiny", choices=MODELS, help="tiny, or one of the NoLoCo paper's")
+    for name, value in MODELS["tiny"].items():
+        kind = number(type(value), 0 if name in ("lr", "warmup") else 1)
+        add(flag(name), type=kind, help=f"default: the model's; of tiny {value}")
+    add("--beta2", type=number(float, below=1), default=0.95,
+        help="Adam's (%(default)s; the papers' released code: 0.999)")
+    add("--clip", type=positive, default=1.0, help="largest norm of a gradient (%(default)s)")
+    add("--data", help="text file or folder, or nanoGPT .bin (default: Python's own library)")
+    add("--name", help="the run is kept in runs/NAME (default: method, stages and time)")
+    add("--resume", help="run folder to go on with; its options hold unless given again")
+    add("--eval-every", type=count, default=100, help="steps between evaluations (%(default)s)")
+    add("--eval-sequences", type=count, default=128,
+        help="held-out sequences per evaluation and replica (%(default)s)")
+    add("--save-every", type=count, default=100, help="steps between checkpoints (%(default)s)")
+    add("--seed", type=whole, default=0, help="of weights, data order, routes and groups")
+    add("--dtype", default="float32", choices=["float32", "bfloat16"],
+        help="in which the model computes; weights stay float32")
+    add("--backend", default="auto", choices=["auto", "gloo", "nccl"],
+        help="nccl needs a GPU for every process")
+    if more:
+        more.add_options(parser)
+    return parser
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def parse(argv, world=1, parser=None):
+    """The run's options. Raises BadInput. parser: `options` with more of them (survive/)."""
+    parser = parser or options()
+    o = parser.parse_args(argv)
+    if o.resume:
+        parser.set_defaults(**read_config(o.resume, parser))
+        o = parser.parse_args(argv)
+    for name, value in vars(o).items():
+        need(value != "", f"{flag(name)} is empty: give a value, or leave it out")
+    for name in METHODS["noloco"]:
+        need(getattr(o, name) is None or name in METHODS[o.method],
+             f"--method {o.method} has no {flag(name)}")
+    defaults = MODELS[o.model] | METHODS[o.method] | dict(stages=[world])
+    if o.model == "tiny":
+        defaults |= TINY.get(o.method, {})
+    defaults["routing"] = "skippipe" if o.skip else "random"
+    sizes = "x".join(str(size) for size in o.stages or [world])
+    defaults["name"] = f"{o.method}-{sizes}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for name, value in defaults.items():
+        if getattr(o, name) is None:
+            setattr(o, name, value)
+    planned = o.routing not in ("random", "fixed")
+    need(planned or not o.links, "--links is for planned paths: give --skip or --routing skippipe")
+    need(planned or not o.skip, f"--skip needs a planned routing, not --routing {o.routing}")
+    need(Path(o.name).name == o.name != "..", f"--name {o.name}: takes a name without a path")
+    return o
+
+
+def read_config(folder, parser):
+    """{option: value} of a run's config.json, checked like a command line. Raises BadInput."""
+    words = []
+    try:
+        for name, value in json.loads(Path(folder, "config.json").read_text()).items():
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            if value is not None and value is not False:
+                words.append(flag(name) if value is True else f"{flag(name)}={text}")
+        kept, _ = parser.parse_known_args(words)        # survive/ has options that train.py has not
+        need(kept.stages, "it is of no run")
+    except (OSError, ValueError, AttributeError, BadInput) as error:
+        raise BadInput(f"{folder}: no readable config.json there: {error}: mend or remove it")
+    return vars(kept)
+
+
+def layout(o, world):
+    """stages, the ranks of each, and layers, the global layer numbers of each. Raises BadInput."""
+    sizes, count = o.stages, len(o.stages)
+    depths = o.layers_per_stage
+    if depths is None:          # later stages first: origins also carry embedding, head and loss
+        depths = [(o.layers + s) // count for s in range(count)]
+    need(min(sizes) >= 1, f"--stages {sizes}: every stage needs a replica")
+    need(sum(sizes) == world,
+         f"--stages {sizes} needs {sum(sizes)} processes but got {world} (--nproc-per-node)")
+    need(len(depths) == count and min(depths) >= 1 and sum(depths) == o.layers,
+         f"{count} stages must share {o.layers} layers, at least one each; got {depths}")
+    need(not o.skip or count >= 3 and stages_to_keep(o.skip, sizes) >= 1,
+         f"--skip needs at least 3 stages and must keep one; got {count} and {o.skip}")
+    least = -(-max(sizes) // sizes[0])
+    need(o.microbatches >= least, f"replicas would be idle: give --microbatches {least} or more")
+    return cuts(sizes), cuts(depths)
+
+
+def cuts(parts):
+    """[2, 3] -> [[0, 1], [2, 3, 4]]"""
+    return [list(range(end - n, end)) for n, end in zip(parts, accumulate(parts))]
+
+
+# ---------------------------------------------------------------- data
+
+HELDOUT = r"(^|[^a-z])val(id|idation)?([^a-z]|$)"       # in the name of a held-out file
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}
+
+
+# encode: bytes -> tokens; end: the token that ends a document; text: the bytes of its file
+Tokenizer = namedtuple("Tokenizer", "encode end text")
+
+
+def as_bytes(text):
+    """Tokens are bytes, and a zero ends a text."""
+    return torch.frombuffer(bytearray(text + b"\0"), dtype=torch.uint8)
+
+
+BYTES = Tokenizer(as_bytes, 0, b"")
+
+
+def load_corpus(o, tokenizer=None):
+    """Training and held-out tokens from disjoint files; of a single file the end is held out.
+
+    Losses compare only between runs with the same digest. end: the token that ends a document.
+    end and bytes_per_token are None of token files. tokenizer: a Tokenizer (default: BYTES).
     """
-    o = run.o
-    ends = run.step == o.steps
-    evaluates = ends or run.step // o.eval_every > before // o.eval_every
-    saves = ends or run.step // o.save_every > before // o.save_every
-    if not (evaluates or saves):
-        return
-    run.meter.pause()
-    if evaluates:
-        row = run.meter.take_row(heldout(run))
-    if saves:
-        run.checkpoints.save(run.step, state_of(run))
-    if evaluates:
-        report(run, row | compare(run, ends), ends)
-    run.meter.go_on()
+    root, files = find_files(o.data)
+    tokenizer = tokenizer or BYTES
+    c = SimpleNamespace(bytes_per_token=None, end=None)
+    digest = hashlib.sha256(tokenizer.text)
+    train_files, held_files = split(root, files)
+    if train_files:
+        c.train = read_tokens(train_files, tokenizer, digest)
+    c.heldout = read_tokens(held_files, tokenizer, digest)
+    if files[0].suffix != ".bin":
+        size = sum(path.stat().st_size + 1 for path in held_files)
+        c.bytes_per_token, c.end = size / len(c.heldout), tokenizer.end
+    place = o.data or root
+    need(o.data or len(c.train) > 5e6, f"{place} has under 5 MB of .py text: give --data TEXT")
+    if not train_files:
+        count = max(o.seq_len + 1, len(c.heldout) // 20)
+        c.train, c.heldout = c.heldout[:-count], c.heldout[-count:]
+    c.digest = digest.hexdigest()[:12]
+    count = (len(c.heldout) - 1) // o.seq_len
+    need(count >= o.eval_sequences, f"{place} has {len(c.heldout)} held-out tokens, {count} "
+         "sequences: give more data, or a smaller --eval-sequences or --seq-len")
+    top = max(int(part[:1 << 24].int().max()) for part in (c.train, c.heldout) if len(part))
+    need(top < o.vocab, f"the data has token {top}: give --vocab {top + 1} or more, not {o.vocab}")
+    return c
 
+
+def find_files(data):
+    """(the folder that paths are relative to, files) of --data: all text, or all .bin. By default
+    the .py files of Python's own library: real text, on every machine, so that nobody downloads
+    data."""
+    root = Path(data or sysconfig.get_paths()["stdlib"])
+    if root.is_file():
+        return root.parent, [root]
+    files = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name[0] != "." and (data or name not in LEFT_OUT)]
+        files += [Path(folder, name) for name in names if name[0] != "."]
+    if not data:
+        files = [path for path in files if path.suffix == ".py"]
+    kinds = {path.suffix == ".bin" for path in files}
+    need(len(kinds) == 1, f"{root}: no such file, or none to read, or .bin files beside text")
+    return root, sorted(files)
+
+
+def split(root, files):
+    """(training, held-out) files. Held out are those with val or validation in their names, else a
+    20th, at least one, by a hash of their names."""
+    def by_hash(path):
+        return hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+
+    held = [path for path in files if re.search(HELDOUT, path.name.lower())]
+    if len(held) in (0, len(files)):
+        held = sorted(files, key=by_hash)[:max(1, len(files) // 20)]
+    held = set(held)
+    return [path for path in files if path not in held], [path for path in files if path in held]
+
+
+def read_tokens(paths, tokenizer, digest):
+    """The tokens of these texts, or of one of nanoGPT's .bin files, which is mapped into memory.
+    The digest takes in the text, of a .bin file its name and size."""
+    if paths[0].suffix == ".bin":
+        need(len(paths) == 1 and paths[0].stat().st_size, f"{paths[0]}: --data takes one "
+             ".bin file with tokens, or a folder of two, train.bin and val.bin")
+        size = paths[0].stat().st_size // 2
+        digest.update(f"{paths[0].name} {size}".encode())
+        return torch.from_file(str(paths[0]), size=size, dtype=torch.uint16)
+    parts = []
+    for path in paths:
+        text = path.read_bytes()
+        need(b"\0" not in text[:8192], f"{path} is no text file: docs/data.md has a recipe that "
+             "writes C4's shards as .bin files")
+        digest.update(text + b"\0")
+        parts.append(tokenizer.encode(text))
+    return torch.cat(parts)
+
+
+def heldout_sequences(corpus, count, seq_len):
+    """(count, T + 1) held-out tokens, spread evenly: the same sequences for every replica."""
+    last = len(corpus.heldout) - seq_len - 1
+    starts = [round(i * last / max(1, count - 1)) for i in range(count)]
+    return torch.stack([corpus.heldout[a:a + seq_len + 1] for a in starts]).long()
+
+
+class Reader:
+    """One origin's sequences, in a fresh random order each epoch; `cursor` is all its state.
+
+    Its part is the place-th of so many of the training tokens. Raises BadInput.
+    """
+
+    def __init__(self, corpus, seq_len, seed, place=0, origins=1):
+        share = len(corpus.train) // origins
+        need(share > seq_len, "too little data for every origin: give more, or a smaller --seq-len")
+        part = corpus.train[place * share:(place + 1) * share]
+        # (sequences, T + 1): each begins with the last token of the one before
+        self.sequences = part.unfold(0, seq_len + 1, seq_len)
+        self.seed = f"data {seed} {place}"
+        self.cursor = 0
+        self.epoch = None
+
+    def next(self, batch):
+        """(batch, T + 1) tokens: inputs and, one further, targets."""
+        rows = []
+        for _ in range(batch):
+            epoch, place = divmod(self.cursor, len(self.sequences))
+            if epoch != self.epoch:
+                self.shuffle(epoch)
+            rows.append(self.sequences[int(self.order[place])])
+            self.cursor += 1
+        return torch.stack(rows).long()
+
+    def shuffle(self, epoch):
+        """Draw the order of this epoch's sequences."""
+        seed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
+        generator = torch.Generator().manual_seed(seed)
+        self.order = torch.randperm(len(self.sequences), generator=generator)
+        self.epoch = epoch
+
+
+# ---------------------------------------------------------------- processes
+
+STOPPED = b"stopped"        # what a rank that ends tells in place of its next value
+
+
+class Job:
+    """This process among those of the run, which tell each other small values through a store.
+
+    nccl: whether messages travel over NCCL. leads: it prints, and writes the log. restarts: how
+    often torchrun has started these processes again. then: how to go on after an error, in words.
+    Subclasses may override share, stop, leave, start_group, group_of and close.
+    """
+    silent = 5                      # seconds, before a line says for whom this process waits
+
+    def __init__(self):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self.device = torch.device("cpu")
+        self.nccl = False
+        self.leads = self.rank == 0
+        self.then = ""
+        self.calls = 0              # of `share`
+        self.store = dist.HashStore()
+        if self.world > 1:
+            # torchrun keeps its store over a restart: nobody may read the keys from before.
+            self.store = dist.PrefixStore(f"attempt{self.restarts}", self.meet())
+
+    def meet(self):
+        """The store of all ranks, once all have come."""
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        line = f"rank {self.rank}: waiting for rank 0 at {place}, and all others"
+        late = threading.Timer(self.silent, print, [line], dict(file=sys.stderr, flush=True))
+        late.start()
+        try:
+            return next(iter(dist.rendezvous("env://")))[0]
+        except (RuntimeError, ValueError) as error:
+            sys.stderr.write(f"error: rank {self.rank}, {place}: {one_line(error)[:200]}\n")
+            sys.exit(2)
+        finally:
+            late.cancel()
+
+    def share(self, value=None):
+        """Every rank's value, by rank: all call this equally often. It ends this process if a rank
+        has stopped."""
+        self.calls += 1
+        self.store.set(f"{self.calls}/{self.rank}", json.dumps(value))
+        texts = self.store.multi_get([f"{self.calls}/{r}" for r in range(self.world)])
+        if STOPPED in texts:                            # that rank has said why
+            self.leave(5)
+            sys.exit(2)
+        return [json.loads(text) for text in texts]
+
+    def stop(self, line, status=2):
+        """End this process, and all that wait for its next value. The first to stop says why."""
+        first = True
+        with contextlib.suppress(RuntimeError):         # of a lost store
+            first = self.store.add("stopped", 1) == 1
+        if first:
+            tqdm.write(line + self.then, file=sys.stderr)
+        with contextlib.suppress(RuntimeError, KeyboardInterrupt):      # torchrun repeats Ctrl-C
+            self.store.set(f"{self.calls + 1}/{self.rank}", STOPPED)
+            self.leave(5)
+        sys.exit(status)
+
+    def leave(self, seconds):
+        """The first rank leaves last, since it may host the store; it waits so long at most."""
+        self.store.set(f"left/{self.rank}", "=")
+        if self.leads:
+            left = [f"left/{r}" for r in range(self.world)]
+            self.store.wait(left, timedelta(seconds=seconds))
+
+    def connect(self, o):
+        """NCCL if each process has a GPU of its own, else Gloo.
+
+        Refuses hosts that offer others their loopback address; shares out each machine's cores.
+        """
+        gpus = torch.cuda.device_count()
+        if gpus:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
+            torch.cuda.set_device(self.device)
+        enough = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        found = self.share([enough, gloo_interface(), this_machine()])
+        enough, interfaces, machines = zip(*found)
+        need(all(enough) or o.backend != "nccl",
+             "--backend nccl: a machine has fewer GPUs than processes: use gloo")
+        if self.world == 1:
+            return
+        self.nccl = all(enough) and o.backend != "gloo"
+        need("lo" not in interfaces or set(interfaces) == {"lo"}, f"ranks offer {interfaces}: lo "
+             "is of no use between hosts: give torchrun node 0's address as --master-addr, or "
+             "export GLOO_SOCKET_IFNAME=NAME on that host")
+        if "OMP_NUM_THREADS" not in os.environ:         # else every rank would use every core
+            here = machines.count(this_machine())
+            torch.set_num_threads(max(1, torch.get_num_threads() // here))
+        self.start_group()
+
+    def start_group(self):
+        """The default process group, of all ranks."""
+        # Lazily Gloo connects only pairs that talk, otherwise every pair at the start.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1" if self.world > 64 else "0")
+        dist.init_process_group("nccl" if self.nccl else "gloo", rank=self.rank,
+                                world_size=self.world, store=dist.PrefixStore("job", self.store))
+        dist.barrier()              # NCCL: the first use of a group must have every rank in it
+
+    def group_of(self, ranks):
+        """A new process group of these ranks, which all call this; None for one rank."""
+        if len(ranks) == 1:
+            return None
+        return dist.new_group(ranks, use_local_synchronization=True)
+
+    def close(self):
+        """At the end, when all is saved: a lost rank or store does not matter any more."""
+        with contextlib.suppress(RuntimeError):
+            self.share()                                # nobody has stopped
+            if dist.is_initialized():
+                dist.barrier()
+                dist.destroy_process_group()
+            self.leave(60)
+
+
+def this_machine():
+    """A text that no other machine has."""
+    boot = Path("/proc/sys/kernel/random/boot_id")      # of Linux
+    return boot.read_text() if boot.exists() else socket.gethostname()
+
+
+def gloo_interface():
+    """The network interface of all Gloo groups, torch's own too (or several, with commas).
+
+    GLOO_SOCKET_IFNAME names it. If unset, it becomes the one from which this host reaches
+    MASTER_ADDR: torch alone would take that of the host's own name, on Debian the loopback, and
+    hosts would never meet.
+    """
+    known = [name for _, name in socket.if_nameindex()]
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            master = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", "127.0.0.1")
+            probe.connect((master, 1))                                  # sends nothing
+            own = socket.inet_aton(probe.getsockname()[0])
+            for name in known:
+                with contextlib.suppress(OSError):                      # it may have no address
+                    request = name.encode().ljust(40, b"\0")
+                    if fcntl.ioctl(probe, 0x8915, request)[20:24] == own:       # SIOCGIFADDR
+                        os.environ["GLOO_SOCKET_IFNAME"] = name
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    need(not names or set(names.split(",")) <= set(known),
+         f"GLOO_SOCKET_IFNAME={names}: a host has only {', '.join(known)}")
+    return names
+
+
+# ---------------------------------------------------------------- the command line
 
 BROKEN = "Connection ", "Broken pipe", "ncclRemoteError"        # in the errors of a lost peer
 
 
+def one_line(error):
+    return " ".join(str(error).split())
+
+
 @contextlib.contextmanager
-def in_one_line(run):
-    """Around training: it ends with one line of one rank, or a traceback of an unknown cause."""
-    then = run.checkpoints.then
+def in_one_line(job):
+    """Around a run: it ends with one line of one rank, or a traceback of an unknown cause."""
+    where = f"rank {job.rank}: " if job.rank else ""
     try:
         yield
     except KeyboardInterrupt:
-        status, line = 130, f"stopped at step {run.step}; {then()}"
-    except BadInput as error:
-        status, line = 2, f"error: {error}"
-    except OSError as error:                                    # most often a full disk
-        status, line = 2, f"error: {one_line(error)}; once that is put right, {then()}"
+        job.stop("stopped", 130)
+    except (BadInput, OSError) as error:                        # OSError: most often a full disk
+        job.stop(f"error: {where}{one_line(error)}")
     except RuntimeError as error:
         if not any(words in str(error) for words in BROKEN):
             raise
-        status = 2
-        line = f"stopped: rank {run.job.rank} at step {run.step}: another process is gone; {then()}"
-    else:
-        return
-    if run.bar:
-        run.bar.close()
-    with contextlib.suppress(RuntimeError):                     # of a lost store
-        if run.job.store.add("stopped", 1) > 1:
-            sys.exit(status)
-    print(line, file=sys.stderr, flush=True)
-    sys.exit(status)
+        job.stop(f"stopped: rank {job.rank}: another process is gone")
 
 
-def main(argv=None):
-    """argv: the command line (None: sys.argv)."""
+def built(job, argv, **parts):
+    """The Run of a command line, the first rank's for all. parts: of Run, in place of the usual
+    ones. Raises BadInput."""
+    try:
+        o = vars(parse(argv, job.world)) if job.leads else None
+        o = argparse.Namespace(**job.share(o)[0])
+        job.connect(o)
+        usual = more.parts(o) if more else {}
+        return Run(job, o, **(usual | parts))
+    except ValueError as error:                                 # of a model, a network, NoLoCo
+        raise BadInput(error)
+
+
+def main(argv=None, **parts):
+    """argv: the command line (None: sys.argv). parts: see `built`."""
     argv = sys.argv[1:] if argv is None else argv
     job = Job()
     if not job.leads and {"-h", "--help"} & set(argv):
         sys.exit(0)
-    o = Options(**job.agree_on(options_of, argv, job.world))
-    job.connect(o)
-    run = build(job, o)
-    with in_one_line(run):
+    with in_one_line(job):
+        run = built(job, argv, **parts)
         train(run)
+        job.close()
 
 
 if __name__ == "__main__":

@@ -11,23 +11,24 @@ The replicas are on hosts of this machine (tools/hosts.py; root and iproute2), e
 processor; the relay, which is the network, has its own. Each origin evaluates on its own part of
 the second half of the held-out text.
 """
-import json
+import functools
 import math
 import random
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import train
-from experiments.harness import built
 from gossip import Delayed, Fragments
 from gossip.asynchronous import Asynchronous
-from train import Job, Parser
+from planning.measure import measure
+from planning.training import plan_paths
+from skippipe import Network
+from train import Job, Parser, timed
 
 CPU = 0.2                       # of a processor, that each host has
 EVALUATIONS = 6                 # of a run, and one at the warm-up's end
@@ -35,40 +36,47 @@ PROGRAM = "-m experiments.clock --clock"
 VARIANCE = 0.5                  # of the logarithm of an uneven step's length (B4)
 
 
-@dataclass
-class Clock(train.Meter):
+class Clock(train.Log):
     """Gives the run as many outer steps as fit into `limit` seconds at the slowest rank's pace.
 
     It counts in outer steps (m inner steps each; of a method without any, one), since by speed the
     ranks' m differ. The pace counts from half of the warm-up on, and is renewed at each evaluation.
     The clock stands still while replicas evaluate, from when the last one has come until all go on.
+
+    limit: seconds. by_speed: until the warm-up has ended: give each rank steps of its own.
     """
-    run: object = None              # a train.Run
-    limit: float = 0.0
-    by_speed: bool = False          # until the warm-up has ended: give each rank steps of its own
-    idle: float = 0.0               # seconds in which this rank waited for the others to evaluate
-    begun: tuple = ()               # (seconds, of them waited, steps) since when the pace counts
-    rounds: int = None              # outer steps in all; None before the warm-up has ended
-    every: int = None               # of them between evaluations
-    inner_steps: list = None        # of each rank, by speed
 
-    def add(self, *numbers):
-        super().add(*numbers)
-        if not self.begun and self.run.step >= self.run.o.warmup // 2:      # first steps are slow
-            now = self.seconds + time.perf_counter() - self.clock
-            self.begun = now - self.idle, self.waited, self.run.step + 1
+    def __init__(self, run, limit, by_speed=False):
+        super().__init__(run)
+        self.limit, self.by_speed = limit, by_speed
+        self.idle = 0.0             # seconds in which this rank waited for the others to evaluate
+        self.begun = ()             # (seconds, of them blocked, steps) since when the pace counts
+        self.rounds = None          # outer steps in total; None before the warm-up has ended
+        self.every = None           # of them between evaluations
+        self.inner_steps = None     # of each rank, by speed
 
-    def pause(self):
+    @property
+    def seconds(self):
+        """Of this rank's own time."""
+        return self.sums["seconds"] - self.idle
+
+    def between_steps(self, before):
+        if not self.begun and before >= self.run.o.warmup // 2:             # first steps are slow
+            self.begun = self.seconds, self.sums["blocked"], self.run.step
+        super().between_steps(before)
+
+    def take_row(self):
         came = time.perf_counter()
-        dist.barrier()
+        with timed(self.sums, "seconds"):
+            dist.barrier()
         self.idle += time.perf_counter() - came
-        super().pause()
+        return super().take_row()
 
-    def go_on(self):
-        if 0 < self.run.step < self.run.o.steps:
+    def report(self, row, ends):
+        super().report(row, ends)
+        if not ends:
             self.renew()
         dist.barrier()
-        super().go_on()
 
     @property
     def m(self):
@@ -76,28 +84,28 @@ class Clock(train.Meter):
 
     def renew(self):
         """At an evaluation, which follows an outer step."""
-        began, waited, step = self.begun
-        seconds = self.seconds - self.idle - began
+        began, blocked, step = self.begun
+        seconds = self.seconds - began
         steps = self.run.step - step
         pace = steps / seconds / self.m
         if self.by_speed:
-            speed = steps / (seconds - (self.waited - waited))
+            speed = steps / (seconds - (self.sums["blocked"] - blocked))
             self.take_own_steps(speed)
             pace = speed / self.m                       # at first as if nobody would wait
-            self.begun = self.seconds - self.idle, self.waited, self.run.step
+            self.begun = self.seconds, self.sums["blocked"], self.run.step
         self.fit(pace)
 
     def fit(self, pace):
         """All ranks set the numbers that fit the slowest. pace: outer steps a second."""
         o, job = self.run.o, self.run.job
-        slowest = min(job.share("pace", pace))
-        self.rounds, self.every = job.share("outer steps", self.numbers(slowest))[0]
+        slowest = min(job.share(pace))
+        self.rounds, self.every = job.share(self.numbers(slowest))[0]
         o.steps = self.rounds * self.m + o.delay        # the last message has landed
         o.eval_every = self.every * self.m
 
     def numbers(self, pace):
         """(outer steps in all, between evaluations)"""
-        left = self.limit - self.seconds
+        left = self.limit - self.sums["seconds"]
         gap = self.limit / EVALUATIONS
         if self.every and 0 < left < 0.75 * gap:        # the last part stays as planned
             return self.rounds, self.every
@@ -114,13 +122,13 @@ class Clock(train.Meter):
         their numbers: so groups are drawn alike."""
         run, o = self.run, self.run.o
         self.by_speed = False
-        fastest = max(run.job.share("speed", speed))
+        fastest = max(run.job.share(speed))
         done = run.step // o.inner_steps
         o.inner_steps, o.delay = own_steps(o.inner_steps, o.fragments, o.delay, speed / fastest)
         set_steps(run.outer, o.inner_steps, o.delay)
         # Steps count as if there had been so many from the first outer step on.
         run.step = run.outer.steps = o.warmup = done * o.inner_steps
-        self.inner_steps = run.job.share("inner steps", o.inner_steps)
+        self.inner_steps = run.job.share(o.inner_steps)
 
 
 def own_steps(m, K, D, share):
@@ -153,41 +161,44 @@ def set_steps(outer, m, D):
 # ---------------------------------------------------------------- one evaluation, at the end
 
 
-@dataclass
-class OwnTime(train.Meter):
+class OwnTime(train.Log):
     """Gives this rank as many steps as fit into `limit` seconds at its own pace. Ranks evaluate
     once, at the end: at an evaluation before it they would wait for each other."""
-    run: object = None              # a train.Run
-    limit: float = 0.0
-    begun: tuple = ()               # (seconds, steps) since when the pace counts
-    inner_steps: list = None        # as Clock's: here all ranks have the same
 
-    def add(self, *numbers):
-        super().add(*numbers)
-        o, made = self.run.o, self.run.step + 1
-        now = time.perf_counter() - self.clock
+    def __init__(self, run, limit):
+        super().__init__(run)
+        self.limit = limit
+        self.begun = ()             # (seconds, steps) since when the pace counts
+        self.inner_steps = None     # as Clock's: here all ranks have the same
+
+    def between_steps(self, before):
+        o, made, now = self.run.o, self.run.step, self.sums["seconds"]
         if not self.begun and made >= o.warmup // 2:            # first steps are slow
             self.begun = now, made
-        if made >= o.warmup:
+        if o.warmup <= made < o.steps:
             began, steps = self.begun
-            pace = (made - steps) / (now - began)
-            self.fit(made, made + max(0, round((self.limit - now) * pace)), now)
+            if made > steps:
+                pace = (made - steps) / (now - began)
+                self.fit(made, made + max(0, round((self.limit - now) * pace)), now)
+        super().between_steps(before)
 
     def fit(self, made, fitting, now):
-        """made: steps so far; fitting: those that fit in all."""
+        """made: steps so far; fitting: those that fit in total."""
         self.run.o.steps = fitting
 
-    def pause(self):
+    def take_row(self):
         """What is under way arrives before the evaluation."""
-        super().pause()
         self.run.outer.settle()
+        return super().take_row()
 
 
-@dataclass
 class CommonEnd(OwnTime):
     """For replicas that meet: all make equally many outer steps. Each plans by its own pace, until
     the first rank tells the others how many there will be, once most of the time has passed."""
-    told: bool = False
+
+    def __init__(self, run, limit):
+        super().__init__(run, limit)
+        self.told = False
 
     def fit(self, made, fitting, now):
         o, job = self.run.o, self.run.job
@@ -202,16 +213,17 @@ class CommonEnd(OwnTime):
                 rounds = int(job.store.get("outer steps in all"))
         o.steps = rounds * o.inner_steps + o.delay              # the last message has landed
 
-    def pause(self):
+    def take_row(self):
         """The time ends when the last rank has come."""
-        dist.barrier()
-        super().pause()
+        with timed(self.sums, "seconds"):
+            dist.barrier()
+        return super().take_row()
 
 
 def never_waiting(run):
     """In place of train.make_outer."""
     o = run.o
-    return Asynchronous(run.theta, run.stages[run.stage], inner_steps=o.inner_steps, seed=o.seed)
+    return Asynchronous(run.theta, run.replicas, inner_steps=o.inner_steps, seed=o.seed)
 
 
 # ---------------------------------------------------------------- steps of uneven length
@@ -274,12 +286,11 @@ class Overlapped(train.Pipeline):
     def run(self, paths, batches, train=True, order=None):
         if not train:
             return super().run(paths, batches, train, order)
-        start = time.perf_counter()
         tokens = torch.cat(list(batches.values()))
         loss = self.ddp(tokens)
         loss.backward()
         end = time.perf_counter()
-        self.held, self.seconds = end - self.worked, end - start
+        self.held = end - self.worked
         count = tokens[:, 1:].numel()
         return loss.detach(), count, count
 
@@ -297,59 +308,76 @@ class Averaged:
     def __call__(self, grad, tokens):
         n = self.run.job.world
         self.bytes_sent += 2 * (n - 1) * grad.nbytes // n           # a ring's
-        self.run.meter.waited += self.run.pipeline.held
+        self.run.log.sums["blocked"] += self.run.pipeline.held
         return tokens
 
 
 # ---------------------------------------------------------------- a run
 
 
-class Holding(train.Routes):
-    """Plans for nodes that hold `memory` microbatches at once."""
-    memory = 3
+class Measured(train.Routes):
+    """Paths planned for the links that the ranks measure, and for nodes that hold `memory`
+    microbatches at once."""
 
-    def network(self, pipeline):
-        return replace(super().network(pipeline), memory=self.memory)
+    def __init__(self, run, kept, make_plan, memory):
+        o = run.o
+        if o.routing not in ("random", "fixed"):
+            delay, compute = measure(run.pipeline, run.stages, run.job)
+            network = Network(delay, compute, run.stages, memory)
+
+            def make_plan(o, stages):
+                return plan_paths(network, o.routing, o.skip, o.microbatches, o.seed)
+
+        super().__init__(run, kept, make_plan)
+
+
+def parts_of(own):
+    """What takes the place of train.Run's parts."""
+    parts = dict(Routes=functools.partial(Measured, memory=own.memory))
+    if own.overlapped:
+        parts.update(Pipeline=Overlapped, Average=Averaged)
+    if own.uneven:
+        parts["Pipeline"] = Uneven
+    if own.never_waits:
+        parts.update(make_outer=never_waiting, Log=functools.partial(OwnTime, limit=own.clock))
+    elif own.one_evaluation:
+        parts["Log"] = functools.partial(CommonEnd, limit=own.clock)
+    else:
+        parts["Log"] = functools.partial(Clock, limit=own.clock, by_speed=own.by_speed)
+    return parts
 
 
 def clocked(argv):
     """train.main for so many seconds, on a part of the held-out text."""
     job = Job()
-    own, argv = job.together(clock_parser().parse_known_args, argv)
-    if job.world == 1:
-        job.refuse("--clock is for several processes: start torchrun with --nproc-per-node 2 "
-                   "or more")
-    signal.alarm(int(6 * own.clock) + 600)          # a run that hangs must not hold those behind it
-    Holding.memory = own.memory
-    parts = dict(Routes=Holding)
-    if own.overlapped:
-        parts["Pipeline"] = Overlapped
-    if own.uneven:
-        parts["Pipeline"] = Uneven
-    if own.never_waits:
-        parts["make_outer"] = never_waiting
-    run = built(job, [*argv, "--steps", "1000000"], **parts)
-    job.together(check, own, run)
-    if own.overlapped:
-        run.average = Averaged(run)
-    asked = run.o.inner_steps
+    with train.in_one_line(job):
+        own, argv = clock_parser().parse_known_args(argv)
+        train.need(job.world > 1, "--clock is for several processes: start torchrun with "
+                   "--nproc-per-node 2 or more")
+        signal.alarm(int(6 * own.clock) + 600)      # a run that hangs must not hold those behind it
+        run = train.built(job, [*argv, "--steps", "1000000"], **parts_of(own))
+        check(own, run)
+        asked = run.o.inner_steps
+        set_clock(own, run)
+        train.train(run)
+        job.close()
+    if job.leads:           # with the steps that fitted
+        config = vars(run.o) | dict(inner_steps=asked, inner_steps_by_rank=run.log.inner_steps)
+        train.write_json(run.folder / "config.json", config)
+
+
+def set_clock(own, run):
+    """Give the run its part of the held-out text, and its evaluations."""
+    o, job = run.o, run.job
     if run.corpus:
         test = run.corpus.heldout.chunk(2)[1]
         run.corpus.heldout = test.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
     if own.uneven:
-        run.pipeline.draws = random.Random(f"uneven {run.o.seed} {job.rank}")
-    if own.never_waits or own.one_evaluation:
-        run.o.eval_every = run.o.steps
-        kind = OwnTime if own.never_waits else CommonEnd
-        run.meter = kind(run=run, limit=own.clock)
-    else:
-        m = asked or 1
-        run.o.eval_every = -(-max(1, run.o.warmup) // m) * m        # at the warm-up's end
-        run.meter = Clock(run=run, limit=own.clock, by_speed=own.by_speed)
-    train.train(run)
-    if job.rank == 0:       # with the steps that fitted
-        config = vars(run.o) | dict(inner_steps=asked, inner_steps_by_rank=run.meter.inner_steps)
-        train.write_text(run.folder / "config.json", json.dumps(config, indent=1))
+        run.pipeline.draws = random.Random(f"uneven {o.seed} {job.rank}")
+    o.eval_every = o.steps
+    if not (own.never_waits or own.one_evaluation):
+        m = o.inner_steps or 1
+        o.eval_every = -(-max(1, o.warmup) // m) * m        # at the warm-up's end
 
 
 def check(own, run):

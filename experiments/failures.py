@@ -11,10 +11,9 @@ import random
 import sys
 
 import train
-from experiments.harness import Row, Setting, built, command, run_all
+from experiments.harness import Row, Setting, command, run_all
 from experiments.pictures import COLOURS, WIDTH, counted, differences, frame, percent
 from experiments.tables import MEANS_ONLY, Expected, Table, mean_final, over_runs, results, sure
-from train import Job
 
 SHARES = {"try": (0.1,), "plot": (0, 0.1), "full": (0, 0.05, 0.1)}
 STEPS = {"try": 4, "plot": 40, "full": 300}
@@ -44,14 +43,13 @@ class Losing(train.Pipeline):
         later = {rank for path in paths for rank in path[1:]}
         victim = draw.choice(sorted(later))
         left = [u for u, path in enumerate(paths) if victim not in path]
-        self.lost += len(batches.keys() - set(left))
         kept = {i: batches[u] for i, u in enumerate(left) if u in batches}
         return [paths[u] for u in left], kept
 
 
 def lose(share, argv):
     """train.main with such a pipeline."""
-    train.train(built(Job(), argv, Pipeline=functools.partial(Losing, share)))
+    train.main(argv, Pipeline=functools.partial(Losing, share))
 
 
 def settings(scale):

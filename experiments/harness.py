@@ -27,17 +27,16 @@ from typing import Callable
 
 from tqdm import tqdm
 
-import train
 from experiments.pictures import picture
 from experiments.tables import ROOT, kept_result, save_result
-from train import BadInput, Job, Parser, write_text
+from train import BadInput, Job, Parser, in_one_line, write_json
 
 FOLDERS = {"try": "runs/try", "plot": "runs/plot", "full": "."}     # of results/ and figures/
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --save-every 1000000"
 # The columns of metrics.jsonl that results keep.
 KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds",
-        "seconds", "iteration_seconds", "steps_alone", "ranks", "sync_seconds")
+        "seconds", "iteration_seconds", "ranks")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ class Setting:
 def command(description, *rows):
     """The whole command of one row, or of all that are given. Bad input ends in one line."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # so that started processes end too
-    o = Job().together(parse_arguments, description, rows)
+    with in_one_line(Job()):
+        o = parse_arguments(description, rows)
     sys.exit(run_rows([row for row in rows if row.name in o.rows], o))
 
 
@@ -204,7 +204,7 @@ def train_once(setting, name, seed):
         row |= setting.after(folder)
     row |= dict(ranks=setting.processes, cpu_hours=(cpu_seconds() - start) / 3600)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    write_text(done, json.dumps(row))
+    write_json(done, row)
     return row
 
 
@@ -240,10 +240,3 @@ def read_curves(folder):
     for key in KEPT:
         curves[key] = [line[key] and float(f"{line[key]:.6g}") for line in lines]
     return curves
-
-
-def built(job, argv, **parts):
-    """A train.Run as train.main builds it, with parts of our own."""
-    o = train.Options(**job.agree_on(train.options_of, argv, job.world))
-    job.connect(o)
-    return train.build(job, o, **parts)

@@ -202,7 +202,7 @@ def ended(folder):
     ranks = last["ranks"]
     return dict(corpus=last["corpus"], merged=round(last["merged_nats_per_byte"], 5),
                 seconds=round(last["seconds"], 2), steps=last["tokens"] / TOKENS / ranks,
-                held=round(last["held"] * last["seconds"], 2),
+                held=round(last["blocked"] * last["seconds"], 2),
                 sent=round(last["sync_bytes"] / ranks / 1e6, 3),
                 inner_steps=config["inner_steps_by_rank"])
 

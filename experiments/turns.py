@@ -23,7 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from experiments.harness import SMALL, folder_of, train_once
-from train import BadInput, write_text
+from train import BadInput, write
 
 OTHERS = 0.1        # of a processor
 AGAIN = 5
@@ -170,4 +170,5 @@ def keep(file, label, row):
     found = kept(file)
     found["runs"].setdefault(label, []).append(row)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, json.dumps(found) + "\n")
+    text = json.dumps(found) + "\n"
+    write(file, lambda out: out.write(text.encode()))

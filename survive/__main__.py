@@ -8,24 +8,22 @@ Each process needs a torchrun of its own, or none: torchrun ends all processes b
 A process that comes back is started with the same RANK and --join, and takes its options from the
 others. docs/failures.md says what is survived, and how long it takes.
 """
+import argparse
 import os
 import sys
 import traceback
-from dataclasses import dataclass
 
 from survive.parts import go_through
 from survive.standby import address_in_use
-from train import Job, Options, need, option, parse
-
-
-@dataclass
-class SurvivingOptions(Options):
-    survive: float = option(60.0, "seconds to wait for a partner", least=1e-3)
+from train import Job, in_one_line, need, number, options, parse
 
 
 def surviving_options(argv, world):
     """{name: value}. Raises BadInput."""
-    o = parse(argv, world, SurvivingOptions, __doc__)
+    parser = options(__doc__)
+    parser.add_argument("--survive", type=number(float, 1e-3), default=60.0,
+                        help="seconds to wait for a partner (default: 60)")
+    o = parse(argv, world, parser)
     need(o.method in ("noloco", "local"), f"survive trains with noloco or local, not {o.method}")
     need(not o.delay and o.fragments == 1,
          "survive goes with neither --delay nor --fragments: a message under way, or a fragment's "
@@ -41,7 +39,10 @@ def train_surviving(argv):
     if joins:
         refuse_wrong_join(job)
     argv = [word for word in argv if word != "--join"]
-    go_through(job, SurvivingOptions(**job.agree_on(surviving_options, argv, job.world)), joins)
+    with in_one_line(job):
+        o = surviving_options(argv, job.world) if job.leads else None
+        o = argparse.Namespace(**job.share(o)[0])
+    go_through(job, o, joins)
 
 
 def refuse_wrong_join(job):

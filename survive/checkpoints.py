@@ -36,6 +36,7 @@ class SurvivingCheckpoints(Checkpoints):
 
     def save(self, step, state):
         self.write(step, state)
+        self.job.then = f"; go on with --resume {self.folder.parent}"
         self.seal()
 
     def seal(self):

@@ -32,7 +32,7 @@ class SurvivingNoLoCo(NoLoCo):
     store: a torch.distributed store that all replicas reach.
     timeout: seconds that an outer step waits for a partner (half of it without a sign of life), and
     again for the partner's numbers.
-    catch_up: a late replica may leave out inner steps.
+    catch_up: a late replica may leave out inner steps. last: how many inner steps there are.
     tell: called with a dict for each outer step that did not go as drawn.
     reset: called when this replica was not finite and has taken a partner's weights. The caller
     then resets the inner optimizer.
@@ -45,15 +45,15 @@ class SurvivingNoLoCo(NoLoCo):
     keys of the store.
     """
 
-    def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, tell=print,
-                 reset=lambda: None, excluded=frozenset(), **kwargs):
+    def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, last=sys.maxsize,
+                 tell=print, reset=lambda: None, excluded=frozenset(), **kwargs):
         ranks = range(int(os.environ["WORLD_SIZE"])) if ranks is None else ranks
         super().__init__(params, ranks, **kwargs)
         self.rank = int(os.environ["RANK"])
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
         self.store, self.timeout = store, timeout
-        self.catch_up, self.excluded = catch_up, excluded
+        self.catch_up, self.last, self.excluded = catch_up, last, excluded
         self.name = f"outer/{self.ranks[0]}"
         self.tell, self.reset = tell, reset
         self.late = False
@@ -76,6 +76,7 @@ class SurvivingNoLoCo(NoLoCo):
             if self.late:
                 self.hurry()
         due = super().step()
+        self.steps = min(self.steps, self.last)             # a leap may go over the end
         if due:
             absent(self.store, self.ranks)                  # raises if the store is lost
         return due

@@ -1,4 +1,4 @@
-"""train.build and train.train with parts that outlive the processes beside them.
+"""train.Run and train.train with parts that outlive the processes beside them.
 
 Where a dead peer is handled:
 
@@ -30,7 +30,6 @@ import contextlib
 import json
 import os
 import sys
-from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -45,7 +44,8 @@ from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 from survive.standby import accepts, enough, host_standby, move
-from train import BadInput, Job, average_in, need, one_line
+from gossip import more
+from train import STOPPED, BadInput, Job, Log, average_in, need, one_line
 
 EVENTS = {      # the first rank's line for each event, at its next evaluation
     "leapt":
@@ -81,12 +81,13 @@ class SurvivingJob(Job):
 
         asks: whether this rank asks a living replica for its weights.
         """
-        self.rank, self.world = job.rank, job.world
-        self.store = job.store
+        self.rank, self.world, self.restarts = job.rank, job.world, job.restarts
+        self.store, self.then = job.store, job.then
         self.members = getattr(job, "members", range(job.world))
         self.device, self.nccl = job.device, job.nccl
-        # A rank that builds its parts anew reads what others told in theirs.
-        self.calls = Counter()
+        # Of `share`: one, of the options. A rank that builds its parts anew reads what the others
+        # shared when they built theirs: all calls come before the training.
+        self.calls = 1
         self.log = None                     # the file of the events: metrics.jsonl
         self.timeout = timeout
         # Seconds for a message that only the log waits for: less than a partner waits in an outer
@@ -110,6 +111,12 @@ class SurvivingJob(Job):
         if self.leads and not self.joining:
             self.store.set("known", json.dumps([0, list(self.members), list(self.members)]))
 
+    def start_group(self):
+        """None: each message has a group that ends with its peer."""
+
+    def group_of(self, ranks):
+        """As start_group."""
+
     def read(self):
         """Read what this rank must know when the store is lost."""
         # Not by `share`: a rank that joins has a new standby store, and the others read it the next
@@ -120,21 +127,24 @@ class SurvivingJob(Job):
         self.addresses[self.rank] = self.standby[1]
         self.known = json.loads(self.store.get("known"))        # meeting.py says what it holds
 
-    def share(self, name, value):
+    def share(self, value=None):
         """As Job.share, among the members."""
-        self.calls[name] += 1
-        key = f"{name}/{self.calls[name]}"
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        texts = self.store.multi_get([f"{key}/{r}" for r in self.members])
+        self.calls += 1
+        self.store.set(f"{self.calls}/{self.rank}", json.dumps(value))
+        texts = self.store.multi_get([f"{self.calls}/{r}" for r in self.members])
+        if STOPPED in texts and not self.joining:
+            sys.exit(2)
         return [json.loads(text) for text in texts]
 
-    def refuse(self, line):
-        if self.joining:                    # the other ranks are training
-            print("error: " + line, file=sys.stderr, flush=True)
-            sys.exit(2)
-        super().refuse(line)
+    def stop(self, line, status=2):
+        """As Job.stop. The other ranks train on, if they do."""
+        if self.joining:
+            print(line, file=sys.stderr, flush=True)
+            sys.exit(status)
+        super().stop(line, status)
 
-    def leave(self):
+    def leave(self, seconds):
+        """The first rank waits for the ranks that answer, as long as for a report."""
         self.store.set(f"left/{self.rank}", "=")
         if self.leads:
             everyone = set(range(self.world))
@@ -146,7 +156,8 @@ class SurvivingJob(Job):
         return self.excluded | absent(self.store, range(self.world))
 
     def collect(self, name, values):
-        """As Job.collect, from the ranks that answer within `patience`. The others get {} at once.
+        """{rank: its values} of the ranks that answer within `patience`. Only the first rank gets
+        them; the others get {} at once.
 
         If the first rank waited longer, its partner would do the next outer step without it. It
         does so if too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
@@ -193,11 +204,12 @@ class SurvivingJob(Job):
         self.events_read = len(lines)
 
     def average(self, vector, replicas, key):
-        """As Job.average, over the ranks that come in time; (0.0, 0) where that was in vain."""
+        """As train.average_in, over the replicas that come in time: (the sum, how many numbers were
+        compared), (0.0, 0) if that was in vain. key: unique to this average."""
         try:
             members, self.link = self.meet(key, replicas)   # kept: peers may still read from it
             if self.link:
-                return average_in(self.link, vector, len(members)), len(members)
+                return average_in(self.link, vector, len(members)), len(vector)
         except RuntimeError as error:
             if not is_loss(error):
                 raise
@@ -211,13 +223,90 @@ class SurvivingJob(Job):
 
     def close(self):
         """As Job.close. The first rank may host the store: it waits 5 timeouts for late ranks."""
-        super().close()
+        with contextlib.suppress(RuntimeError):
+            self.leave(self.patience)
         late = [r for r in self.unanswered - self.excluded if accepts(self, r)]
         seconds = 5 * self.timeout
         for r in late:
             self.say(f"waiting up to {seconds:g} s for rank {r}, which is late")
         with outliving():
             self.store.wait([f"left/{r}" for r in late], timedelta(seconds=seconds))
+
+    def say(self, line):
+        if self.leads:
+            tqdm.write(line)
+
+
+# In a report, of a rank that did not answer: what it has measured since its last answer.
+NOTHING = dict(loss=0, home=0, heldout=[], merged=[], squares=0.0, weights=0, iteration=0.0)
+
+
+class SurvivingLog(Log):
+    """As Log, from the ranks that answer in time. Its totals are of all ranks, the dead too."""
+    at_evaluations = Log.at_evaluations | dict(ranks="{ranks} ranks")
+    at_the_end = Log.at_the_end | dict(
+        lost_microbatches="lost            {lost_microbatches} microbatches with ranks that died",
+        steps_alone="alone           {steps_alone} outer steps that a replica did without any "
+                    "partner")
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.latest = {}            # {rank: its newest row}
+
+    def average(self, vector):
+        run = self.run
+        replicas = next(ranks for ranks in run.routes.stages if run.job.rank in ranks)
+        if len(replicas) == 1:
+            return 0.0, 0
+        return run.job.average(vector, replicas, f"spread/{run.stage}/{self.place()}")
+
+    def place(self):
+        """Names this evaluation, alike on all ranks."""
+        o, step = self.run.o, self.run.step
+        return f"{step // o.eval_every}/{step >= o.steps}"
+
+    def counts(self):
+        found = super().counts()
+        found["lost_microbatches"] = self.run.pipeline.lost
+        found["steps_alone"] = getattr(self.run.outer, "alone", 0)
+        return found
+
+    def load(self, counts):
+        super().load(counts)
+        self.run.pipeline.lost = counts.get("lost_microbatches", 0)
+        if hasattr(self.run.outer, "alone"):
+            self.run.outer.alone = counts.get("steps_alone", 0)
+
+    def report(self, row, ends):
+        found = self.run.job.collect(f"row/{self.place()}", self.counts() | row)
+        if not self.run.job.leads:
+            return
+        self.latest |= found
+        rows = []
+        for rank, its in self.latest.items():
+            rows.append(its if rank in found else its | NOTHING)
+        line = self.line_of(rows)
+        line["ranks"] = len(found)
+        line["simulated_seconds"] = self.run.routes.makespan
+        for column in ("lost_microbatches", "steps_alone"):
+            line[column] = sum(its[column] for its in self.latest.values())
+        if not all_compared(found, self.run.stages):
+            # A mean over some of the replicas is no model that anybody keeps, and those who came in
+            # time may be just those who have averaged.
+            line.update(weight_spread=None, merged_loss=None, merged_nats_per_byte=None)
+        self.write(line, ends)
+
+
+def all_compared(rows, stages):
+    """Whether every rank that answered was compared with the replicas of its stage, if it has any.
+
+    rows: {rank: its row} of those that answered.
+    """
+    for ranks in stages:
+        answered = [rows[r] for r in ranks if r in rows]
+        if len(answered) > 1 and min(row["weights"] for row in answered) == 0:
+            return False
+    return True
 
 
 def survive(run):
@@ -226,9 +315,10 @@ def survive(run):
     Raises Left if this rank goes on at another store. Otherwise it prints one line and ends.
     """
     job = run.job
-    with contextlib.closing(run.pipeline), train.in_one_line(run):
+    with contextlib.closing(run.pipeline), train.in_one_line(job):
         try:
             train.train(run)
+            job.close()
         except (Gone, dist.DistError) as error:
             then = f"go on with --resume {run.folder}"
             if not run.checkpoints.parts():
@@ -249,31 +339,41 @@ def survive(run):
 def go_through(job, o, joins):
     """Build and train. A rank that was silent, so that others left it, joins again."""
     while True:
+        job = SurvivingJob(job, o.survive, joins)
         try:
-            return survive(build(job, o, joins))
+            with train.in_one_line(job):
+                run = build(job, o)
+            return survive(run)
         except Left as left:
             print(left.line, file=sys.stderr, flush=True)
             job, joins = left.job, left.asks
-        except dist.DistError as error:             # in `build`
-            sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
-                     f"({one_line(error)[:100]}); start again, with --join or --resume")
 
 
-def build(job, o, joins=False):
-    """As train.build, with surviving parts. joins: this rank takes a replica's weights."""
-    job = SurvivingJob(job, o.survive, joins)
-    if joins and o.method != "noloco" and len(o.stages) == 1:
-        job.refuse("--join has no weights to take: without pipelines, replicas of --method local "
-                   "never meet")
+def build(job, o):
+    """As train.built, with surviving parts."""
+    try:
+        return build_parts(job, o)
+    except ValueError as error:
+        raise BadInput(error)
+    except dist.DistError as error:
+        sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
+                 f"({one_line(error)[:100]}); start again, with --join or --resume")
+
+
+def build_parts(job, o):
+    need(not job.asks or o.method == "noloco" or len(o.stages) > 1,
+         "--join has no weights to take: without pipelines, replicas of --method local never meet")
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1
     if dist.is_torchelastic_launched() and beside and not job.joining:
         job.say(f"warning: when a process dies, torchrun ends the {beside} beside it, and survive "
                 "cannot help: give each process a torchrun of its own (--nproc-per-node 1)")
-    job.connect(o, group=False)
-    if job.nccl:
-        job.refuse("survive needs --backend gloo: with NCCL no process outlives another")
+    job.connect(o)
+    need(not job.nccl, "survive needs --backend gloo: with NCCL no process outlives another")
     job.stages, _ = train.layout(o, job.world)
-    run = train.build(job, o, SurvivingPipeline, SurvivingRoutes, SurvivingCheckpoints, make_outer)
+    parts = more.parts(o) | dict(
+        Pipeline=SurvivingPipeline, Routes=SurvivingRoutes, Checkpoints=SurvivingCheckpoints,
+        Log=SurvivingLog, make_outer=make_outer)
+    run = train.Run(job, o, **parts)
     job.read()          # it waits for the other ranks: no outer step misses one that builds slower
     job.log = run.folder / "metrics.jsonl"
     job.vectors = [run.theta]           # what a replica of the stage gives to one that joins
@@ -303,7 +403,8 @@ def make_outer(run):
         group_size=o.group_size, seed=o.seed, codec=codec, store=job.store, timeout=job.timeout,
         # In a pipeline all ranks do each iteration together, so no replica may leave out inner
         # steps there.
-        catch_up=len(o.stages) == 1, tell=job.tell, reset=reset, excluded=job.excluded)
+        catch_up=len(o.stages) == 1, last=o.steps, tell=job.tell, reset=reset,
+        excluded=job.excluded)
 
 
 def join(run):
@@ -327,7 +428,6 @@ def join(run):
         outer.steps, outer.late = step, True
     if run.reader and (job.asks or step != run.step):
         run.reader.cursor = step * run.o.microbatches * run.o.batch
-        run.cursor = run.reader.cursor
     run.step = step
 
 
@@ -335,8 +435,7 @@ def join_pipeline(run):
     """Take a replica's weights, or this rank's own. Returns the step from which it takes part."""
     job, rank = run.job, run.job.rank
     step = run.pipeline.ask()
-    if step >= run.o.steps:
-        job.refuse("--join: training is over")
+    need(step < run.o.steps, "--join: training is over")
     giver = run.pipeline.take_weights()
     if giver == rank:
         own_checkpoint(run)
@@ -350,9 +449,6 @@ def join_pipeline(run):
 def own_checkpoint(run):
     """Take this rank's newest part of a checkpoint. Without one the process ends with one line."""
     own = run.checkpoints.own()
-    try:
-        need(own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint")
-        train.restore(run, train.load_part(own[max(own)]))
-    except BadInput as error:
-        run.job.refuse(str(error))
+    need(own, f"no rank has rank {run.job.rank}'s weights, nor has {run.folder} a checkpoint")
+    train.restore(run, train.load_part(own[max(own)]))
     print(f"rank {run.job.rank} has its own weights of step {run.step}", flush=True)

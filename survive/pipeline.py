@@ -73,6 +73,7 @@ class SurvivingPipeline(Pipeline):
         self.step = -1
         self.lives = [0 if r in job.members else 1 for r in range(job.world)]
         self.record = self.lives.copy()
+        self.lost = 0
         self.groups = {}                    # of each peer: the Future of a Gloo group
         self.queues = {}                    # of each peer: what its thread is to do
         self.marker = lost_marker(self.message_shape, self.dtype)
@@ -173,13 +174,13 @@ class SurvivingPipeline(Pipeline):
         self.count(tensor, to, u, hop)
         place = int(to > self.rank)
         work = self.attempt(to, lambda group: group.send([tensor], place, tag(u, hop)))
-        return work, tensor, to
+        return Message(self, work, to), tensor
 
     def receive(self, source, u, hop):
         buffer = torch.empty(self.message_shape, dtype=self.dtype)
         place = int(source > self.rank)
         work = self.attempt(source, lambda group: group.recv([buffer], place, tag(u, hop)))
-        return work, buffer, source
+        return Message(self, work, source, buffer), buffer
 
     def attempt(self, peer, message):
         """The work of a message to or from a peer; None when the peer is dead."""
@@ -202,8 +203,8 @@ class SurvivingPipeline(Pipeline):
             self.waiting = None
             self.busy_until = time.monotonic() + self.grace
 
-    def wait(self, work, peer):
-        """Whether the message arrived. False: it is lost with its peer."""
+    def arrives(self, work, peer):
+        """Wait for a message. Returns False if it is lost with its peer."""
         if work is None:
             return False
         try:
@@ -328,7 +329,7 @@ class SurvivingPipeline(Pipeline):
 
         for number, vector in enumerate(self.job.vectors):
             host = vector.cpu()
-            if not self.wait(self.attempt(peer, message), peer):
+            if not self.arrives(self.attempt(peer, message), peer):
                 return False
             vector.copy_(host)
         return True
@@ -402,6 +403,19 @@ class SurvivingPipeline(Pipeline):
             works.put(None)
         if self.watcher.is_alive():
             self.watcher.join()
+
+
+class Message:
+    """What stands for the work of a message: its wait ends if the peer is lost, too. buffer: of a
+    message to this rank; it then holds the LOST marker."""
+
+    def __init__(self, pipeline, work, peer, buffer=None):
+        self.pipeline, self.work, self.peer, self.buffer = pipeline, work, peer, buffer
+
+    def wait(self):
+        arrived = self.pipeline.arrives(self.work, self.peer)
+        if not arrived and self.buffer is not None:
+            self.buffer.copy_(self.pipeline.marker)
 
 
 def serve_pair(works):

@@ -5,25 +5,37 @@ import json
 from planning.training import living, plan_paths
 from skippipe import Network
 from survive.meeting import Gone
-from train import Routes
+from train import Routes, make_plan
 
 
 class SurvivingRoutes(Routes):
-    """As Routes, over the ranks that are not in `job.excluded`."""
+    """As Routes, over the ranks that are not in `job.excluded`.
 
-    def __init__(self, job, o, pipeline, stages, kept=None):
-        if job.joining:
-            kept = json.loads(job.store.get("first plan"))
-        super().__init__(job, o, pipeline, stages, kept)
-        if job.leads:
-            job.store.set("first plan", json.dumps(self.first))
-        self.pipeline = pipeline
-        self.all_stages = stages
+    plan: the first plan, which checkpoints hold. mended: the plan around the dead; None without.
+    """
+
+    def __init__(self, run, kept=None, make_plan=make_plan):
+        self.job, self.pipeline = run.job, run.pipeline
+        if self.job.joining:
+            kept = json.loads(self.job.store.get("first plan"))
+        super().__init__(run, kept, make_plan)
+        if self.job.leads:
+            self.job.store.set("first plan", json.dumps(self.plan))
+        self.all_stages = run.stages
+        self.mended = None
+
+    @property
+    def makespan(self):
+        """Seconds of an iteration by the plan of this moment; None without a plan."""
+        plan = self.mended or self.plan
+        return plan and plan["makespan"]
 
     def at(self, step):
-        idle = self.plan and not self.plan["order"][self.job.rank]
+        idle = self.plan and not (self.mended or self.plan)["order"][self.job.rank]
         if self.pipeline.begin(step, idle):
             self.go_round(step)
+        if self.mended:
+            return self.mended["paths"], self.mended["order"]
         return super().at(step)
 
     def go_round(self, step):
@@ -38,25 +50,21 @@ class SurvivingRoutes(Routes):
         self.stages = living(self.all_stages, dead)
         how = ""
         if self.plan:
-            self.plan_round(dead)
-            how = f"; paths planned {self.plan.get('planned', 'anew')}"
+            self.mended = self.plan_round(dead) if dead else None
+            how = f"; paths planned {(self.mended or {}).get('planned', 'anew')}"
         if dead and self.job.leads:         # a rank that joins tells that itself
             self.job.tell(dict(event="dead", step=step, ranks=dead, stages_left_out=left_out,
                                how=how))
 
     def plan_round(self, dead):
-        """Plan without the dead, or go back to the first plan when all are back.
-
-        The plan depends on the network, the seed, the first plan and the dead, so all ranks agree.
-        """
-        if not dead:
-            self.plan = self.first
-            return
+        """The plan without the dead. It depends on the network, the seed, the first plan and the
+        dead, so all ranks agree."""
         o = self.o
         self.pipeline.allow(10 * self.job.timeout)
         try:
-            self.plan = plan_paths(Network(**self.first["network"]), o.routing, o.skip,
-                                   o.microbatches, o.seed, tuple(dead), self.first)
+            mended = plan_paths(Network(**self.plan["network"]), o.routing, o.skip, o.microbatches,
+                                o.seed, tuple(dead), self.plan)
         except ValueError as error:
             raise Gone(str(error))
         self.pipeline.allow(0.0)
+        return mended

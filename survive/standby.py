@@ -117,11 +117,10 @@ def forget_meeting(store, job):
 
 def settle_job(store, job, run, host, number, members):
     """Write to the standby store what ranks read at a job's store. All members write the same."""
-    settings = {"first plan": run.routes.first, "address": job.addresses[host],
+    settings = {"first plan": run.routes.plan, "address": job.addresses[host],
                 "known": [number, members, members]}
-    for rank in range(job.world):                   # for ranks that join
-        settings[f"surviving_options/1/{rank}"] = vars(run.o)
-        settings[f"problem/surviving_options/1/{rank}"] = ""
+    for rank in range(job.world):                   # for ranks that join: the first call of `share`
+        settings[f"1/{rank}"] = vars(run.o)
     store.multi_set(list(settings), [json.dumps(value) for value in settings.values()])
     for rank in set(range(job.world)) - set(members):
         mark_absent(store, rank, "takeover")

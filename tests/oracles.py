@@ -147,9 +147,9 @@ def replay(paths, ranks, order=None):
     """
     chains, programs, channels, moved = [chain(p) for p in paths], {}, {}, True
     for rank in ranks:
-        mine = order[rank] if order else train.tasks(chains, rank)
+        mine = order[rank] if order else skippipe.tasks(chains, rank)
         posted, program = {}, programs.setdefault(rank, deque())
-        for source, *message in train.incoming(chains, rank, mine, order):
+        for source, *message in skippipe.incoming(chains, rank, mine, order):
             posted.setdefault(source, deque()).append(tuple(message))
         for u, hop in mine:
             way = chains[u]

@@ -8,21 +8,19 @@ import re
 import socket
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import train
 from experiments import pictures
 from tests.harness import HERE, SMALL, captured, error_of, options, patience, processes, refused, surviving
-from tools import advise, export, hosts, partial, prepare
+from tools import advise, export, hosts, partial
 from train import BadInput
 
 PROGRAMS = {main.__module__: main for main in (advise.main, export.main, hosts.read,
-                                               partial.main, prepare.main)} | {"survive": surviving}
+                                               partial.main)} | {"survive": surviving}
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",
     "hollow/a.bin": b"\1\0" * 2000, "hollow/b.bin": b"", "blank/a.txt": b"", "blank/b.txt": b"",
@@ -136,18 +134,15 @@ def test_a_process_says_for_whom_it_waits():
 
 
 @pytest.mark.parametrize("size, most", [(2, 0), (3, 4)])
-def test_groups_that_are_larger_than_was_asked_for_are_named(size, most, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    o = options("--stages", "4", "--group-size", size, "--name", "x")
-    train.begin(SimpleNamespace(
-        o=o, folder=Path("runs/x"), checkpoints=SimpleNamespace(then=str), stages=[[0, 1, 2, 3]], step=0,
-        corpus=SimpleNamespace(digest="abc"), routes=SimpleNamespace(first=None),
-        job=SimpleNamespace(world=4, device=torch.device("cpu"))))
-    assert (f"up to {most} replicas meet: they do not divide into groups of {size}\n"
-            in capsys.readouterr().out) == (most > 0)
+def test_groups_that_are_larger_than_was_asked_for_are_named(size, most):
+    o = options("--stages", "4", "--group-size", size)
+    plain = SimpleNamespace(o=o, stages=[[0, 1, 2, 3]], routes=SimpleNamespace(plan=None))
+    found = train.remarks(plain)
+    assert (f"up to {most} replicas average together: a stage does not divide into groups of {size}"
+            in found) == (most > 0)
 
 
 def test_help_has_every_option():
     code, text = captured(0, 1, train.main, ["--help"])
     found = re.findall(r"^  --([a-z0-9-]+)", text, re.M)
-    assert code == 0 and found == [f.name.replace("_", "-") for f in fields(train.Options)]
+    assert code == 0 and [name.replace("-", "_") for name in found] == [*vars(options())]

@@ -19,13 +19,15 @@ from noloco import flatten
 from planning import search
 from planning.__main__ import main as planning_main
 from planning.instance import published_network
+from planning.measure import main as measure_main
+from planning.measure import measure
 from planning.methods import random_valid_paths
 from planning.training import PLANNERS, plan_paths
-from skippipe import Network, chain, full_paths, random_paths, simulate
+from skippipe import Network, chain, full_paths, incoming, random_paths, read_network, simulate
 from tests.harness import (SMALL, SMALL_CONFIG, checkpoint, connected_job, goes_on_to_the_bit,
                            metrics, options, processes, run, train_main)
 from tools.partial import with_stages_missing
-from train import load_data, measure, pipelines, read_links, scaled, shares
+from train import Reader, load_corpus, pipelines, scaled, shares
 from tests.oracles import (any_paths, numbered, random_network, reference_logits, replay, through,
                            worst_gradient)
 
@@ -86,7 +88,7 @@ def test_planned_message_lists_replayed_as_blocking_fifo_channels_finish():
     # rank 1 runs the second microbatch first, though the first is sent first
     order = [[(0, 0), (1, 0), (1, 2), (0, 2), (1, 4), (0, 4)], [(1, 1), (0, 1), (1, 3), (0, 3)]]
     posted = [(0, 0, 1), (0, 1, 1), (0, 1, 3), (0, 0, 3)]
-    assert train.incoming([chain((0, 1))] * 2, 1, order[1], order) == posted
+    assert incoming([chain((0, 1))] * 2, 1, order[1], order) == posted
     assert replay([(0, 1)] * 2, range(2), order)
 
 
@@ -162,7 +164,8 @@ def test_a_skip_run_equals_single_process_simulation_of_its_paths(skip_run, corp
     assert all(state["plan"] == states[0]["plan"] for state in states)
     assert len(paths) == 8 and all(len(p) == 2 for p in paths)
     o = options("--data", corpus, "--steps", 3, "--warmup", 2, *SMALL)
-    readers = [load_data(o, i, [0, 1])[1] for i in range(2)]
+    corpus = load_corpus(o)
+    readers = [Reader(corpus, o.seq_len, o.seed, i, 2) for i in range(2)]
     models = [Llama(SMALL_CONFIG, layers[s], ends=s == 0) for s, ranks in enumerate(stages) for _ in ranks]
     thetas = [flatten(m.parameters()) for m in models]
     grads = [train.flat_gradient(*flat) for flat in zip(models, thetas)]
@@ -246,8 +249,12 @@ def assert_kept(folder, plan):
     assert row["stages"] == plan["network"]["stages"] and row["made"]["routing"] == "skippipe"
 
 
-def test_measured_delays_make_a_plan_and_resume_keeps_it(trained, tmp_path):
-    trained(4, "--stages", "2,1,1", "--skip", 0.33, "--steps", 2, "--save-every", 1, "--eval-every", 1)
+def test_measured_links_make_a_plan_and_resume_keeps_it(trained, corpus, tmp_path):
+    stages = ["--stages", "2,1,1"]
+    out = run(4, "links.json", *stages, "--data", corpus, *SMALL, cwd=tmp_path, main=measure_main)
+    assert out.splitlines()[-1] == "links.json"
+    trained(4, *stages, "--skip", 0.33, "--links", "links.json", "--steps", 2, "--save-every", 1,
+            "--eval-every", 1)
     plan = checkpoint(tmp_path / "runs/x", 1, 0)["plan"]
     assert_kept(tmp_path / "runs/x", plan)
     goes_on_to_the_bit(tmp_path / "runs/x", 2)
@@ -285,7 +292,7 @@ def test_links_are_read_in_the_order_of_this_runs_ranks(tmp_path):
     file = tmp_path / "links.json"
     delay = [[0, 1, 2], [3, 0, 4], [5, 6, 0]]
     file.write_text(json.dumps(dict(delay=delay, compute=[7, 8, 9], stages=[[2], [0, 1]], overhead=0.5)))
-    network = read_links(file, [[0], [1, 2]])           # rank 0 is the file's node 2
+    network = read_network(file, [[0], [1, 2]])         # rank 0 is the file's node 2
     assert network.delay == [[0, 5, 6], [2, 0, 1], [4, 3, 0]] and network.compute == [9, 7, 8]
     assert network.stages == [[0], [1, 2]] and network.memory == [3] * 3 and network.origin_overhead == 0.5
 

@@ -15,13 +15,15 @@ import torch
 from model import Llama
 from noloco import flatten
 from tools import empty_folder
-from train import (Job, Parser, Pipeline, config_of, evaluate, last_matrices, layout, load_data,
-                   load_part, need, need_same, parse, pipelines)
+from gossip import more
+from train import (Job, Parser, Pipeline, config_of, evaluate, in_one_line, last_matrices, layout,
+                   load_corpus, load_part, need, need_same, parse, pipelines)
 
 
 def main(argv=None):
     job = Job()
-    job.together(export, argv, job)
+    with in_one_line(job):
+        export(argv, job)
 
 
 def export(argv, job):
@@ -41,7 +43,7 @@ def export(argv, job):
     replicas[a.replica] = replicas.pop(a.replica)           # the last one stays in the model
     step, parts = newest(Path(a.run), stages)
     need_same(o, parts[0])
-    corpus, _ = load_data(o, 0, [0])
+    corpus = load_corpus(o, more.parts(o).get("tokenizer"))
     model = Llama(config_of(o), device=job.device)
     flat = by_stage(model, layers)
     pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))

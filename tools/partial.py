@@ -6,42 +6,45 @@ It needs as many processes as the run has ranks; each loads its part of the newe
 0 always runs. Of the others all choices run, or 16 drawn ones, with the scale of
 `with_stages_missing` unless the run was --unscaled. The numbers are kept in runs/NAME/partial.json.
 """
-import json
 import math
 import random
 import sys
 from itertools import combinations
 
-from train import (BadInput, Checkpoints, Job, Options, Parser, build, evaluate, integers,
-                   options_of, scaled, write_text)
+from train import (BadInput, Checkpoints, Job, Parser, built, evaluate, in_one_line, integers, need,
+                   scaled, write_json)
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
     job = Job()
-    if not job.leads and {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+    if not job.leads and {"-h", "--help"} & set(argv):
         sys.exit(0)
+    with in_one_line(job):
+        infer(job, argv)
+        job.close()
+
+
+def infer(job, argv):
     parser = Parser(__doc__)
     parser.add_argument("run", help="its folder")
     parser.add_argument("--shares", type=shares, default=[1.0, 0.75, 0.5],
                         help="of the stages")
     parser.add_argument("--dead", type=integers, default=[], help="ranks that no path visits")
-    a = job.together(parser.parse_args, argv)
-    o = Options(**job.agree_on(options_of, ["--resume", a.run], job.world))
-    job.connect(o)
-    run = build(job, o, Checkpoints=ReadOnly, make_outer=lambda run: None)
+    a = parser.parse_args(argv)
+    run = built(job, ["--resume", a.run], Checkpoints=ReadOnly, make_outer=lambda run: None)
     alive = []                                                  # the ranks of each stage that run
     for ranks in run.stages:
         alive.append([r for r in ranks if r not in a.dead])
-    if not set(a.dead) < set(range(job.world)) or not alive[0]:
-        job.refuse(f"--dead {','.join(map(str, a.dead))}: takes ranks of this run, and must leave "
-                   f"one of the origins {run.stages[0]}")
+    need(set(a.dead) < set(range(job.world)) and alive[0],
+         f"--dead {','.join(map(str, a.dead))}: takes ranks of this run, and must leave one of the "
+         f"origins {run.stages[0]}")
     rows = []
     numbers = [max(1, round(share * len(alive))) for share in a.shares]
     for kept in dict.fromkeys(numbers):                         # each number once
         rows += some_stages(run, alive, kept)
-    if job.rank == 0:
-        write_text(run.folder / "partial.json", json.dumps(rows, indent=1))
-    job.close()
+    if job.leads:
+        write_json(run.folder / "partial.json", rows)
 
 
 class ReadOnly(Checkpoints):
@@ -89,7 +92,7 @@ def some_stages(run, alive, kept):
             rho = [1.0] * len(rho)
         with scaled(run.model, rho[run.stage]):
             own = evaluate(run.pipeline, [alive[s] for s in stages], run.corpus, run.o)
-        losses = run.job.collect(f"partial/{choice}", own)
+        losses = run.job.share(own)
         if run.job.leads:
             found = [loss for r in alive[0] for loss in losses[r]]
             mean = sum(found) / len(found)
