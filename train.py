@@ -1173,37 +1173,42 @@ def heldout_sequences(corpus, count, seq_len):
 
 
 class Reader:
-    """One origin's sequences, in a fresh random order each epoch; `cursor` is all its state.
+    """One origin's sequences; `cursor` is all its state. Raises BadInput.
 
-    Its part is the place-th of so many of the training tokens. Raises BadInput.
+    Shards are alike: each epoch is one random permutation of all training sequences, the same for
+    all origins, of which the place-th of so many origins takes every origins-th, from its place on.
     """
 
     def __init__(self, corpus, seq_len, seed, place=0, origins=1):
-        share = len(corpus.train) // origins
-        need(share > seq_len, "too little data for every origin: give more, or a smaller --seq-len")
-        part = corpus.train[place * share:(place + 1) * share]
+        self.count = (len(corpus.train) - 1) // seq_len // origins      # in an epoch
+        need(self.count > 0, "too little data for every origin: give more, or a smaller --seq-len")
         # (sequences, T + 1): each begins with the last token of the one before
-        self.sequences = part.unfold(0, seq_len + 1, seq_len)
-        self.seed = f"data {seed} {place}"
+        self.sequences = corpus.train.unfold(0, seq_len + 1, seq_len)
+        self.seed, self.place, self.origins = seed, place, origins
         self.cursor = 0
         self.epoch = None
 
     def next(self, batch):
         """(batch, T + 1) tokens: inputs and, one further, targets."""
-        rows = []
+        return torch.stack([self.sequences[i] for i in self.draw(batch)]).long()
+
+    def draw(self, batch):
+        """The numbers of the next sequences."""
+        found = []
         for _ in range(batch):
-            epoch, place = divmod(self.cursor, len(self.sequences))
+            epoch, place = divmod(self.cursor, self.count)
             if epoch != self.epoch:
                 self.shuffle(epoch)
-            rows.append(self.sequences[int(self.order[place])])
+            found.append(int(self.order[place]))
             self.cursor += 1
-        return torch.stack(rows).long()
+        return found
 
     def shuffle(self, epoch):
         """Draw the order of this epoch's sequences."""
-        seed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
+        seed = random.Random(f"data {self.seed} {epoch}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
-        self.order = torch.randperm(len(self.sequences), generator=generator)
+        everyones = torch.randperm(len(self.sequences), generator=generator)
+        self.order = everyones[self.place::self.origins].clone()
         self.epoch = epoch
 
 

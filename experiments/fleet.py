@@ -180,7 +180,7 @@ class ManyMuons:
 
 
 class Fleet:
-    """N replicas of every trial with every seed, trained in step. o: train.Options. rates: the
+    """N replicas of every trial with every seed, trained in step. o: train.parse's. rates: the
     learning rate of each trial (None: o.lr for all)."""
 
     def __init__(self, o, trials, replicas, seeds, device, rates=None):
@@ -197,7 +197,7 @@ class Fleet:
         for seed in seeds:
             for place in range(replicas):
                 self.readers.append(Reader(corpus, o.seq_len, seed, place, replicas))
-        self.batches = Batches(corpus, self.readers, replicas, o.seq_len, device)
+        self.batches = Batches(corpus, self.readers, o.seq_len, device)
         self.make_models()
         self.make_optimizers()
 
