@@ -1,19 +1,26 @@
-"""How long synchronisation takes: bench_sync.py's tables and pictures, and one byte a weight.
+"""How long synchronisation takes: bench_sync.py's tables and pictures, and messages with bytes.
 
     python -m experiments.sync [--scale try|plot|full] [--plot]
     torchrun --nproc-per-node 8 -m experiments.sync --out .     its measurement (its options), and
-                                                                the row of one byte a weight
+                                                                the row of one byte per weight
 
-The simulations take half a minute of a core. The measurement is of the full scale alone: 2 and 8
+The simulations take a minute of a core. The measurement belongs to the full scale: 2 and 8
 processes, each by the second command.
+
+The paper's Fig. 5A counts messages. Here a message of b bytes takes b / rate longer; links do not
+contend. For B bytes of parameters, n replicas, and messages that all take t_c,
+
+    all-reduce by halving and doubling: 2 log2 n t_c + 2 (n - 1) / n B / rate
+    NoLoCo: t_c + B / rate                                                                     (B5)
 """
-import contextlib
-import io
 import statistics
 from pathlib import Path
 
+import torch
+from tqdm import tqdm
+
 import bench_sync
-from bench_sync import quartiles
+from bench_sync import mean_and_error, messages, tree_all_reduce
 from experiments.harness import Row, command, run_ranks
 from experiments.pictures import COLOURS, WIDTH, frame
 from experiments.tables import Expected, kept_result
@@ -41,13 +48,67 @@ def methods_and_one_byte(o, size, device):
 
 
 def measure(o):
-    """What `python bench_sync.py --simulate` writes; at the full scale real processes first."""
+    """What bench_sync.py simulates, and seconds with bytes counted; at the full scale real
+    processes first."""
     if o.scale == "full":
         for processes in 2, 8:
             run_ranks(processes, "-m", "experiments.sync", "--out", o.out)
-    draws = ["--draws", "0.05"] if o.scale == "try" else []
-    with contextlib.redirect_stdout(io.StringIO()):
-        bench_sync.simulate(bench_sync.parse(["--simulate", "--out", str(o.out), *draws]))
+    draws = 0.02 if o.scale == "try" else 1.0
+    found = dict(made=bench_sync.made(f"python -m experiments.sync --scale {o.scale}"))
+    found |= bench_sync.simulate(bench_sync.parse(["--simulate", "--draws", str(draws)]))
+    generator = torch.Generator().manual_seed(0)
+    found["seconds"] = {}
+    for n in tqdm(bench_sync.COUNTS, "with bytes", leave=False):
+        for name, seconds in synchronisations(n, draws, generator).items():
+            found["seconds"].setdefault(name, {})[str(n)] = mean_and_error(seconds)
+    return found
+
+
+# ---------------------------------------------------------------- simulated, with bytes
+
+PARAMS = 125e6
+MBIT = 1000         # of a link
+LATENCY = 0.05      # t_c, in seconds
+SPREAD = 1.0        # std(t) / t_c
+
+
+def synchronisations(n, draws, generator, spread=SPREAD, latency=LATENCY,
+                     seconds=32 * PARAMS / (MBIT * 1e6)):
+    """{name: seconds (trials) of synchronising n replicas once}. `seconds` is what the bytes of the
+    whole vector take on a link.
+    """
+    many = max(2, round(draws * (1 << 20) / n))
+    few = max(2, round(draws * (1 << 15) / n))              # for a ring's many rounds
+    ranks = torch.arange(n)
+
+    def times(*shape, part=1.0):
+        """Of messages that carry this part of the vector."""
+        return messages(shape, spread, generator).mul_(latency).add_(part * seconds)
+
+    ring = ((ranks.roll(1), times(n, few, part=1 / n)) for _ in range(2 * (n - 1)))
+    halves = [(ranks ^ (n >> r), 0.5**r) for r in range(1, n.bit_length())]
+    halving = ((other, times(n, many, part=part)) for other, part in halves + halves[::-1])
+    return {
+        "tree": tree_all_reduce(times(2 * n, many), times(2 * n, many)),
+        "ring": all_reduce(ring),
+        "halving and doubling": all_reduce(halving),
+        "pair, two exchanges (paper)": times(2, 2, many).amax(1).sum(0),
+        "NoLoCo here, one exchange": times(2, many).amax(0),
+    }
+
+
+def all_reduce(rounds):
+    """Seconds (trials) of an all-reduce. A round is (whom each rank hears, times (n, trials) of
+    what each sends). A rank sends once it has what the round before brought: in a ring to the next
+    rank, by halves (a butterfly) to the one at a distance.
+    """
+    clock = torch.zeros(())
+    for source, t in rounds:
+        clock = torch.maximum(clock, (clock + t)[source])
+    return clock.amax(0)
+
+
+# ---------------------------------------------------------------- tables
 
 
 def measured(out):
@@ -58,6 +119,9 @@ def measured(out):
 
 def show(found):
     bench_sync.print_simulated(found)
+    print("\n| 1024 replicas | seconds |\n|---|---|")
+    for name, by in found["seconds"].items():
+        print(f"| {name} | {by['1024'][0]:.1f} |")
     if found["scale"] == "full":
         for processes in measured(found["out"]):
             bench_sync.print_measured(processes)
@@ -97,9 +161,9 @@ def draw_over_diloco(plt, found):
     """Fig. 5B, from many inner steps to few, so that the lines end apart."""
     figure, axis = plt.subplots(figsize=(WIDTH, 4.2))
     for colour, n in zip(SHADES, COUNTS):
-        ratios = found["training"]["NoLoCo"][n][1]
+        ratios = found["training"][n][1]
         line(axis, found["inner_steps"][::-1], ratios[::-1], colour, f"{n} replicas")
-    ratio = found["training"]["NoLoCo"]["1024"][1][found["inner_steps"].index(100)][0]
+    ratio = found["training"]["1024"][1][found["inner_steps"].index(100)][0]
     mark_paper(axis, 100, ratio, f"1024 replicas: +{ratio - 1:.0%}\n(paper: about +20%)", (-12, 45))
     axis.set_xscale("log")
     ticks = (100, 50, 20, 10, 5, 2, 1)
@@ -133,10 +197,9 @@ def draw_with_bytes(plt, found):
     here, _ = found["seconds"]["NoLoCo here, one exchange"]["1024"]
     frame(figure, found, f"With bytes counted, a pair is {best / here:.1f} times as fast as the "
           "best all-reduce", "Synchronisation with bytes counted",
-          f"Simulated: {found['params'] / 1e6:g}M fp32 weights, {found['mbit']:g} Mbit/s, "
-          f"{1000 * found['latency_seconds']:g} ms, std(t) / t_c {found['spread']:g}; title: 1024 "
-          f"replicas. Tree, ring, halving and doubling: all-reduces; the paper's pair exchanges "
-          "twice, ours once.")
+          f"Simulated: {PARAMS / 1e6:g}M fp32 weights, {MBIT} Mbit/s, {1000 * LATENCY:g} ms, "
+          f"std(t) / t_c {SPREAD:g}; title: 1024 replicas. Tree, ring, halving and doubling: "
+          "all-reduces; the paper's pair exchanges twice, ours once.")
     return figure
 
 
@@ -147,7 +210,8 @@ def draw_measured(plt, found):
     figure, axes = plt.subplots(1, len(rows), figsize=(WIDTH, 3.2), sharey=True, squeeze=False)
     for axis, processes in zip(axes.flat, rows):
         for height, name in enumerate(names):
-            low, middle, high = quartiles(processes["rows"][name]["seconds"])
+            seconds = processes["rows"][name]["seconds"]
+            low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
             colour = COLOURS.get(name.split(",")[0], "#777777")
             axis.plot([low, high], [height, height], color=colour, lw=2.5)
             axis.plot(middle, height, "o", color=colour, ms=8)
@@ -159,8 +223,8 @@ def draw_measured(plt, found):
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="y", visible=False)
     frame(figure, found, measured_finding(rows), "Outer steps, measured",
-          f"{rows[0]['params'] / 1e6:g}M weights in fp32, {rows[0]['device']}. Medians and "
-          "quartiles. Grey: the bare messages; in colour: whole outer steps.")
+          f"{rows[0]['params'] / 1e6:g}M weights in fp32, {rows[0]['made']['machine']}. Medians "
+          "and quartiles. Grey: the bare messages; in colour: whole outer steps.")
     return figure
 
 
@@ -186,18 +250,17 @@ def expected(found):
                  "paper: 10)", ratios[alike][0], 10.0, 0.01, ".2f"),
         Expected("the same with std(t) = t_c", ratios[varied][0], 17.0, 0.6, ".1f"),
         Expected("DiLoCo's time over NoLoCo's, 1024 replicas, 100 inner steps (Fig. 5B; paper: "
-                 "about +20%)", found["training"]["NoLoCo"]["1024"][most][hundred][0] - 1, 0.194,
+                 "about +20%)", found["training"]["1024"][most][hundred][0] - 1, 0.194,
                  0.015),
     ]
 
 
 PICTURES = {"sync_5a": draw_over_tree, "sync_5b": draw_over_diloco, "sync_bytes": draw_with_bytes,
             "sync_measured": draw_measured}
-ROW = Row("sync", measure, show, PICTURES, expected, of_row="sync_simulated",
-          full_alone=("sync_measured",))
+ROW = Row("sync", measure, show, PICTURES, expected, full_alone=("sync_measured",))
 
 if __name__ == "__main__":
     if Job().world > 1:
-        bench_sync.measure(bench_sync.parse(), methods_and_one_byte)
+        bench_sync.measure(bench_sync.parse(program="-m experiments.sync"), methods_and_one_byte)
     else:
         command(__doc__, ROW)

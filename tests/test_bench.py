@@ -1,7 +1,9 @@
-"""bench_sync.py: simulated and measured reductions, and its options. experiments/sync.py."""
+"""bench_sync.py: what it measures, its files and options. experiments/sync.py: messages with bytes."""
 
 import json
 import math
+import platform
+import subprocess
 
 import pytest
 import torch
@@ -14,27 +16,62 @@ from tests.harness import captured, processes
 
 
 @pytest.mark.parametrize("n", [4, 64])
-def test_all_reduces_without_spread_equal_their_formulas(n):
+def test_b5_the_bytes_of_an_all_reduce_and_of_a_pair(n):
+    """Without spread each takes what its formula says."""
     latency, seconds = 0.5, 3.0
     k = int(math.log2(n))
-    samples = bench_sync.reductions(n, 0, latency, seconds, torch.Generator())
-    got = {name: float(sample()[0]) for name, sample in samples.items()}
-    assert got == pytest.approx({
+    found = sync.synchronisations(n, 1e-9, torch.Generator(), 0, latency, seconds)
+    got = {name: times.tolist() for name, times in found.items()}
+    want = {
         "tree": 2 * k * (latency + seconds),
         "ring": 2 * (n - 1) * (latency + seconds / n),
         "halving and doubling": 2 * k * latency + 2 * (n - 1) / n * seconds,
         "pair, two exchanges (paper)": 2 * (latency + seconds),
         "NoLoCo here, one exchange": latency + seconds,
-    }, rel=1e-5)
+    }
+    assert got == {name: pytest.approx([value, value], rel=1e-5) for name, value in want.items()}
 
 
-def test_training_times_of_two_replicas_are_equal_and_more_replicas_gain():
-    two = bench_sync.training(2, (1, 3), (5, 10), 4, torch.Generator().manual_seed(0))
-    assert torch.allclose(two["DiLoCo"], two["NoLoCo"])
-    assert torch.allclose(two["DiLoCo"], two["alone"])
-    many = bench_sync.training(64, (1, 3), (5, 10), 4, torch.Generator().manual_seed(0))
-    # a pair's delay goes on to its next partners
-    assert bool((many["DiLoCo"] > many["NoLoCo"]).all() and (many["NoLoCo"] > many["alone"]).all())
+def _all_reduce_by_hand(rounds, n):
+    """One trial, rank by rank: rounds of (whom a rank hears, seconds of what each rank sends)."""
+    clock = [0.0] * n
+    for heard, seconds in rounds:
+        clock = [max(clock[rank], clock[heard(rank)] + seconds[heard(rank)]) for rank in range(n)]
+    return max(clock)
+
+
+def test_an_all_reduce_waits_for_whom_a_rank_hears():
+    n = 8
+    drawn = torch.rand(6, n, generator=torch.Generator().manual_seed(0))
+    distances = [4, 2, 1, 1, 2, 4]
+    ranks = torch.arange(n)
+    got = sync.all_reduce((ranks ^ distance, t[:, None]) for distance, t in zip(distances, drawn))
+    by_hand = [(lambda rank, d=d: rank ^ d, t.tolist()) for d, t in zip(distances, drawn)]
+    assert float(got) == pytest.approx(_all_reduce_by_hand(by_hand, n))
+
+
+def test_b4_replica_by_replica_from_the_same_draws():
+    """Each trial has partners of its own."""
+    n, trials, outer_steps = 6, 3, 4
+    got = bench_sync.training(n, (2, 5), (outer_steps,), trials, torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    everyone, clock = torch.zeros(2, trials), torch.zeros(2, n, trials)
+    for _ in range(outer_steps):
+        first = torch.randn((2, n, trials), generator=generator)
+        more = torch.randn((3, n, trials), generator=generator)
+        order = torch.rand((n, trials), generator=generator).argsort(0)
+        short = (1 + first / 2**0.5).exp().sum(0)
+        for i, S in enumerate([short, short + (1 + more / 2**0.5).exp().sum(0)]):
+            everyone[i] += S.max(0).values
+            before = clock[i].clone()
+            for trial in range(trials):
+                for pair in range(n // 2):
+                    a, b = order[2 * pair, trial], order[2 * pair + 1, trial]
+                    end = max(before[a, trial] + S[a, trial], before[b, trial] + S[b, trial])
+                    # The simulation renumbers the replicas: they are alike.
+                    clock[i, 2 * pair:2 * pair + 2, trial] = end
+    assert torch.allclose(got["DiLoCo"][0].float(), everyone)
+    assert torch.allclose(got["NoLoCo"][0].float(), clock.amax(1))
 
 
 def _bench(rank, world, argv):
@@ -60,10 +97,12 @@ def test_measured_bytes_equal_the_counted_bytes(tmp_path):
     assert theta == 4 * 100001
     padded = 4 * 100016                 # to 64 bytes
     short = padded // 4 + 4             # and the tensor's s
-    expect = {"memcpy of theta": 0, "exchange of theta": theta, "NoLoCo": padded,
-              "NoLoCo, one byte a weight": short, "all-reduce of theta": theta, "DiLoCo": padded}
+    expect = {"exchange of theta": theta, "NoLoCo": padded, "NoLoCo, one byte a weight": short,
+              "all-reduce of theta": theta, "DiLoCo": padded}
     assert {name: row["bytes"] for name, row in rows.items()} == expect
-    assert [row["floor"] for row in rows.values()] == [None, *rows][:-1]
+    made = found["made"]
+    assert made["command"] == "torchrun --nproc-per-node 2 bench_sync.py " + " ".join(argv)
+    assert made["python"] == platform.python_version() and made["torch"] == torch.__version__
     # Each outer step once to connect; then every row that sends messages, 1 + 2 times.
     for _, _, sent in results:
         assert sent == [padded, short] + 3 * [theta, padded, short]
@@ -75,3 +114,22 @@ def test_without_torchrun_and_simulate_there_is_nothing_to_do():
     with pytest.raises(SystemExit) as stop:
         bench_sync.main([])
     assert stop.value.code == 2
+
+
+def test_a_file_of_results_names_its_commit(tmp_path, monkeypatch):
+    """None outside a checkout; "-dirty" once the checkout has changed."""
+    here = tmp_path / "bench_sync.py"
+    here.write_text("one")
+    monkeypatch.setattr(bench_sync, "__file__", str(here))
+    assert bench_sync.commit() is None
+    git = lambda *words: subprocess.run(
+        ["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True,
+        capture_output=True, text=True).stdout.strip()
+    git("init")
+    git("add", here.name)
+    git("commit", "-m", "one")
+    assert git("rev-parse", "HEAD").startswith(bench_sync.commit())
+    here.write_text("two")
+    assert bench_sync.commit().endswith("-dirty")
+    monkeypatch.setenv("PATH", "")
+    assert bench_sync.commit() is None          # no git

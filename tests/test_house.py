@@ -21,7 +21,7 @@ IMPORTS = {     # of ours; a room that is not named here may import everything
     "tools": ["noloco", "model", "skippipe", "train", "gossip", "planning", "tools"],
 }
 EQUATIONS = {"N": "noloco.py", "S": "skippipe.py", "B": "bench_sync.py", "M": "gossip/onebyte.py",
-             "Q": "gossip/sums.py"}
+             "Q": "gossip/sums.py", "B5": "experiments/sync.py"}       # B5 is ours, not the paper's
 
 
 def sources(*rooms):
@@ -47,7 +47,8 @@ def test_an_equations_number_is_defined_once():
     for file, text in sources(*ROOMS).items():
         numbers = re.findall(r"\(([NSBMQ]\d)\)$", ast.get_docstring(ast.parse(text)) or "", re.M)
         found += numbers
-        assert all(EQUATIONS[number[0]] == file for number in numbers), f"{file} defines {numbers}"
+        for number in numbers:
+            assert EQUATIONS.get(number, EQUATIONS[number[0]]) == file, f"{file} defines {number}"
     assert sorted(found) == "B1 B2 B3 B4 B5 M1 M2 M3 M4 N1 N2 N3 Q1 Q2 Q3 S1 S2 S3 S4 S5".split()
 
 

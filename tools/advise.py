@@ -4,8 +4,8 @@
 
 Replicas shall wait for messages during at most 5% of their time. Of the settings with fewest steps
 between meetings it takes the one with the shortest delay D, which costs least perplexity; then the
-most exact wire; then the fewest fragments K. The formulas are those of B5 in bench_sync.py, with
-Gloo's latencies, fragments and delays. Nothing is measured.
+most exact wire; then the fewest fragments K. The formulas are those of B5 (experiments/sync.py),
+with Gloo's latencies, fragments and delays. Nothing is measured.
 
 n replicas, whose links carry `rate` bytes a second each way and do not contend. Over Gloo a message
 leaves when its receiver has said that it is ready, so L is twice the latency. b bytes take
