@@ -17,9 +17,6 @@ With a group of everyone and equal phi this is DiLoCo's step (arXiv 2311.08105),
 true Nesterov momentum: what the paper calls so is, as printed, heavy-ball momentum. The paper
 prints -beta in N2, which would climb; its appendix and the released code have +beta.
 docs/annotated.md has the rest.
-
-For a minimal copy take all but DiLoCo, `cost`, `refuse_moved` with `addresses`, what a codec needs,
-the pinned buffers, and, where gamma = beta, phi's message.
 """
 import random
 
@@ -57,16 +54,14 @@ class NoLoCo:
     params: model.parameters(), equal on all replicas, or a vector from `flatten`.
     ranks: the global ranks of this model's replicas (of this stage, of this shard); None: all.
     inner_steps: m. group_size: n; fewer than 2n replicas meet all at once. gamma: None means beta.
-    codec: how theta becomes a message (gossip/onebyte.py); None: it is the message.
 
-    Memory beside the model: phi and delta, as large as theta each, and for each partner in a group
-    one buffer of that size. A partner takes a second one where phi travels too, with a codec, and
-    where the weights of a GPU travel over Gloo.
+    Memory beside the model: phi and delta, as large as theta each, and as much again for each
+    partner in a group, twice that if phi travels too or if Gloo carries the weights of a GPU.
     NCCL: call torch.distributed.barrier() once before; its first message must have all ranks in it.
     """
 
     def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=None,
-                 group_size=2, seed=0, codec=None):
+                 group_size=2, seed=0):
         if not dist.is_initialized() and ranks is None and dist.is_torchelastic_launched():
             raise ValueError("call init_process_group first: each process would train alone")
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -75,15 +70,12 @@ class NoLoCo:
         if world > 1 and not {self.rank} <= set(self.ranks) <= set(range(world)):
             raise ValueError(f"ranks {self.ranks}: give some of 0 to {world - 1}, this process's "
                              f"rank {self.rank} among them")
-        if inner_steps < 1:
-            raise ValueError(f"inner_steps {inner_steps} must be at least 1")
-        if group_size < 2:
-            raise ValueError(f"group_size {group_size} must be at least 2")
-        self.inner_steps = inner_steps
+        if inner_steps < 1 or group_size < 2:
+            raise ValueError("inner_steps must be at least 1 and group_size at least 2, not "
+                             f"{inner_steps} and {group_size}")
+        self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
         self.alpha, self.beta = alpha, beta
         self.gamma = beta if gamma is None else gamma
-        self.group_size, self.seed = group_size, seed
-        self.codec = codec
         self.params = [] if torch.is_tensor(params) else list(params)
         self.theta = flatten(self.params) if self.params else params
         self.addresses = addresses(self.params)
@@ -135,27 +127,23 @@ class NoLoCo:
 
     def cost(self, group):
         """Bytes that this replica sends in an exchange with this group."""
-        size = self.theta.nbytes
-        if self.codec:
-            size = self.codec.bytes(len(self.theta))
-        if self.gamma != self.beta:
-            size += self.phi.nbytes
-        return (len(group) - 1) * size
+        vectors = 1 if self.gamma == self.beta else 2
+        return vectors * (len(group) - 1) * self.theta.nbytes
 
     def exchange(self, theta, group, process_group=None):
         """Swap theta, and phi where its mean counts, with the group: (thetas, phis), by rank.
 
         process_group: None means the default one. The next exchange overwrites what came.
         """
-        thetas = self.swap("theta", theta, group, process_group, self.codec)
+        thetas = self.swap("theta", theta, group, process_group)
         phis = []
         if self.gamma != self.beta:
             phis = self.swap("phi", self.phi, group, process_group)
         return thetas, phis
 
-    def swap(self, name, vector, group, process_group=None, codec=None):
+    def swap(self, name, vector, group, process_group=None):
         """The vectors of the group, by rank. Both directions of a pair are posted at once."""
-        message = self.encode(name, vector, codec)
+        message = self.on_device(self.message_device, name, vector)
         partners = [r for r in group if r != self.rank]
         theirs = []
         operations = []
@@ -166,30 +154,21 @@ class NoLoCo:
         works = dist.batch_isend_irecv(operations) if operations else []
         for work in works:
             work.wait()             # also for what this replica sent, which is about to change
-        vectors = []
-        for i, came in enumerate(theirs):
-            vectors.append(self.decode((name, i), came, vector, codec))
+        vectors = [self.on_device(vector.device, (name, i), its) for i, its in enumerate(theirs)]
         vectors.insert(group.index(self.rank), vector)
         return vectors
 
-    def encode(self, name, vector, codec):
-        """The message, where it can be sent from."""
-        message = codec.encode(vector, self.phi) if codec else vector
-        if message.device != self.message_device:
-            message = self.buffer(name, message, self.message_device).copy_(message)
-        return message
-
-    def decode(self, key, message, own, codec):
-        """A partner's vector. own: what this replica sent."""
-        if codec:
-            return codec.decode(message, own, self.buffer((key, "fp32"), own, own.device))
-        if message.device != own.device:
-            message = self.buffer((key, "fp32"), own, own.device).copy_(message)
-        return message
+    def on_device(self, device, key, vector):
+        """The vector itself if it is on this device, else a copy."""
+        if vector.device == device:
+            return vector
+        return self.buffer(key, vector, device).copy_(vector)
 
     def buffer(self, key, like, device):
-        """Memory for a vector, made once: pinned where it lies between a GPU and Gloo."""
-        key = key, like.dtype
+        """Memory for a vector, made once: fresh pages take longer than the message. Between a GPU
+        and Gloo it is pinned.
+        """
+        key = (key, like.dtype, device)
         if key not in self.buffers:
             pinned = self.theta.is_cuda and device.type == "cpu"
             self.buffers[key] = torch.empty_like(like, device=device, pin_memory=pinned)
@@ -226,8 +205,7 @@ class NoLoCo:
         """All replicas load together."""
         self.phi.copy_(state["phi"])
         self.delta.copy_(state["delta"])
-        self.steps = state["steps"]
-        self.bytes_sent = state.get("bytes_sent", 0)            # older states lack it
+        self.steps, self.bytes_sent = state["steps"], state["bytes_sent"]
 
     def settle(self):
         """Call before the process ends. Here nothing is under way; gossip/delay.py waits."""

@@ -24,8 +24,7 @@ from bench_sync import mean_and_error, messages, tree_all_reduce
 from experiments.harness import Row, command, run_ranks
 from experiments.pictures import COLOURS, WIDTH, frame
 from experiments.tables import Expected, kept_result
-from gossip.onebyte import OneByte, lengths_of
-from noloco import NoLoCo
+from gossip.onebyte import OneByteNoLoCo
 from train import Job
 
 SHADES = ("#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")    # one per number of replicas
@@ -39,7 +38,7 @@ def methods_and_one_byte(o, size, device):
     """Beside bench_sync's: one byte a weight, below NoLoCo in fp32."""
     vectors, rows = bench_sync.methods(o, size, device)
     weights = bench_sync.equal_weights(o, size, device)
-    short = NoLoCo([weights], inner_steps=1, seed=o.seed, codec=OneByte(lengths_of([weights])))
+    short = OneByteNoLoCo([weights], inner_steps=1, seed=o.seed)
     short.step()
     names = [name for name, _, _ in rows]
     rows.insert(names.index("NoLoCo") + 1,

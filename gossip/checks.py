@@ -115,8 +115,8 @@ def cores(outer):
 
 def settings_of(core):
     """{name: a number that is equal where the setting is}, of those that replicas must share."""
-    settings = dict(alpha=float(core.alpha), beta=float(core.beta), gamma=float(core.gamma),
-                    group_size=core.group_size, seed=core.seed, codec=type(core.codec).__name__)
+    settings = dict(method=type(core).__name__, alpha=float(core.alpha), beta=float(core.beta),
+                    gamma=float(core.gamma), group_size=core.group_size, seed=core.seed)
     return {name: crc32(str(value).encode()) for name, value in settings.items()}
 
 

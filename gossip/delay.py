@@ -83,7 +83,7 @@ class PhiAhead(Around):
         due = outer.due()
         if due:
             group = outer.begin()                                   # the one to which phi left
-            thetas = outer.swap("theta", outer.theta, group, None, outer.codec)
+            thetas = outer.swap("theta", outer.theta, group)
             phis = self.flying.result()
             self.flying = None
             outer.outer_step(outer.theta, thetas, phis)

@@ -22,20 +22,53 @@ condition fails.
 """
 import torch
 
-from noloco import padded
+from noloco import NoLoCo, padded
 
 MARGIN = 16
 BLOCK = 1 << 18             # weights at most: fewer stay in cache better, but cost more calls
 WHOLE = 1.5 * 2**23         # the last byte of x + WHOLE, |x| < 2^22, is that of round(x)
 
 
-class OneByte:
-    """A codec for NoLoCo: theta travels in one byte a weight, `codec=OneByte(lengths_of(params))`.
+class OneByteNoLoCo(NoLoCo):
+    """NoLoCo whose theta travels in one byte per weight.
 
-    Where phi travels, it does so in fp32: it says nothing of how far replicas are apart.
+    If phi travels too, it does so in fp32: it says nothing of how far replicas are apart.
+
+    lengths: if params is a vector, those of the tensors in it (see `lengths_of`).
+    Memory beside NoLoCo's: a byte per weight for the message, and one for each partner's.
+    """
+
+    def __init__(self, params, ranks=None, *, lengths=None, **settings):
+        if not torch.is_tensor(params):
+            params = list(params)
+            lengths = lengths_of(params)
+        super().__init__(params, ranks, **settings)
+        self.codec = OneByte(lengths)
+
+    def cost(self, group):
+        size = self.codec.bytes(len(self.theta))
+        if self.gamma != self.beta:
+            size += self.phi.nbytes
+        return (len(group) - 1) * size
+
+    def swap(self, name, vector, group, process_group=None):
+        if name != "theta":
+            return super().swap(name, vector, group, process_group)
+        messages = super().swap(name, self.codec.encode(vector, self.phi), group, process_group)
+        own = group.index(self.rank)
+        messages.pop(own)
+        vectors = []
+        for i, theirs in enumerate(messages):
+            out = self.buffer((name, i), vector, vector.device)
+            vectors.append(self.codec.decode(theirs, vector, out))
+        vectors.insert(own, vector)
+        return vectors
+
+
+class OneByte:
+    """The code itself: a vector's message in one byte per weight, and back.
 
     lengths: see `lengths_of`. A block is a tensor, or BLOCK weights of a larger one.
-    Memory: the message, and in NoLoCo, for each partner, its message and its vector in fp32.
     """
 
     def __init__(self, lengths):
@@ -72,7 +105,6 @@ class OneByte:
     def decode(self, message, own, out):
         """M3, written to `out`. own: the vector that this replica sent itself."""
         self.make_buffers(own)
-        message = message.to(own.device)
         blocks = zip(out.split(self.blocks), own.split(self.blocks),
                      message[:len(own)].split(self.blocks), self.scales(message))
         for theta, mine, k, s in blocks:

@@ -36,6 +36,8 @@ class SurvivingNoLoCo(NoLoCo):
     tell: called with a dict for each outer step that did not go as drawn.
     reset: called when this replica was not finite and has taken a partner's weights. The caller
     then resets the inner optimizer.
+    codec: a OneByte (gossip/onebyte.py), by which theta travels where all of a group can read it;
+    None: it travels in fp32.
     excluded: a set that the caller keeps: the replicas that are dead now (empty without a
     pipeline).
     alone: the number of outer steps done without any partner.
@@ -46,7 +48,7 @@ class SurvivingNoLoCo(NoLoCo):
     """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, last=sys.maxsize,
-                 tell=print, reset=lambda: None, excluded=frozenset(), **kwargs):
+                 tell=print, reset=lambda: None, excluded=frozenset(), codec=None, **kwargs):
         ranks = range(int(os.environ["WORLD_SIZE"])) if ranks is None else ranks
         super().__init__(params, ranks, **kwargs)
         self.rank = int(os.environ["RANK"])
@@ -56,6 +58,7 @@ class SurvivingNoLoCo(NoLoCo):
         self.catch_up, self.last, self.excluded = catch_up, last, excluded
         self.name = f"outer/{self.ranks[0]}"
         self.tell, self.reset = tell, reset
+        self.codec = codec
         self.late = False
         self.last_stale_list = -1           # the last outer step whose list may name an absentee
         self.alone = self.alone_in_a_row = 0
@@ -222,9 +225,12 @@ class SurvivingNoLoCo(NoLoCo):
         partners = [r for r in group if r != self.rank]
         arriving = []
         works = {r: [] for r in partners}
-        codecs = {"theta": self.codec_for(group), "phi": None}
+        codec = self.codec_for(group)
         for tag, (name, vector) in enumerate(vectors.items()):
-            mine = self.encode(name, vector, codecs[name])
+            mine = vector
+            if codec and name == "theta":
+                mine = codec.encode(vector, self.phi)
+            mine = self.on_device(self.message_device, name, mine)
             theirs = {}
             for i, r in enumerate(partners):
                 theirs[r] = self.buffer((name, i), mine, self.message_device)
@@ -321,9 +327,11 @@ class SurvivingNoLoCo(NoLoCo):
         return True
 
     def read(self, key, message, own):
-        """The vector of a message, beside this replica's own. One byte a weight has a codec."""
-        codec = self.codec if message.dtype == torch.uint8 else None
-        return self.decode(key, message, own, codec)
+        """The vector of a message. What came in one byte per weight is read beside `own`."""
+        message = self.on_device(own.device, key, message)
+        if message.dtype == torch.uint8:
+            message = self.codec.decode(message, own, self.buffer(key, own, own.device))
+        return message
 
     def adopt(self, message):
         """phi becomes a partner's theta. The message is read beside phi, of the last outer step,

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 import train
-from gossip import outer_optimizer, undelayed
+from gossip import OUTERS, outer_optimizer
 from gossip.asynchronous import Asynchronous
 from gossip.checks import Checked
 from gossip.delay import Delayed, PhiAhead
 from gossip.fragments import Fragments, cut
-from gossip.onebyte import BLOCK, MARGIN, OneByte, lengths_of
+from gossip.onebyte import BLOCK, MARGIN, OneByteNoLoCo, lengths_of
 from gossip.sums import BLOCK as SUM_BLOCK
 from gossip.sums import Bf16Sum, Int8Sum, rounded, values
 from gossip.window import gamma_bound
@@ -33,11 +33,6 @@ from test_minimal import brute_force, flat_replicas, inner, quadratic_run, small
 from tests.harness import (
     SMALL, captured, checkpoint, gloo, goes_on_to_the_bit, metrics, processes, store_host, wait_until,
 )
-
-
-def one_byte(params, *args, **settings):
-    params = list(params)
-    return NoLoCo(params, *args, codec=OneByte(lengths_of(params)), **settings)
 
 
 def phi_ahead(*args, **settings):
@@ -127,7 +122,7 @@ def moved(seed, size=1000):
     draw = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(size, generator=draw), 100 * torch.randn(16, generator=draw)]
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)         # does not travel
-    outer = one_byte([frozen, *(torch.nn.Parameter(t) for t in tensors)], ranks=[0])
+    outer = OneByteNoLoCo([frozen, *(torch.nn.Parameter(t) for t in tensors)], ranks=[0])
     outer.theta.sub_(1e-3 * torch.randn(outer.theta.shape, generator=draw))
     return outer
 
@@ -185,7 +180,7 @@ def modulo(theta, phi, own):
 @pytest.mark.parametrize("world, n", [(4, 2), (5, 3), (4, 4)])
 def test_processes_equal_a_float64_simulation_with_the_same_rounding(world, n):
     steps, m, want = 12, 3, simulated(world, 12, 3, n, seen=modulo)
-    found = processes(world, _noloco, one_byte, dict(inner_steps=m, group_size=n), steps)
+    found = processes(world, _noloco, OneByteNoLoCo, dict(inner_steps=m, group_size=n), steps)
     assert_replicas(found, want)
     if world == 4:
         tensors = 4                 # each sends its s
@@ -536,7 +531,11 @@ def test_a_state_is_loaded_to_the_bit_while_other_messages_are_under_way(method,
 
 def one_fragment(method, wire, params, **settings):
     params = list(params)
-    make = lambda vector, lengths, late: undelayed(method, wire, vector, lengths, None, **settings)
+
+    def make(vector, lengths, late):
+        cut = dict(lengths=lengths) if (method, wire) == ("noloco", "int8") else {}
+        return OUTERS[method, wire](vector, **cut, **settings)
+
     return Fragments(make, flatten(params), lengths_of(params), 1, settings["inner_steps"])
 
 
@@ -631,20 +630,21 @@ def test_the_rank_where_nan_begins_says_so_once_before_it_spreads(kind, step):
 def _unlike(rank, world, cases):
     """What this rank is warned of at the first inner step, where the last rank has such settings."""
     found = []
-    for settings in cases:
+    for kind, settings in cases:
         weight = torch.nn.Parameter(torch.ones(3))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            outer = NoLoCo([weight], **settings if rank == world - 1 else {})
+            outer = kind([weight], **settings) if rank == world - 1 else NoLoCo([weight])
             Checked(outer, [weight]).step()
         found.append([str(warning.message) for warning in told])
     return found
 
 
 def test_replicas_with_other_settings_are_warned_of_before_they_meet():
-    cases = [dict(alpha=0), dict(beta=1), dict(gamma=1.0), dict(group_size=3), dict(seed=1),
-             dict(codec=OneByte([16])), dict(inner_steps=10, gamma=0.7)]      # these may differ, or do not
-    names = ["alpha", "beta, gamma", "gamma", "group_size", "seed", "codec"]
+    cases = [(NoLoCo, dict(alpha=0)), (NoLoCo, dict(beta=1)), (NoLoCo, dict(gamma=1.0)),
+             (NoLoCo, dict(group_size=3)), (NoLoCo, dict(seed=1)), (OneByteNoLoCo, {}),
+             (NoLoCo, dict(inner_steps=10, gamma=0.7))]         # these may differ, or do not
+    names = ["alpha", "beta, gamma", "gamma", "group_size", "seed", "method"]
     lines = [[f"replicas began with different {name}: give all the same (weights: by the same seed)"]
              for name in names]
     assert processes(3, _unlike, cases) == [[*lines, []], [[]] * len(cases), [[]] * len(cases)]
