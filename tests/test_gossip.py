@@ -26,7 +26,7 @@ from gossip.delay import Delayed, PhiAhead
 from gossip.fragments import Fragments, cut
 from gossip.onebyte import BLOCK, MARGIN, OneByteNoLoCo, lengths_of
 from gossip.sums import BLOCK as SUM_BLOCK
-from gossip.sums import Bf16Sum, Int8Sum, rounded, values
+from gossip.sums import Bf16Sum, Int8Sum, pieces, round_to, values
 from gossip.window import gamma_bound
 from noloco import NoLoCo, flatten, random_groups
 from test_minimal import brute_force, flat_replicas, inner, quadratic_run, small_model
@@ -411,6 +411,21 @@ def test_one_byte_equals_a_float64_simulation_and_error_feedback_loses_nothing()
     assert all(counted == sent == each for *_, counted, sent in found)
 
 
+@gloo
+def _long_sum(rank, world, rows):
+    """(The sum of vectors of 600,001 values, what is left), in pieces of so many rows; None: as usual."""
+    cut = lambda count, width, vector: [slice(i, i + rows) for i in range(0, count, rows)]
+    vector = torch.randn(600_001, generator=torch.Generator().manual_seed(rank))
+    with mock.patch("gossip.sums.pieces", cut if rows else pieces):
+        left = Int8Sum(dist.group.WORLD).add_up(vector, ())
+    return [v.flatten().tolist() for v in (vector, *left)]
+
+
+def test_a_sum_in_pieces_has_the_bits_of_the_sum_as_a_whole():
+    assert len(pieces(600_001 // SUM_BLOCK, SUM_BLOCK, torch.empty(0))) > 4
+    assert processes(2, _long_sum, None) == processes(2, _long_sum, 1 << 20)
+
+
 def test_bf16_sums_have_the_same_bits_everywhere_and_bf16s_error():
     found = processes(WORLD, _sums, Bf16Sum)
     given = [vectors(rank).double() for rank in range(WORLD)]
@@ -430,9 +445,10 @@ def test_what_one_byte_owed_is_dropped_by_another_wire(monkeypatch):
 def test_an_inf_spoils_one_sum():
     x = torch.ones(2, SUM_BLOCK)
     x[0, 3] = torch.inf
-    codes, owed = rounded(x)
+    codes = torch.empty(2, SUM_BLOCK + 4, dtype=torch.uint8)
+    round_to(codes, x)
     assert not values(codes)[0].isfinite().all() and values(codes)[1].isfinite().all()
-    assert owed.isfinite().all()
+    assert x.isfinite().all()                           # what is left
 
 
 @pytest.mark.parametrize("how", [
