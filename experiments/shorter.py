@@ -14,7 +14,7 @@ from experiments.tables import Expected, Table
 from planning.instance import published_network
 from planning.methods import compare_methods
 from planning.pictures import rows_of
-from skippipe import BACKWARD, LOSS, Progress, Task, full_paths
+from skippipe import BACKWARD, LOSS, Task, dispatch, full_paths
 
 KEPT, EACH, ROUNDS = 4, 3, 2        # stages kept, paths per origin, rounds
 PATIENCE = 60.0     # seconds of planning at most; an idle machine needs less than one
@@ -40,8 +40,8 @@ def measure(o):
     seconds = {}
     for name, row in zip(PUBLISHED, rows, strict=True):
         seconds[name] = round(row["seconds"], 3)
-    full = Progress(network).dispatch(full_paths(network.stages, EACH * ROUNDS))
-    timelines = {FULL: rounded(full.timeline), PLANNED: rounded(plan.result.timeline)}
+    full = dispatch(network, full_paths(network.stages, EACH * ROUNDS))
+    timelines = {FULL: rounded(full.timeline), PLANNED: rounded(plan.timeline)}
     return dict(seconds=seconds, timelines=timelines)
 
 

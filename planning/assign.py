@@ -3,8 +3,9 @@ import math
 import random
 from dataclasses import replace
 
+from planning.progress import Progress
 from planning.regions import WHOLE, cut
-from skippipe import Progress, farthest_first, hop_costs, path_finder, skip_schedule
+from skippipe import dispatch, farthest_first, hop_costs, path_finder, skip_schedule
 
 
 def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0,
@@ -30,7 +31,7 @@ def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
         dealt = with_stages(network, dict(zip(nodes, stages)))
         schedule = skip_schedule(dealt, stages_kept, microbatches_per_origin)
         shortest = path_finder(schedule, hop_costs(dealt), swaps)
-        first = Progress(dealt, rounds).dispatch(farthest_first(schedule, shortest))
+        first = dispatch(dealt, farthest_first(schedule, shortest), rounds)
         return first.makespan, dealt
 
     draw = random.Random(f"stages {seed}")

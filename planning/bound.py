@@ -1,7 +1,29 @@
-"""The proof that a plan cannot be better: on the published instance none comes below 33.054 s."""
+"""How good a plan can be at best: on the published instance none comes below 33.054 s."""
 from itertools import accumulate, combinations
 
-from skippipe import hop_costs, origin_bound, path_finder, skip_schedule
+from skippipe import WORK, hop_costs, path_finder, skip_schedule
+
+
+def lower_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2):
+    """Seconds below which no plan can come, whatever its paths and order."""
+    schedule = skip_schedule(network, stages_kept, microbatches_per_origin)
+    shortest = path_finder(schedule, hop_costs(network), swaps)
+    return max(origin_bound(schedule, o, rounds, shortest) for o in network.stages[0])
+
+
+def origin_bound(schedule, origin, rounds, shortest):
+    """Seconds that an origin alone needs for its microbatches. 1. It does their forwards, losses
+    and backwards one at a time. 2. At most `lanes` of them are under way at once: as many as it has
+    paths, or memory for. So they form `lanes` chains, in which each begins after the one before it
+    has ended. The longest has at least 1 / lanes of them, each on the shortest path or a longer."""
+    network, paths = schedule.network, schedule.origins.count(origin)
+    own = sum(WORK.values()) * network.compute[origin]
+    away, _ = shortest(origin)
+    pause = network.overhead            # the iteration ends before the last task's pause
+    one = own + network.origin_overhead + 2 * pause
+    lanes = min(paths, network.memory[origin])
+    longest = -(-paths * rounds // lanes)
+    return max(paths * rounds * one, longest * (own + away + pause)) - pause
 
 
 def one_machine(tasks, chains):
@@ -29,17 +51,17 @@ def one_machine(tasks, chains):
     return best
 
 
-def tighter_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, dead=()):
-    """Seconds below which no plan can come: `skippipe.lower_bound`, an origin's tasks one by one,
+def tighter_bound(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2):
+    """Seconds below which no plan can come: `lower_bound`, an origin's tasks one by one,
     or `crossing_bound`, whichever is largest. Of hundreds of nodes only the most remote origins are
     looked at; what they need is still a bound."""
-    schedule = skip_schedule(network, stages_kept, microbatches_per_origin, dead)
+    schedule = skip_schedule(network, stages_kept, microbatches_per_origin)
     both_ways = path_finder(schedule, hop_costs(network), swaps)
     out = path_finder(schedule, one_way(network, network.delay, 1.0), swaps)
     back = path_finder(schedule, one_way(network, list(zip(*network.delay)), 1.5), swaps)
     most = max(1, int(2e6 / len(network.delay) ** 2))
     bounds = [crossing_bound(schedule, rounds)]
-    for o in sorted(schedule.stages[0], key=lambda o: -sum(network.delay[o]))[:most]:
+    for o in sorted(network.stages[0], key=lambda o: -sum(network.delay[o]))[:most]:
         bounds.append(origin_bound(schedule, o, rounds, both_ways))
         bounds.append(task_bound(schedule, o, rounds, out, back))
     return max(bounds)
@@ -97,8 +119,9 @@ class Island:
 def crossing_bound(schedule, rounds=1):
     """Seconds of a path that must leave its island, in every valid plan.
 
-    Islands are sets of living nodes, at first single nodes. All pairs of nodes are gone through by
-    the seconds of their link there and back, least first; each pair joins its two islands.
+    Islands are sets of nodes that have a stage, at first single nodes. All pairs of nodes are gone
+    through by the seconds of their link there and back, least first; each pair joins its two
+    islands.
 
     1. An island lacks room if its origins' paths are due more visits after the origin than the caps
        of its nodes allow (TC1, `node_caps`). Then at least one of these paths visits a node of
@@ -120,7 +143,7 @@ def crossing_bound(schedule, rounds=1):
     if stages_kept == 1:
         return 0.0
     island_of = {}
-    for stage in schedule.stages:
+    for stage in network.stages:
         for r in stage:
             island_of[r] = Island({r}, schedule.caps[r])
     for o in schedule.origins:

@@ -1,11 +1,11 @@
 """Networks: the one published with SkipPipe's code (arXiv 2502.19913; 20 nodes in 12 cities, 6
-stages), more nodes in its cities, and a file's."""
+stages), more nodes in its cities, a file's, and what is left of one."""
+import copy
 import json
-from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
 
-from skippipe import Network, per_node
+from skippipe import Network, per_node, read_network, without
 
 DATA = json.loads(Path(__file__).with_name("published.json").read_text())
 CITIES = DATA["cities"]
@@ -69,24 +69,17 @@ def spread_network(sizes):
     return Network(city_delays(names, city_links()), 0.44, stages, 3, 0.13, 0.09), names
 
 
-def read_instance(file, stages=None):
+def read_instance(file):
     """(Network, names or None) of a JSON file: an object with delay, compute, stages and what else
-    a Network takes, and names. stages: where the file has none. Raises OSError, or ValueError with
-    one line."""
-    try:
-        data = json.loads(Path(file).read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: is no JSON ({error})")
-    known = {field.name for field in fields(Network)} | {"names"}
-    if not isinstance(data, dict) or not {"delay", "compute"} <= set(data) <= known:
-        raise ValueError(f"{file}: must hold an object with delay and compute, and only "
-                         f"{sorted(known)}")
-    if not isinstance(data["delay"], list):
-        raise ValueError(f"{file}: delay must be a list of rows")
-    names = data.pop("names", None)
-    data.setdefault("stages", stages)
-    try:
-        network = Network(**data)
-        return network, names and per_node(names, len(network.delay), "names")
-    except (TypeError, ValueError) as error:        # TypeError: null where a number should be
-        raise ValueError(f"{file}: {error}")
+    a Network takes, and names. Raises ValueError with one line."""
+    network = read_network(file)
+    names = json.loads(Path(file).read_text()).get("names")
+    return network, names and per_node(names, len(network.delay), "names")
+
+
+def network_without(network, nodes):
+    """The network in which these nodes are idle: dead, or another region's. Delays are shared."""
+    left = copy.copy(network)
+    left.stages = without(nodes, network.stages)
+    left.stage_of = {r: s for r, s in network.stage_of.items() if r not in nodes}
+    return left

@@ -3,8 +3,7 @@ import json
 from pathlib import Path
 
 from planning.bound import tighter_bound
-from planning.training import rounds_of
-from skippipe import Infeasible, Network, simulate
+from skippipe import Infeasible, Network, rounds_of, simulate
 
 
 def as_json(stages, paths, order, makespan, bound, made, **more):
@@ -14,13 +13,12 @@ def as_json(stages, paths, order, makespan, bound, made, **more):
                 **more)
 
 
-def bound_of(network, paths, rounds, dead=()):
+def bound_of(network, paths, rounds):
     """Seconds; no valid plan of as much work as these paths, of all rounds, takes less. None where
     there is no valid plan: the full pipeline and drawn paths may break TC1."""
-    origins = len(set(network.stages[0]) - set(dead))
-    each = len(paths) // (origins * rounds)
+    each = len(paths) // (len(network.stages[0]) * rounds)
     try:
-        return tighter_bound(network, len(paths[0]), each, rounds, dead=dead)
+        return tighter_bound(network, len(paths[0]), each, rounds)
     except Infeasible:
         return None
 

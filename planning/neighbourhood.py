@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from skippipe import conflict_based_search, one_sweep, path_finder
+from skippipe import one_sweep, path_finder
 
 
 def turns_of(progress):
@@ -17,7 +17,7 @@ def turns_of(progress):
 
 class NeighbourhoodSearch:
     """The paper's search, then two of ours in turns until the time is up or the bound is
-    reached. progress: a skippipe.Progress, which knows the best plan. cost: `hop_costs`."""
+    reached. progress: a Progress, which knows the best plan. cost: `hop_costs`."""
 
     def __init__(self, schedule, swaps, progress, cost, seed=0):
         self.schedule, self.swaps = schedule, swaps
@@ -25,14 +25,14 @@ class NeighbourhoodSearch:
         self.random = random.Random(f"plan {seed}")
         self.shortest = path_finder(schedule, cost, swaps)
         self.trip = {}          # {origin: seconds of its shortest path}
-        for origin in schedule.stages[0]:
+        for origin in schedule.network.stages[0]:
             self.trip[origin], _ = self.shortest(origin)
 
     def run(self):
         walk = self.plan_first()        # where the large neighbourhood search goes on from
-        conflict_based_search(self.schedule, self.shortest, self.progress, limit=500)
+        self.progress.follow_paper(self.schedule, self.shortest, limit=500)
         for _ in turns_of(self.progress):
-            for paths in (self.progress.paths, walk):
+            for paths in (self.progress.best.paths, walk):
                 self.reorder(paths, steps=50)
             walk = self.large_neighbourhood_search(walk, steps=200)
 
@@ -56,7 +56,9 @@ class NeighbourhoodSearch:
         one before lets it, is as long. First-come-first-served cannot let a node wait for a task
         that is about to arrive; this can."""
         progress = self.progress
-        result = progress.best if paths == progress.paths else progress.dispatch(paths)
+        result = progress.best
+        if paths != result.paths:
+            result = progress.dispatch(paths)
         for _ in range(steps):
             swaps = critical_swaps(paths, result)
             if progress.over() or not swaps:
@@ -99,7 +101,7 @@ class NeighbourhoodSearch:
         now."""
         draw = self.random.random
         scale = 0.3 * draw() ** 4 * max(self.trip.values())
-        nodes = [r for stage in self.schedule.stages for r in stage]
+        nodes = [r for stage in self.schedule.network.stages for r in stage]
         cost = {}
         for i in nodes:
             exact = self.cost[i]

@@ -9,8 +9,10 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+from planning.instance import network_without
 from planning.neighbourhood import NeighbourhoodSearch, turns_of
-from skippipe import Progress, check, hop_costs, skip_schedule, without
+from planning.progress import Progress
+from skippipe import check, dispatch, hop_costs, skip_schedule
 
 WHOLE = 48      # a network of so many nodes is one region
 
@@ -38,7 +40,7 @@ def cut(delay, sizes, stage_of=None):
     others = evenly_mixed(dict(enumerate(sizes[1:], 1)))            # stages of the others left
     least = origins                                                 # origins of a region
     if len(rest) > WHOLE:
-        least = math.ceil(origins / min(sizes))
+        least = math.ceil(origins / min(filter(None, sizes)))
     region = [max(sorted(rest), key=lambda i: sum(delay[i]))]
     regions = []
     while rest:
@@ -86,17 +88,16 @@ def take_nodes(nearest, due, stage_of):
 
 
 def schedule_within(schedule, nodes, visits):
-    """The schedule for the origins among these nodes: all other nodes are dead to it. visits: what
-    the whole leaves to it of each stage."""
-    dead = schedule.dead | set(range(len(schedule.caps))) - nodes
-    stages = without(dead, schedule.network.stages)
-    origins = stages[0] * paths_each(schedule)
-    return replace(schedule, dead=dead, stages=stages, origins=origins, visits=visits, spare=[])
+    """The schedule for the origins among these nodes: all other nodes are idle. visits: what the
+    whole leaves to it of each stage."""
+    network = network_without(schedule.network, set(range(len(schedule.caps))) - nodes)
+    origins = network.stages[0] * paths_each(schedule)
+    return replace(schedule, network=network, origins=origins, visits=visits, spare=[])
 
 
 def paths_each(schedule):
     """How many paths each origin has."""
-    return len(schedule.origins) // len(schedule.stages[0])
+    return len(schedule.origins) // len(schedule.network.stages[0])
 
 
 class Region:
@@ -160,7 +161,7 @@ class RegionSearch:
 
     def share_out(self, parts):
         """The visits that each region's paths make to each stage, which are `schedule.visits`
-        together. None where a region has no living origin, or no room was found for a visit."""
+        together. None where a region has no origin, or no room was found for a visit."""
         rooms = [self.most_visits(nodes) for nodes in parts]
         left = dict(self.schedule.visits)
         found = []
@@ -186,13 +187,13 @@ class RegionSearch:
 
     def paths_of(self, nodes):
         """How many paths the origins among these nodes have."""
-        return paths_each(self.schedule) * len(nodes.intersection(self.schedule.stages[0]))
+        return paths_each(self.schedule) * len(nodes.intersection(self.schedule.network.stages[0]))
 
     def most_visits(self, nodes):
         """How many visits to each stage the paths of these nodes' origins can make there."""
         most, room = self.paths_of(nodes), {}
         for s in self.schedule.visits:
-            there = nodes.intersection(self.schedule.stages[s])
+            there = nodes.intersection(self.schedule.network.stages[s])
             room[s] = min(most, sum(self.schedule.caps[r] for r in there))
         return room
 
@@ -200,8 +201,8 @@ class RegionSearch:
         """Simulate the regions' paths together."""
         paths = []
         for region in regions:
-            paths += region.progress.paths
-        self.progress.dispatch(in_turn(paths, self.schedule.stages[0]))
+            paths += region.progress.best.paths
+        self.progress.dispatch(in_turn(paths, self.schedule.network.stages[0]))
 
 
 def around(plan, network, kept, each, rounds, seed, dead):
@@ -216,13 +217,15 @@ def around(plan, network, kept, each, rounds, seed, dead):
         for node in sorted(dead):
             gone.add(node)
             if any(node in path for path in paths):
-                schedule = skip_schedule(network, kept, each, gone)
-                whole = RegionSearch(schedule, 2, Progress(network, rounds), cost, seed)
+                alive = network_without(network, gone)
+                schedule = skip_schedule(alive, kept, each)
+                whole = RegionSearch(schedule, 2, Progress(alive, rounds), cost, seed)
                 paths = mend(node, paths, whole)
     except ValueError:          # Infeasible, or no path stays
         return None
-    result = Progress(network, rounds).dispatch(paths)
-    if result.makespan > 1.05 * plan["makespan"] or check(network, paths, kept, dead=dead):
+    result = dispatch(network, paths, rounds)
+    alive = network_without(network, dead)
+    if result.makespan > 1.05 * plan["makespan"] or check(alive, paths, kept):
         return None
     return paths, result.order
 
@@ -256,8 +259,8 @@ def mend(node, paths, whole, most=1500):
         part.plan_first()
         while not part.progress.over():
             part.take_turn()
-        stay += part.progress.paths
-    return in_turn(stay, whole.schedule.stages[0])
+        stay += part.progress.best.paths
+    return in_turn(stay, network.stages[0])
 
 
 def groups_of(paths):

@@ -2,26 +2,26 @@
 from dataclasses import asdict
 from functools import partial
 
+from planning.instance import network_without
 from planning.regions import WHOLE, around
 from planning.search import shorter_plan
-from skippipe import (Deadlock, Infeasible, Progress, full_paths, plan, simulate, stages_to_keep,
-                      without)
+from skippipe import (Deadlock, Infeasible, dispatch, full_paths, plan, rounds_of, simulate,
+                      stages_to_keep, without)
 
 # A budget of work, not of time, so that a plan depends on the network and the seed alone.
 BUDGET = dict(seconds=None, iterations=3000)
 
 
-def planned(search, network, kept, each, rounds, seed, dead, **options):
-    return search(network, kept, each, rounds, seed=seed, dead=dead, **BUDGET, **options)
+def planned(search, network, kept, each, rounds, seed, **options):
+    return search(network, kept, each, rounds, seed=seed, **BUDGET, **options)
 
 
-def every_stage(network, kept, each, rounds, seed, dead):
-    """The full pipeline of the living, first come, first served."""
-    return full_paths(living(network.stages, dead), each), None
+def every_stage(network, kept, each, rounds, seed):
+    """The full pipeline, first come, first served."""
+    return full_paths(network.stages, each), None
 
 
-# --routing: (network, kept, each, rounds, seed, dead) -> paths, order (None: first come, first
-# served)
+# --routing: (network, kept, each, rounds, seed) -> paths, order (None: first come, first served)
 PLANNERS = {
     "skippipe": partial(planned, plan),                         # the paper's, as train.py plans it
     "stronger": partial(planned, shorter_plan),
@@ -58,27 +58,19 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None)
             kept -= 1
 
 
-def rounds_of(microbatches, memory):
-    """As in train.py: the fewest rounds of equally many microbatches that fit into a node's memory;
-    else 1."""
-    for rounds in range(1, microbatches):
-        if microbatches % rounds == 0 and microbatches // rounds <= memory:
-            return rounds
-    return 1
-
-
 def plan_of_work(network, routing, work, seed, dead, before):
     """As `plan_paths`. work: (stages kept, microbatches of an origin in a round, rounds). Raises
     Infeasible or Deadlock where there is no plan."""
     kept, _, rounds = work
+    alive = network_without(network, dead)
     found = None
     if before and routing == "stronger" and len(network.delay) > WHOLE:
         if len(before["paths"][0]) == kept:
             found = around(before, network, *work, seed, dead)
-    paths, order = found or PLANNERS[routing](network, *work, seed, tuple(dead))
+    paths, order = found or PLANNERS[routing](alive, *work, seed)
     if order:
         result = simulate(network, paths, rounds, order)
     else:
-        result = Progress(network, rounds).dispatch(paths)
+        result = dispatch(network, paths, rounds)
     return dict(paths=paths * rounds, order=result.order, makespan=result.makespan,
                 network=asdict(network), planned="in regions" if found else "anew")

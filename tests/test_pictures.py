@@ -17,7 +17,7 @@ from tests.oracles import random_network
 
 NETWORK, NAMES = published_network()
 PLAN = shorter_plan(NETWORK, 4, 3, 2, seconds=None, iterations=600)
-TIMELINE = PLAN.result.timeline
+TIMELINE = PLAN.timeline
 
 
 @pytest.fixture
