@@ -1,4 +1,4 @@
-"""How far a search has come, within its limits."""
+"""What the searches of this room share: their limits, and the best plan so far."""
 import math
 import time
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from skippipe import Deadlock, Result, conflict_based_search, dispatch, simulate
 
 @dataclass
 class Plan(Result):
-    """A Result, and: bound: seconds; no plan is faster. seconds, work: what the search took."""
+    """A Result with more. bound: no plan is faster, seconds. seconds, work: what the search took."""
     bound: float = 0.0
     seconds: float = 0.0
     work: int = 0
 
 
 class Progress:
-    """Of a search: its limits, the work done (paths planned and simulations run), and the best
-    simulated iteration. bound: seconds of an iteration that will do."""
+    """How far a search has come: its limits, the work done (paths planned and simulations run), and
+    the best simulated iteration. bound: seconds of an iteration that will do."""
 
     def __init__(self, network, rounds=1, seconds=None, iterations=None):
         self.network, self.rounds = network, rounds
