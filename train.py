@@ -1294,19 +1294,19 @@ class Job:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
             torch.cuda.set_device(self.device)
         enough = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        found = self.share([enough, gloo_interface(), this_machine()])
-        enough, interfaces, machines = zip(*found)
+        machine, host = this_host()
+        found = self.share([enough, gloo_interface(), machine, host])
+        enough, interfaces, machines, hosts = zip(*found)
         need(all(enough) or o.backend != "nccl",
              "--backend nccl: a machine has fewer GPUs than processes: use gloo")
         if self.world == 1:
             return
         self.nccl = all(enough) and o.backend != "gloo"
-        need("lo" not in interfaces or set(interfaces) == {"lo"}, f"ranks offer {interfaces}: lo "
-             "is of no use between hosts: give torchrun node 0's address as --master-addr, or "
-             "export GLOO_SOCKET_IFNAME=NAME on that host")
+        need("lo" not in interfaces or len(set(hosts)) == 1, "a rank offers other hosts its "
+             f"loopback interface ({', '.join(interfaces)}): give torchrun node 0's address as "
+             "--master-addr, or on that host export GLOO_SOCKET_IFNAME=NAME")
         if "OMP_NUM_THREADS" not in os.environ:         # else every rank would use every core
-            here = machines.count(this_machine())
-            torch.set_num_threads(max(1, torch.get_num_threads() // here))
+            torch.set_num_threads(max(1, torch.get_num_threads() // machines.count(machine)))
         self.start_group()
 
     def start_group(self):
@@ -1333,10 +1333,13 @@ class Job:
             self.leave(60)
 
 
-def this_machine():
-    """A text that no other machine has."""
-    boot = Path("/proc/sys/kernel/random/boot_id")      # of Linux
-    return boot.read_text() if boot.exists() else socket.gethostname()
+def this_host():
+    """(a text that no other machine has, one that no other host has): a network namespace is a
+    host."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if not (boot.exists() and network.exists()):            # not Linux
+        return socket.gethostname(), socket.gethostname()
+    return boot.read_text(), f"{boot.read_text()} {network.stat().st_ino}"
 
 
 def gloo_interface():

@@ -266,17 +266,16 @@ def _dies(rank, world, argv):
     return captured(rank, world, train.main, argv)
 
 
-@pytest.mark.parametrize("stages", ["4", "2,2"])
-@pytest.mark.parametrize("more", ["", "--wire int8", "--method diloco", "--method diloco --wire int8",
-                                  "--fragments 2", "--fragments 4 --method diloco"])
+@pytest.mark.parametrize("stages, more", [
+    ("2,2", "--wire int8"), ("4", "--method diloco --wire int8"), ("4", "--fragments 2")])
 def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(more, stages, corpus, tmp_path):
     argv = ["--stages", stages, "--inner-steps", 4, "--delay", 2, "--data", corpus, "--name", "x", *SMALL]
     with store_host() as (port, _):
         results = processes(4, _dies, [*argv, *more.split()], cwd=tmp_path, port=port, fallen=[1])
     codes, texts = zip(*filter(None, results))
     said = re.findall("stopped.*|Traceback", "".join(texts))
-    line = r"stopped: rank \d at step \d+: another process is gone; nothing is kept yet: remove runs/x"
-    assert codes == (2, 2, 2) and len(said) == 1 and re.match(line, said[0]), results
+    assert codes == (2, 2, 2) and len(said) == 1, results
+    assert re.fullmatch(r"stopped: rank \d: another process is gone", said[0]), results
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
