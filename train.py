@@ -487,7 +487,7 @@ class Log:
         The checkpoint is written before ranks wait for each other's weights and report.
         """
         run, o = self.run, self.run.o
-        if run.step % 10 == 0 and self.sums["home"]:
+        if run.step % 10 == 0 and self.sums["home"] and not self.bar.disable:
             loss = float(self.sums["loss"]) / self.sums["home"]
             self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
         self.bar.update(run.step - before)
@@ -551,7 +551,7 @@ class Log:
         """A line of metrics.jsonl, and on the screen, from every rank's row."""
         rows = self.run.job.share(self.counts() | row)
         if self.run.job.leads:
-            self.write(self.line_of(rows), ends)
+            self.tell(self.line_of(rows), ends)
 
     def line_of(self, rows):
         """A line of metrics.jsonl from the rows of all ranks. What nobody measured is None."""
@@ -575,7 +575,7 @@ class Log:
             simulated_seconds=run.routes.plan and run.routes.plan["makespan"],
             tokens_per_second=total("tokens") / seconds, skipped_steps=total("skipped_steps"))
 
-    def write(self, line, ends):
+    def tell(self, line, ends):
         """Into metrics.jsonl and onto the screen."""
         folder = self.run.folder
         with open(folder / "metrics.jsonl", "a") as file:
@@ -585,6 +585,9 @@ class Log:
             need(math.isfinite(line["heldout_loss"] or 0),
                  f"the held-out loss at step {line['step']} is not finite: give a smaller --lr")
             tqdm.write("\n".join(in_words(line, self.at_the_end)))
+            if line["skipped_steps"]:
+                tqdm.write(f"skipped         {line['skipped_steps']} optimizer steps whose gradient "
+                           "was not finite")
             tqdm.write(f"kept in {folder}; a picture: python -m tools.plot {folder}")
 
 
@@ -627,17 +630,17 @@ class Checkpoints:
 
     def save(self, step, state):
         """Write this rank's part. When all ranks have, drop all parts but the last two."""
-        self.write(step, state)
+        self.write_part(step, state)
         self.job.share()
         self.job.then = f"; go on with --resume {self.folder.parent}"
         self.forget(list(self.parts())[:-2])
 
-    def write(self, step, state):
+    def write_part(self, step, state):
         """Raises BadInput without room, or without leave, to write."""
         place = self.place(step)
         place.mkdir(parents=True, exist_ok=True)
         try:
-            write(place / f"rank{self.job.rank}.pt", lambda file: torch.save(state, file))
+            write_whole(place / f"rank{self.job.rank}.pt", lambda file: torch.save(state, file))
         except RuntimeError as error:                   # torch hides a full disk behind its own
             raise BadInput(f"cannot write into {place}: {one_line(error.__context__ or error)}")
 
@@ -676,18 +679,14 @@ def load_part(file):
         own = f"{state['step']:08d}/rank{state['rank']}.pt"
         need(file.as_posix().endswith(f"/{own}"), f"it was written as {own}")
         need(state["theta"].sum().isfinite(), "its weights are not finite")
-        need(state.keys() >= PARTS, f"it lacks {', '.join(PARTS - state.keys())}")
+        need("counts" in state, "it lacks counts")              # as an older version wrote it
         return state
     except Exception as error:      # damaged bytes make torch raise nearly anything
         raise BadInput(f"{file} is damaged or of another version ({one_line(error)[:100]})")
 
 
-PARTS = {"step", "rank", "theta", "rho", "options", "plan", "cursor", "corpus", "inner", "outer",
-         "owed", "counts"}
-
-
 def state_of(run):
-    """What a rank's part of a checkpoint holds: PARTS."""
+    """What a rank's part of a checkpoint holds."""
     return dict(step=run.step, rank=run.job.rank, theta=run.theta, rho=run.rho,
                 options=vars(run.o), plan=run.routes.plan,
                 cursor=run.reader and run.reader.cursor, corpus=run.corpus and run.corpus.digest,
@@ -723,7 +722,7 @@ def need_same(o, state):
         need(name in FREE or now == was, f"{flag(name)} {now}: it was {was}, and must be")
 
 
-def write(path, put):
+def write_whole(path, put):
     """Write a file whole or not at all. put: writes to the open file."""
     half = Path(f"{path}.tmp")
     try:
@@ -737,7 +736,7 @@ def write(path, put):
 
 
 def write_json(path, value):
-    write(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
+    write_whole(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
 
 
 # ---------------------------------------------------------------- a run
@@ -847,7 +846,7 @@ def write_folder(run):
     if changed:
         lines.append(json.dumps(dict(event="changed", step=run.step, options=changed)))
     text = "".join(line + "\n" for line in lines)
-    write(run.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
+    write_whole(run.folder / "metrics.jsonl", lambda file: file.write(text.encode()))
     print(f"{o.method}, stages {o.stages}, {o.routing} routing, {run.job.world} processes on "
           f"{run.job.device.type}, {o.model} model, corpus {run.corpus.digest}")
     for line in remarks(run):

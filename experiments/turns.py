@@ -23,7 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from experiments.harness import SMALL, folder_of, train_once
-from train import BadInput, write
+from train import BadInput, write_whole
 
 OTHERS = 0.1        # of a processor
 AGAIN = 5
@@ -171,4 +171,4 @@ def keep(file, label, row):
     found["runs"].setdefault(label, []).append(row)
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(found) + "\n"
-    write(file, lambda out: out.write(text.encode()))
+    write_whole(file, lambda out: out.write(text.encode()))

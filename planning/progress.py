@@ -8,7 +8,8 @@ from skippipe import Deadlock, Result, conflict_based_search, dispatch, simulate
 
 @dataclass
 class Plan(Result):
-    """A Result with more. bound: no plan is faster, seconds. seconds, work: what the search took."""
+    """A Result with more. bound: seconds below which no plan comes. seconds, work: what the search
+    took."""
     bound: float = 0.0
     seconds: float = 0.0
     work: int = 0

@@ -35,7 +35,7 @@ class SurvivingCheckpoints(Checkpoints):
         return state
 
     def save(self, step, state):
-        self.write(step, state)
+        self.write_part(step, state)
         self.job.then = f"; go on with --resume {self.folder.parent}"
         self.seal()
 

@@ -19,6 +19,7 @@ Where a dead peer is handled:
         it takes a replica's weights, or its checkpoint   pipeline.py  take_weights, hand_over
         the other ranks connect to it                     pipeline.py  go_over -> admit
     both: an evaluation misses a rank                     parts.py     SurvivingJob.collect, meet
+        its numbers in the log                            log.py       SurvivingLog.report
         the store is lost, with node 0                    parts.py     survive -> standby.py move
         the process ends                                  __main__.py  main
 
@@ -36,16 +37,17 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import train
+from gossip import more
 from gossip.onebyte import OneByte, lengths_of
 from survive.checkpoints import SurvivingCheckpoints
+from survive.log import SurvivingLog
 from survive.meeting import (Gone, Left, absent, come_back, connect, is_loss, members_of,
                              notice_silence, outliving)
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 from survive.standby import accepts, enough, host_standby, move
-from gossip import more
-from train import STOPPED, BadInput, Job, Log, average_in, need, one_line
+from train import STOPPED, BadInput, Job, average_in, need, one_line
 
 EVENTS = {      # the first rank's line for each event, at its next evaluation
     "leapt":
@@ -235,78 +237,6 @@ class SurvivingJob(Job):
     def say(self, line):
         if self.leads:
             tqdm.write(line)
-
-
-# In a report, of a rank that did not answer: what it has measured since its last answer.
-NOTHING = dict(loss=0, home=0, heldout=[], merged=[], squares=0.0, weights=0, iteration=0.0)
-
-
-class SurvivingLog(Log):
-    """As Log, from the ranks that answer in time. Its totals are of all ranks, the dead too."""
-    at_evaluations = Log.at_evaluations | dict(ranks="{ranks} ranks")
-    at_the_end = Log.at_the_end | dict(
-        lost_microbatches="lost            {lost_microbatches} microbatches with ranks that died",
-        steps_alone="alone           {steps_alone} outer steps that a replica did without any "
-                    "partner")
-
-    def __init__(self, run):
-        super().__init__(run)
-        self.latest = {}            # {rank: its newest row}
-
-    def average(self, vector):
-        run = self.run
-        replicas = next(ranks for ranks in run.routes.stages if run.job.rank in ranks)
-        if len(replicas) == 1:
-            return 0.0, 0
-        return run.job.average(vector, replicas, f"spread/{run.stage}/{self.place()}")
-
-    def place(self):
-        """Names this evaluation, alike on all ranks."""
-        o, step = self.run.o, self.run.step
-        return f"{step // o.eval_every}/{step >= o.steps}"
-
-    def counts(self):
-        found = super().counts()
-        found["lost_microbatches"] = self.run.pipeline.lost
-        found["steps_alone"] = getattr(self.run.outer, "alone", 0)
-        return found
-
-    def load(self, counts):
-        super().load(counts)
-        self.run.pipeline.lost = counts.get("lost_microbatches", 0)
-        if hasattr(self.run.outer, "alone"):
-            self.run.outer.alone = counts.get("steps_alone", 0)
-
-    def report(self, row, ends):
-        found = self.run.job.collect(f"row/{self.place()}", self.counts() | row)
-        if not self.run.job.leads:
-            return
-        self.latest |= found
-        rows = []
-        for rank, its in self.latest.items():
-            rows.append(its if rank in found else its | NOTHING)
-        line = self.line_of(rows)
-        line["ranks"] = len(found)
-        line["simulated_seconds"] = self.run.routes.makespan
-        for column in ("lost_microbatches", "steps_alone"):
-            line[column] = sum(its[column] for its in self.latest.values())
-        if not all_compared(found, self.run.stages):
-            # A mean over some of the replicas is no model that anybody keeps, and those who came in
-            # time may be just those who have averaged.
-            line.update(weight_spread=None, merged_loss=None, merged_nats_per_byte=None)
-        self.write(line, ends)
-
-
-def all_compared(rows, stages):
-    """Whether every rank that answered was compared with the replicas of its stage, if it has any.
-
-    rows: {rank: its row} of those that answered.
-    """
-    for ranks in stages:
-        answered = [rows[r] for r in ranks if r in rows]
-        if len(answered) > 1 and min(row["weights"] for row in answered) == 0:
-            return False
-    return True
 
 
 def survive(run):

@@ -299,7 +299,7 @@ def test_losing_drops_what_visits_the_victim(trained, tmp_path):
     with it."""
     trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failures.lose, 1.0))
     row = metrics(tmp_path / "runs/x")[-1]
-    assert row["lost_microbatches"] == 5 * 2 and math.isfinite(row["heldout_loss"])
+    assert row["tokens"] == 5 * 2 * 2 * 32 and math.isfinite(row["heldout_loss"])
 
 
 ALIKE = [(fleet.Trial("noloco", 2, 1), "--optimizer", "muon"), (fleet.Trial("noloco", 2, fragments=2),),

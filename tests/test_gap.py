@@ -213,7 +213,7 @@ def test_batches_are_what_readers_give_over_several_epochs(words):
         for place in range(2):
             readers.append(Reader(corpus, o.seq_len, seed, place, 2))
             others.append(Reader(corpus, o.seq_len, seed, place, 2))
-    batches = Batches(corpus, readers, 2, o.seq_len, "cpu")
+    batches = Batches(corpus, readers, o.seq_len, "cpu")
     for _ in range(60):
         expected = torch.stack([reader.next(5) for reader in others])
         assert batches.next(5).equal(expected)

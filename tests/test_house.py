@@ -14,11 +14,15 @@ IMPORTS = {     # of ours; a room that is not named here may import everything
     "bench_sync.py": ["noloco"],
     "skippipe.py": [],
     "gossip": ["noloco", "gossip"],
-    # what it has of gossip and planning it imports by `beside`, each with its option
-    "train.py": ["noloco", "model", "skippipe"],
+    "train.py": ["noloco", "model", "skippipe", "gossip.more"],
     "planning": ["skippipe", "planning"],
     "survive": ["noloco", "skippipe", "train", "gossip", "planning", "survive"],
     "tools": ["noloco", "model", "skippipe", "train", "gossip", "planning", "tools"],
+}
+# Options of train.py and a program of its own: nothing in their rooms imports them.
+FILES = {
+    "gossip/more.py": ["skippipe", "gossip", "planning.training", "tools.tokenizer"],
+    "planning/measure.py": ["train"],
 }
 EQUATIONS = {"N": "noloco.py", "S": "skippipe.py", "B": "bench_sync.py", "M": "gossip/onebyte.py",
              "Q": "gossip/sums.py", "B5": "experiments/sync.py"}       # B5 is ours, not the paper's
@@ -38,7 +42,8 @@ def test_imports_point_down(room):
         for node in (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)):
             before = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for name in (before + alias.name for alias in node.names):
-                allowed = any(f"{name}.".startswith(f"{low}.") for low in IMPORTS[room])
+                lower = FILES.get(file, IMPORTS[room])
+                allowed = any(f"{name}.".startswith(f"{low}.") for low in lower)
                 assert allowed or name.split(".")[0] not in ours, f"{file} imports {name}"
 
 
@@ -53,7 +58,7 @@ def test_an_equations_number_is_defined_once():
 
 
 # Alarms with room to spare: what is longer is hardly read once. Files in tests/ may be longer.
-LINES = {"skippipe.py": 700, "train.py": 1750, "test_minimal.py": 850}
+LINES = {"skippipe.py": 700, "train.py": 1450, "test_minimal.py": 850}
 
 
 def own_files():

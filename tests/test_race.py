@@ -23,19 +23,26 @@ from tools.hosts import Hosts
 def metered(step, seconds, begun, limit, delay, m=3):
     """A Clock of a rank that has made so many steps, alone."""
     o = types.SimpleNamespace(inner_steps=m, delay=delay, steps=10**6, eval_every=10**6)
-    job = mock.Mock(share=mock.Mock(side_effect=lambda key, value: [value]))
-    meter = clock.Clock(run=types.SimpleNamespace(o=o, job=job, step=step), limit=limit, begun=begun)
-    meter.seconds = seconds
+    job = mock.Mock(share=mock.Mock(side_effect=lambda value: [value]))
+    meter = clock.Clock(types.SimpleNamespace(o=o, job=job, step=step), limit)
+    meter.begun = begun
+    meter.sums["seconds"] = seconds
     return meter, o
+
+
+def first_shared(value):
+    """What `share` gives where another rank's first value is this one."""
+    calls = itertools.count()
+    return lambda own: [own, value] if next(calls) == 0 else [own]
 
 
 def test_waiting_for_others_before_an_evaluation_is_no_work():
     """12 steps in 20 s, of which 6 s in outer steps and 2 s at the evaluation were waits: one in 1 s. The
     fastest makes 2 a second."""
     meter, o = metered(12, 21.0, (1.0, 0.0, 0), limit=100.0, delay=0, m=4)
-    meter.by_speed, meter.idle, meter.waited, o.fragments = True, 2.0, 6.0, 1
+    meter.by_speed, meter.idle, meter.sums["blocked"], o.fragments = True, 2.0, 6.0, 1
     meter.run.outer = types.SimpleNamespace(inner_steps=4)
-    meter.run.job.share.side_effect = lambda key, value: [value, 2.0] if key == "speed" else [value]
+    meter.run.job.share.side_effect = first_shared(2.0)         # the speed
     meter.renew()
     assert (o.inner_steps, meter.run.outer.inner_steps, meter.run.step) == (2, 2, 6)
     assert meter.begun == (19.0, 6.0, 6)
@@ -46,11 +53,11 @@ def test_a_clock_gives_the_steps_that_fit():
     meter, o = metered(21, 55.0, (30.0, 0.0, 11), limit=100.0, delay=2)
     meter.renew()
     assert (o.steps, o.eval_every) == (38, 6)       # 21 and 17 in 45 s, with D; a sixth is 6.7 steps, so 6
-    for meter.run.step, meter.seconds in ((24, 69.0), (30, 90.0)):
+    for meter.run.step, meter.sums["seconds"] in ((24, 69.0), (30, 90.0)):
         meter.renew()                               # steps of 3 s; then it is too late to change
         assert (o.steps, o.eval_every) == (35, 6)
-    meter.run.job.share.side_effect = lambda key, value: [value, 1 / 15] if key == "pace" else [value]
-    meter.run.step, meter.seconds = 24, 60.0
+    meter.run.job.share.side_effect = first_shared(1 / 15)      # the pace
+    meter.run.step, meter.sums["seconds"] = 24, 60.0
     meter.renew()
     assert o.steps == 32                            # two outer steps in the 40 s
 
@@ -58,7 +65,7 @@ def test_a_clock_gives_the_steps_that_fit():
 def test_a_run_that_is_over_its_time_ends():
     """Each evaluation finds the time over: the end stays where it was."""
     meter, o = metered(6, 3.0, (1.0, 0.0, 4), limit=2.0, delay=1)
-    for meter.run.step, meter.seconds in ((6, 3.0), (9, 4.0)):
+    for meter.run.step, meter.sums["seconds"] in ((6, 3.0), (9, 4.0)):
         meter.renew()
         assert (o.steps, o.eval_every) == (10, 3)
 
@@ -133,7 +140,7 @@ def test_replicas_of_unequal_steps_end_after_equally_many_outer_steps(corpus, tm
     assert rounds > 1 and last["merged_loss"] > 0 and last["weight_spread"] > 0
     for rank, (m, delay) in enumerate(own):
         part = checkpoint(tmp_path / "runs/x", rounds * m + delay, rank)
-        assert part["meter"]["counts"]["tokens"] == 2 * 2 * 32 * (8 + (rounds - 1) * m + delay)
+        assert part["counts"]["tokens"] == 2 * 2 * 32 * (8 + (rounds - 1) * m + delay)
         assert not any(fragment["group"] for fragment in part["outer"]["fragments"])
     config = json.loads((tmp_path / "runs/x/config.json").read_text())
     assert config["inner_steps_by_rank"] == [8, 4, 4, 8]
@@ -142,18 +149,24 @@ def test_replicas_of_unequal_steps_end_after_equally_many_outer_steps(corpus, tm
 # ---------------------------------------------------------------- one evaluation, at the end
 
 
+def made(meter, seconds):
+    """The steps that this log plans after each step that it makes. seconds: so far, after each."""
+    planned = []
+    for now in seconds:
+        if meter.run.step == meter.run.o.steps:
+            return planned
+        meter.run.step += 1
+        meter.sums["seconds"] = now
+        meter.between_steps(meter.run.step - 1)
+        planned.append(meter.run.o.steps)
+
+
 def test_a_rank_by_itself_makes_the_steps_that_fit(monkeypatch):
     """A step in 2 s, then steps of 4 s: it ends at the one after which another would be over 100 s."""
-    o = types.SimpleNamespace(warmup=4, steps=10**6)
-    run = types.SimpleNamespace(o=o, step=0)
-    meter = clock.OwnTime(run=run, limit=100.0)
+    monkeypatch.setattr(train.Log, "between_steps", lambda self, before: None)
+    run = types.SimpleNamespace(o=types.SimpleNamespace(warmup=4, steps=10**6), step=0)
     times = [2.0 * min(made, 20) + 4.0 * max(0, made - 20) for made in range(1, 60)]
-    monkeypatch.setattr(clock.time, "perf_counter", mock.Mock(side_effect=times))
-    planned = []
-    while run.step < o.steps:
-        meter.add(0.0, 0, 1.0, 0.0)
-        run.step += 1
-        planned.append(o.steps)
+    planned = made(clock.OwnTime(run, 100.0), times)
     assert planned[:3] == [10**6] * 3 and planned[3:20] == [50] * 17        # at first all of 2 s
     assert abs(times[run.step - 1] - 100.0) <= 4.0
 
@@ -161,18 +174,13 @@ def test_a_rank_by_itself_makes_the_steps_that_fit(monkeypatch):
 def test_replicas_that_meet_end_after_the_outer_steps_that_the_first_rank_tells(monkeypatch):
     """Rank 0 makes a step in 2 s, rank 1 in 2.5 s. After 70 of 100 s the first one's number counts for both:
     16 outer steps of 3, and a landing."""
+    monkeypatch.setattr(train.Log, "between_steps", lambda self, before: None)
     ends = {}
     store = dist.HashStore()
     for rank, pace in ((0, 2.0), (1, 2.5)):
         o = types.SimpleNamespace(warmup=4, steps=10**6, inner_steps=3, delay=1)
         run = types.SimpleNamespace(o=o, step=0, job=types.SimpleNamespace(leads=rank == 0, store=store))
-        meter = clock.CommonEnd(run=run, limit=100.0)
-        monkeypatch.setattr(clock.time, "perf_counter", mock.Mock(side_effect=itertools.count(pace, pace)))
-        planned = []
-        while run.step < o.steps:
-            meter.add(0.0, 0, 1.0, 0.0)
-            run.step += 1
-            planned.append(o.steps)
+        planned = made(clock.CommonEnd(run, 100.0), itertools.count(pace, pace))
         ends[rank] = planned[10], planned[-1]
     assert ends == {0: (49, 49), 1: (40, 49)}
 
@@ -213,19 +221,14 @@ def test_a_clocked_run_of_uneven_steps_that_evaluates_once(method, trained, tmp_
 def stepped(rank, world, corpus):
     """The weights after two steps of train.py's ddp, and after two by DistributedDataParallel."""
     job, found = train.Job(), []
-    for name, Pipeline in (("plain", train.Pipeline), ("torch", clock.Overlapped)):
-        argv = [*SMALL, "--data", corpus, "--name", name, "--method", "ddp", "--steps", "2", "--warmup", "0"]
-        o = train.Options(**job.agree_on(train.options_of, list(map(str, argv)), job.world))
-        if not found:
-            job.connect(o)
-        run = train.build(job, o, Pipeline=Pipeline)
-        if name == "torch":
-            run.average = clock.Averaged(run)
-        run.lr = o.lr
+    argv = [*SMALL, "--data", str(corpus), "--method", "ddp", "--steps", "2", "--warmup", "0"]
+    o = train.parse(argv, world)
+    job.connect(o)
+    for parts in ({}, dict(Pipeline=clock.Overlapped, Average=clock.Averaged)):
+        run = train.Run(job, o, **parts)
         for step in range(2):
-            paths, order = run.routes.at(step)
-            mine = [u for u, path in enumerate(paths) if path[0] == rank]
-            train.inner_step(run, {u: run.reader.next(o.batch) for u in mine}, paths, order)
+            run.step = step
+            train.inner_step(run, *run.routes.at(step))
         found.append((run.theta.tolist(), run.average.bytes_sent))
     job.close()
     return found

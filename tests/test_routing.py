@@ -202,7 +202,7 @@ def test_every_planned_routing_runs_with_every_method(routing, method, skip_run,
 
 def test_the_routing_without_swaps_keeps_every_path_in_order():
     network, _ = published_network()
-    swapping, in_order = (PLANNERS[routing](network, 4, 3, 2, 0, ()) for routing in ("stronger", "no-swaps"))
+    swapping, in_order = (PLANNERS[routing](network, 4, 3, 2, 0) for routing in ("stronger", "no-swaps"))
     kept, swapped = (skippipe.check(network, found.paths, 4, swaps=0) for found in (in_order, swapping))
     assert kept == [] != swapped
     assert in_order.makespan > swapping.bound

@@ -15,7 +15,8 @@ import train
 from model import Config, Llama
 from noloco import flatten
 from gossip.muon import muon
-from survive.parts import SurvivingJob, all_compared
+from survive.log import all_compared
+from survive.parts import SurvivingJob
 from tests.harness import (HERE, SMALL, SMALL_CONFIG, assert_same, checkpoint, metrics, options, processes,
                            surviving, torchrun)
 from tests.oracles import heldout_loss, loaded
