@@ -586,8 +586,8 @@ class Log:
                  f"the held-out loss at step {line['step']} is not finite: give a smaller --lr")
             tqdm.write("\n".join(in_words(line, self.at_the_end)))
             if line["skipped_steps"]:
-                tqdm.write(f"skipped         {line['skipped_steps']} optimizer steps whose gradient "
-                           "was not finite")
+                tqdm.write(f"skipped         {line['skipped_steps']} optimizer steps with a "
+                           "gradient that was not finite")
             tqdm.write(f"kept in {folder}; a picture: python -m tools.plot {folder}")
 
 
