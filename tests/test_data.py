@@ -1,13 +1,16 @@
 """Data: text, token files and tokenizers, and who reads what."""
 
+import gzip
+import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.harness import options
+from tests.harness import HERE, options
 from tools.export import save_tokenizer
 from tools.tokenizer import load
 from train import Reader, find_files, load_corpus
@@ -134,3 +137,27 @@ def test_bytes_that_are_no_utf8_are_replaced(tmp_path):
     assert corpus.heldout.tolist() == [1, 2, 0]
     corpus = load_corpus(options(*argv))
     assert bytes(corpus.heldout.tolist()) == b"caf\xe9\0"     # as bytes as it is
+
+
+def test_the_recipe_for_c4_writes_token_files_that_train_reads(tmp_path, monkeypatch):
+    """docs/data.md's own lines. Tokens of the joined documents, an end after each."""
+    monkeypatch.chdir(tmp_path)
+    word_tokenizer(tmp_path, ["[UNK]", *(f"w{i}" for i in range(50)), "</s>"])
+    texts = {"train": [[f"w{(i + j) % 50}" for j in range(i % 40)] for i in range(300)],
+             "validation": [["w1", "w2"]] * 60}
+    Path("c4").mkdir()
+    for part, documents in texts.items():
+        for number in range(2):         # two shards
+            lines = "".join(json.dumps(dict(text=" ".join(words))) + "\n" for words in documents[number::2])
+            Path(f"c4/c4-{part}.0000{number}-of-00002.json.gz").write_bytes(gzip.compress(lines.encode()))
+    (recipe,) = re.findall(r"```python\n(.*?)```", (HERE / "docs/data.md").read_text(), re.S)
+    exec(recipe, {})
+    Path("tokens").mkdir()
+    for name in ("train.bin", "val.bin"):
+        Path(name).rename(Path("tokens", name))
+    corpus = load_corpus(options("--data", "tokens", "--seq-len", 8, "--eval-sequences", 4))
+    for tokens, part in ((corpus.train, "train"), (corpus.heldout, "validation")):
+        want = []
+        for words in [*texts[part][0::2], *texts[part][1::2]]:
+            want += [1 + int(word[1:]) for word in words] + [51]
+        assert tokens.tolist() == want
