@@ -92,20 +92,20 @@ def inner_step(run, paths, order):
     batches = {u: run.reader.next(o.batch).to(run.job.device) for u in mine}
     grad.zero_()
     start = time.perf_counter()
-    loss, home, tokens = run.pipeline.run(paths, batches, order=order)
+    loss, home, passed = run.pipeline.run(paths, batches, order=order)
     run.log.iterations.append(time.perf_counter() - start)
-    sums["loss"] = sums["loss"] + loss          # a tensor, read at the next report only
+    sums["loss"] = sums["loss"] + loss          # a tensor, which is read much later
     sums["home"] += home
     sums["tokens"] += home
     if run.average:                                             # ddp
         with timed(sums, "blocked"):
-            tokens = run.average(grad, tokens)                  # sums both over the replicas
+            passed = run.average(grad, passed)                  # sums both over the replicas
     run.lr = schedule(run.step, o)
-    norm = torch.linalg.vector_norm(grad) / max(1, tokens)
+    norm = torch.linalg.vector_norm(grad) / max(1, passed)      # of the mean over these tokens
     if not torch.isfinite(norm):
         sums["skipped_steps"] += 1              # one Inf would soon reach every replica
-    elif tokens:
-        grad.mul_((o.clip / norm).clamp(max=1.0) / tokens)      # the mean over what came through
+    elif passed:
+        grad.mul_((o.clip / norm).clamp(max=1.0) / passed)
         for optimizer in run.inner:
             for group in optimizer.param_groups:
                 group["lr"] = run.lr
@@ -122,7 +122,7 @@ def schedule(step, o):
 
 class Average:
     """Sums gradients over the replicas, for ddp. gossip/sums.py has it in fewer bytes."""
-    owed = ()           # of those: what rounding left over
+    owed = ()           # gossip/sums.py keeps here what rounding left over
 
     def __init__(self, run):
         self.group, self.replicas, self.bytes_sent = run.group, len(run.replicas), 0
@@ -243,7 +243,7 @@ class Pipeline:
         x, y = self.saved.pop((u, hop))
         y.backward(gradient)
         self.tokens += self.message_shape[0] * self.message_shape[1]
-        if (u, hop + 1) in self.sent:           # it has arrived, since its gradient is back
+        if (u, hop + 1) in self.sent:           # this message has arrived: its gradient is back
             work, _ = self.sent.pop((u, hop + 1))
             work.wait()
         return x.grad if hop else None
@@ -323,7 +323,6 @@ class Pipeline:
 
 def make_plan(o, stages):
     """dict(paths, order, makespan, network) by the paper's search, which JSON can hold."""
-    need(o.routing == "skippipe", f"--routing takes random, fixed or skippipe, not {o.routing}")
     return plan_iteration(read_network(o.links, stages), o.skip, o.microbatches, o.seed)
 
 
@@ -437,7 +436,8 @@ def average_in(group, vector, count):
 
 # ---------------------------------------------------------------- what a run says
 
-# What a rank adds up over the run; loss and the tokens `home` that it is of since its last report.
+# What a rank adds up over the run. `loss`, and `home`, the tokens that it is of, begin anew at each
+# report.
 SUMS = ("seconds", "blocked", "tokens", "skipped_steps", "loss", "home")
 
 
@@ -559,14 +559,14 @@ class Log:
             return sum(row[key] for row in rows)
 
         run, corpus, seconds = self.run, self.run.corpus, self.sums["seconds"]
-        heldout = mean([loss for row in rows for loss in row["heldout"]])
-        merged = mean([loss for row in rows for loss in row["merged"]])
+        loss = mean_of([loss for row in rows for loss in row["heldout"]])
+        merged = mean_of([loss for row in rows for loss in row["merged"]])
         spread = ratio(total("squares"), total("weights"))
         return dict(
             step=run.step, seconds=seconds, lr=run.lr, ranks=len(rows), corpus=corpus.digest,
             tokens=total("tokens"), train_loss=ratio(total("loss"), total("home")),
-            heldout_loss=heldout, heldout_nats_per_byte=ratio(heldout, corpus.bytes_per_token),
-            perplexity=None if heldout is None else math.exp(min(heldout, 700)),
+            heldout_loss=loss, heldout_nats_per_byte=ratio(loss, corpus.bytes_per_token),
+            perplexity=None if loss is None else math.exp(min(loss, 700)),
             merged_loss=merged, merged_nats_per_byte=ratio(merged, corpus.bytes_per_token),
             weight_spread=None if spread is None else spread ** 0.5,
             sync_bytes=total("sync_bytes"), pipeline_bytes=total("pipeline_bytes"),
@@ -596,7 +596,7 @@ def in_words(line, texts):
     return [text.format(**line) for column, text in texts.items() if line[column] is not None]
 
 
-def mean(numbers):
+def mean_of(numbers):
     """None of no numbers."""
     return statistics.fmean(numbers) if numbers else None
 
@@ -732,7 +732,7 @@ def write_whole(path, put):
             os.fsync(file.fileno())
         os.replace(half, path)
     finally:
-        half.unlink(missing_ok=True)            # it is there only after an error
+        half.unlink(missing_ok=True)            # after an error half a file is there
 
 
 def write_json(path, value):
@@ -870,8 +870,7 @@ def remarks(run):
     """What may surprise in the layout, a line each."""
     o, found = run.o, []
     if max(o.stages) == 1:
-        found.append(f"no other replicas: nothing is synchronised, {o.method} trains one model "
-                     "alone")
+        found.append("no other replicas: nothing is synchronised")
     elif o.method == "noloco":
         most = max(len(random_groups(ranks, o.group_size, 0, 0)[0]) for ranks in run.stages)
         if most > o.group_size:
@@ -930,22 +929,22 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(f"{message} (see --help)")
 
 
-def number(kind, least=0, below=math.inf):
-    """An argument type: numbers of this kind from `least` on, below `below`."""
+def number(convert, least=0, below=math.inf):
+    """An argument type: numbers from `least` on, below `below`. convert: int or float."""
     def parse_number(text):
-        value = kind(text)
+        value = convert(text)
         if not least <= value < below:
             top = f" and below {below}" if below < math.inf else ""
             raise argparse.ArgumentTypeError(f"must be at least {least}{top}, got {text}")
         return value
 
-    parse_number.__name__ = kind.__name__       # argparse says "invalid int value"
+    parse_number.__name__ = convert.__name__    # argparse says "invalid int value"
     return parse_number
 
 
 def integers(text):
     """Parses "3,2,2"."""
-    return [int(number) for number in text.split(",")]
+    return [int(part) for part in text.split(",")]
 
 
 def options(description=__doc__):
@@ -961,8 +960,10 @@ def options(description=__doc__):
     add("--group-size", type=number(int, 2), help="replicas that meet in an outer step (n)")
     add("--stages", type=integers, help="replicas of each, as 3,2,2 (default: one stage of all)")
     add("--layers-per-stage", type=integers, help="as 1,2,3 (default: even, later stages first)")
-    add("--routing", help="paths: random at every boundary, fixed, or planned by skippipe "
-        "(default: random; with --skip skippipe)")
+    planners = ["skippipe", *(more.PLANNERS if more else [])]
+    add("--routing", choices=["random", "fixed", *planners], help="paths: random at every "
+        "boundary, fixed, planned by the paper's search (skippipe), or by planning/ (default: "
+        "random; with --skip skippipe)")
     add("--skip", type=number(float, below=1), default=0.0,
         help="share of the stages that a microbatch leaves out, on planned paths")
     add("--unscaled", action="store_true",
@@ -973,8 +974,8 @@ def options(description=__doc__):
     add("--batch", type=count, default=4, help="sequences per microbatch (%(default)s)")
     add("--model", default="tiny", choices=MODELS, help="tiny, or one of the NoLoCo paper's")
     for name, value in MODELS["tiny"].items():
-        kind = number(type(value), 0 if name in ("lr", "warmup") else 1)
-        add(flag(name), type=kind, help=f"default: the model's; of tiny {value}")
+        size = number(type(value), 0 if name in ("lr", "warmup") else 1)
+        add(flag(name), type=size, help=f"default: the model's; of tiny {value}")
     add("--beta2", type=number(float, below=1), default=0.95,
         help="Adam's (%(default)s; the papers' released code: 0.999)")
     add("--clip", type=positive, default=1.0, help="largest norm of a gradient (%(default)s)")
@@ -991,7 +992,7 @@ def options(description=__doc__):
     add("--backend", default="auto", choices=["auto", "gloo", "nccl"],
         help="nccl needs a GPU for every process")
     if more:
-        more.add_options(parser)
+        more.add_options(parser, number)
     return parser
 
 
@@ -1035,7 +1036,9 @@ def read_config(folder, parser):
             text = ",".join(map(str, value)) if isinstance(value, list) else value
             if value is not None and value is not False:
                 words.append(flag(name) if value is True else f"{flag(name)}={text}")
-        kept, _ = parser.parse_known_args(words)        # survive/ has options that train.py has not
+        kept, unknown = parser.parse_known_args(words)
+        unknown = [word for word in unknown if not word.startswith("--survive=")]
+        need(not unknown, f"no options of a run here: {' '.join(unknown)}")
         need(kept.stages, "it is of no run")
     except (OSError, ValueError, AttributeError, BadInput) as error:
         raise BadInput(f"{folder}: no readable config.json there: {error}: mend or remove it")
@@ -1100,11 +1103,11 @@ def load_corpus(o, tokenizer=None):
     if files[0].suffix != ".bin":
         size = sum(path.stat().st_size + 1 for path in held_files)
         c.bytes_per_token, c.end = size / len(c.heldout), tokenizer.end
-    place = o.data or root
-    need(o.data or len(c.train) > 5e6, f"{place} has under 5 MB of .py text: give --data TEXT")
     if not train_files:
         count = max(o.seq_len + 1, len(c.heldout) // 20)
         c.train, c.heldout = c.heldout[:-count], c.heldout[-count:]
+    place = o.data or root
+    need(o.data or len(c.train) > 5e6, f"{place} has under 5 MB of .py text: give --data TEXT")
     c.digest = digest.hexdigest()[:12]
     count = (len(c.heldout) - 1) // o.seq_len
     need(count >= o.eval_sequences, f"{place} has {len(c.heldout)} held-out tokens, {count} "
@@ -1237,9 +1240,9 @@ class Job:
         self.store = dist.HashStore()
         if self.world > 1:
             # torchrun keeps its store over a restart: nobody may read the keys from before.
-            self.store = dist.PrefixStore(f"attempt{self.restarts}", self.meet())
+            self.store = dist.PrefixStore(f"attempt{self.restarts}", self.reach_store())
 
-    def meet(self):
+    def reach_store(self):
         """The store of all ranks, once all have come."""
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         line = f"rank {self.rank}: waiting for rank 0 at {place}, and all others"
@@ -1391,11 +1394,11 @@ def in_one_line(job):
         job.stop(f"stopped: rank {job.rank}: another process is gone")
 
 
-def built(job, argv, **parts):
-    """The Run of a command line, the first rank's for all. parts: of Run, in place of the usual
-    ones. Raises BadInput."""
+def built(job, argv, parser=None, **parts):
+    """The Run of a command line, the first rank's for all. parser: see `parse`. parts: of Run, in
+    place of the usual ones. Raises BadInput."""
     try:
-        o = vars(parse(argv, job.world)) if job.leads else None
+        o = vars(parse(argv, job.world, parser)) if job.leads else None
         o = argparse.Namespace(**job.share(o)[0])
         job.connect(o)
         usual = more.parts(o) if more else {}

@@ -9,13 +9,14 @@ from skippipe import read_network
 PLANNERS = ["stronger", "no-swaps", "dtfm"]     # of --routing: planning/, beside the paper's search
 
 
-def add_options(parser):
+def add_options(parser, number):
+    """number: train.number, which makes argument types."""
     add = parser.add_argument
     add("--wire", default="fp32", choices=["fp32", "bf16", "int8"],
         help="how a weight, Delta or gradient travels (%(default)s)")
-    add("--delay", type=int, default=0,
+    add("--delay", type=number(int), default=0,
         help="inner steps that messages travel (%(default)s, as in the paper)")
-    add("--fragments", type=int, default=1,
+    add("--fragments", type=number(int, 1), default=1,
         help="parts of the weights that are averaged in turn (%(default)s, as in the paper)")
     add("--optimizer", default="adam", choices=["adam", "muon"],
         help="muon: for the layers' matrices (%(default)s)")

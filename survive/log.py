@@ -6,7 +6,8 @@ NOTHING = dict(loss=0, home=0, heldout=[], merged=[], squares=0.0, weights=0, it
 
 
 class SurvivingLog(Log):
-    """As Log, from the ranks that answer in time. Its totals are of all ranks, the dead too."""
+    """As Log, from the ranks that answer in time. Its totals are of all ranks that have answered
+    this first rank, the dead too: after a takeover those that died before are not in them."""
     at_evaluations = Log.at_evaluations | dict(ranks="{ranks} ranks")
     at_the_end = Log.at_the_end | dict(
         lost_microbatches="lost            {lost_microbatches} microbatches with ranks that died",

@@ -41,6 +41,9 @@ An evaluation misses a rank that does not answer in time. The next one does not 
 
 The keys of the store in survive/, and who writes them:
 
+    K/R             rank R's value in its K-th call of Job.share; 1: the options. left/R, stopped:
+                    train.Job's too.
+    row/E/ENDS/R    rank R's row for the log at evaluation E. saved/S/R: it has its part of step S.
     absent/R        rank R is absent. A rank that waited for R in vain; R removes the key when it
                     comes back.
     absences        how often a rank was marked absent. Who marked it.

@@ -87,8 +87,9 @@ class SurvivingJob(Job):
         self.store, self.then = job.store, job.then
         self.members = getattr(job, "members", range(job.world))
         self.device, self.nccl = job.device, job.nccl
-        # Of `share`: one, of the options. A rank that builds its parts anew reads what the others
-        # shared when they built theirs: all calls come before the training.
+        # Calls of `share` so far: one, of the options. All calls come before the training. A rank
+        # that joins reads in its second call (`connect`) what the others told in theirs; of the
+        # calls after it, which may be fewer than theirs were, nobody reads its values.
         self.calls = 1
         self.log = None                     # the file of the events: metrics.jsonl
         self.timeout = timeout
@@ -135,22 +136,24 @@ class SurvivingJob(Job):
         self.store.set(f"{self.calls}/{self.rank}", json.dumps(value))
         texts = self.store.multi_get([f"{self.calls}/{r}" for r in self.members])
         if STOPPED in texts and not self.joining:
+            self.leave(5)
             sys.exit(2)
         return [json.loads(text) for text in texts]
 
     def stop(self, line, status=2):
-        """As Job.stop. The other ranks train on, if they do."""
-        if self.joining:
-            print(line, file=sys.stderr, flush=True)
+        """As Job.stop while all build their parts. Later the other ranks train on, and each that
+        ends says why."""
+        if self.joining or self.log:
+            tqdm.write(line + self.then, file=sys.stderr)
             sys.exit(status)
         super().stop(line, status)
 
     def leave(self, seconds):
-        """The first rank waits for the ranks that answer, as long as for a report."""
+        """As Job.leave, for the ranks that live."""
         self.store.set(f"left/{self.rank}", "=")
         if self.leads:
             everyone = set(range(self.world))
-            here = self.answers("left", everyone - self.gone() - self.unanswered)
+            here = self.answers("left", everyone - self.gone() - self.unanswered, seconds)
             self.unanswered = everyone.difference(here)
 
     def gone(self):
@@ -170,11 +173,11 @@ class SurvivingJob(Job):
             return {}
         number, last, last_but_one = self.known
         expected = set(range(self.world)) - self.gone() - self.unanswered
-        here = self.answers(name, expected)
+        here = self.answers(name, expected, self.patience)
         for _ in range(15):                 # 15 times patience: 5 timeouts
             if enough(here, last, last_but_one, tie=True):
                 break
-            here = self.answers(name, last)
+            here = self.answers(name, last, self.patience)
         if not enough(here, last, last_but_one, tie=True):
             raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is "
                        "cut off")
@@ -183,10 +186,10 @@ class SurvivingJob(Job):
         self.write_events()
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 
-    def answers(self, name, awaited):
-        """The ranks that have answered, when all awaited ones have or after `patience` seconds."""
+    def answers(self, name, awaited, seconds):
+        """The ranks that have answered, when all awaited ones have or after so many seconds."""
         with contextlib.suppress(dist.DistStoreError):          # not all in time
-            self.store.wait([f"{name}/{r}" for r in awaited], timedelta(seconds=self.patience))
+            self.store.wait([f"{name}/{r}" for r in awaited], timedelta(seconds=seconds))
         return [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
 
     def tell(self, event):

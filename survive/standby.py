@@ -1,7 +1,7 @@
 """Another store, for when node 0 is lost and its store with it.
 
 Every rank hosts a standby store, whose address all ranks know. A rank that loses the store writes a
-checkpoint (parts.py, rescue). Then it goes to the standby store of the lowest rank that answers,
+checkpoint (parts.py, survive). Then it goes to the standby store of the lowest rank that answers,
 and meets the other ranks there. They go on from their checkpoints; in a pipeline at the latest
 iteration of any. A rank that comes later joins.
 

@@ -136,7 +136,7 @@ def test_what_is_not_of_the_papers_is_refused_in_one_line_without_its_folder(six
     for options, ranks in zip(REFUSED, found, strict=True):
         (status, said), other = ranks
         assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, (options, said)
-        unknown = "unrecognized arguments" in said or "--routing takes random, fixed or skippipe" in said
+        unknown = "unrecognized arguments" in said or "--routing: invalid choice" in said
         assert unknown and other == [2, ""], (options, said)
     assert not (six / "runs/x").exists()
 

@@ -123,7 +123,7 @@ def test_what_was_not_measured_is_null_and_a_process_alone_says_so(trained, tmp_
     out = trained(1, "--steps", 2, "--eval-every", 1)
     for line in metrics(tmp_path / "runs/x"):
         assert line["weight_spread"] is None and line["merged_loss"] is None
-    assert "no other replicas: nothing is synchronised, noloco trains one model alone" in out
+    assert "no other replicas: nothing is synchronised\n" in out
     assert "spread" not in out and "merged" not in out and "outer step every" not in out
 
 
