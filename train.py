@@ -26,6 +26,7 @@ import math
 import os
 import random
 import re
+import signal
 import socket
 import statistics
 import sys
@@ -68,13 +69,14 @@ def train(run):
             before = run.step
             with timed(log.sums, "seconds"):
 
-                # Forward and backward along this step's paths, and the inner optimizer's step.
+                # Forward and backward along this step's paths, and the inner optimizer's step. A
+                # stage that a microbatch skips has no rank in its path (skippipe.py plans them).
                 paths, order = run.routes.at(run.step)
                 inner_step(run, paths, order)
                 run.rho = shares(paths, run.stages)
                 run.step += 1
 
-                # The outer step, every m-th time (N1 to N3).
+                # The outer step, every m-th time (N1 to N3), with noloco.random_groups' partner.
                 if outer:
                     with timed(log.sums, "blocked"):
                         outer.step()
@@ -665,7 +667,8 @@ class Checkpoints:
         held = self.job.share(list(sound))
         step = max(set.intersection(*map(set, held)), default=-1)
         need(step >= 0 or self.job.restarts, f"{self.folder.parent} has no checkpoint that all "
-             f"{self.job.world} ranks hold: bring the missing parts here, or remove it")
+             f"{self.job.world} ranks hold: bring the missing parts here, or remove it (steps that "
+             f"each rank holds: {held})")
         self.forget([newer for newer in self.parts() if newer > step])
         return sound.get(step)
 
@@ -1005,8 +1008,11 @@ def parse(argv, world=1, parser=None):
     parser = parser or options()
     o = parser.parse_args(argv)
     if o.resume:
-        parser.set_defaults(**read_config(o.resume, parser))
+        kept = read_config(o.resume, parser)
+        parser.set_defaults(**kept)
         o = parser.parse_args(argv)
+        need(o.method == kept["method"],
+             f"--method {o.method}: it was {kept['method']}, and must be")
     for name, value in vars(o).items():
         need(value != "", f"{flag(name)} is empty: give a value, or leave it out")
     for name in METHODS["noloco"]:
@@ -1269,14 +1275,16 @@ class Job:
 
     def stop(self, line, status=2):
         """End this process, and all that wait for its next value. The first to stop says why."""
+        usual = signal.signal(signal.SIGINT, signal.SIG_IGN)    # torchrun repeats Ctrl-C
         first = True
         with contextlib.suppress(RuntimeError):         # of a lost store
             first = self.store.add("stopped", 1) == 1
         if first:
             tqdm.write(line + self.then, file=sys.stderr)
-        with contextlib.suppress(RuntimeError, KeyboardInterrupt):      # torchrun repeats Ctrl-C
+        with contextlib.suppress(RuntimeError):
             self.store.set(f"{self.calls + 1}/{self.rank}", STOPPED)
             self.leave(5)
+        signal.signal(signal.SIGINT, usual)
         sys.exit(status)
 
     def leave(self, seconds):
@@ -1391,7 +1399,7 @@ def in_one_line(job):
     except RuntimeError as error:
         if not any(words in str(error) for words in BROKEN):
             raise
-        job.stop(f"stopped: rank {job.rank}: another process is gone")
+        job.stop(f"stopped: rank {job.rank} lost the connection to another process")
 
 
 def built(job, argv, parser=None, **parts):

@@ -9,6 +9,7 @@ import shutil
 import signal
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,6 +224,21 @@ def test_who_stops_says_why_and_ends_all_that_wait_for_its_next_value(capsys):
     with pytest.raises(SystemExit) as stop:
         waits.share(1)
     assert stop.value.code == 2 and capsys.readouterr().err == "error: 1; and then\n"
+
+
+def test_a_second_interrupt_does_not_keep_a_rank_from_saying_why_it_stops(capsys):
+    """torchrun sends each process a Ctrl-C of its own."""
+    job, usual = Job(), signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        return 1
+
+    job.store = SimpleNamespace(add=interrupted, set=interrupted, wait=interrupted)
+    with pytest.raises(SystemExit) as stop:
+        job.stop("stopped", 130)
+    assert signal.signal(signal.SIGINT, usual) == signal.default_int_handler
+    assert stop.value.code == 130 and capsys.readouterr().err == "stopped\n"
 
 
 # ---- going on elsewhere
