@@ -18,6 +18,7 @@ true Nesterov momentum: what the paper calls so is, as printed, heavy-ball momen
 prints -beta in N2, which would climb; its appendix and the released code have +beta.
 docs/annotated.md has the rest.
 """
+import os
 import random
 
 import torch
@@ -62,29 +63,21 @@ class NoLoCo:
 
     def __init__(self, params, ranks=None, *, inner_steps=50, alpha=0.5, beta=0.7, gamma=None,
                  group_size=2, seed=0):
-        if not dist.is_initialized() and ranks is None and dist.is_torchelastic_launched():
-            raise ValueError("call init_process_group first: each process would train alone")
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.ranks = list(range(world) if ranks is None else ranks)
-        if world > 1 and not {self.rank} <= set(self.ranks) <= set(range(world)):
-            raise ValueError(f"ranks {self.ranks}: give some of 0 to {world - 1}, this process's "
-                             f"rank {self.rank} among them")
-        if inner_steps < 1 or group_size < 2:
-            raise ValueError("inner_steps must be at least 1 and group_size at least 2, not "
-                             f"{inner_steps} and {group_size}")
+        self.rank, self.ranks = own_rank(ranks)
+        need_whole("inner_steps", inner_steps, 1)
+        need_whole("group_size", group_size, 2)
         self.inner_steps, self.group_size, self.seed = inner_steps, group_size, seed
         self.alpha, self.beta = alpha, beta
         self.gamma = beta if gamma is None else gamma
-        self.params = [] if torch.is_tensor(params) else list(params)
+        self.params = [] if torch.is_tensor(params) else parameter_list(params)
         self.theta = flatten(self.params) if self.params else params
-        self.addresses = addresses(self.params)
+        self.places = places(self.params, self.theta)
         self.phi = self.theta.clone()
         self.delta = torch.zeros_like(self.theta)
         self.steps = 0                          # inner steps so far
         self.bytes_sent = 0
         self.buffers = {}
-        nccl = world > 1 and "nccl" in str(dist.get_backend_config())
+        nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
         self.message_device = self.theta.device if nccl else torch.device("cpu")    # Gloo: host
 
     @torch.no_grad()
@@ -115,7 +108,7 @@ class NoLoCo:
 
     def refuse_moved(self):
         """Raises RuntimeError where theta has lost the weights."""
-        if addresses(self.params) != self.addresses:
+        if places(self.params, self.theta) != self.places:
             raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then "
                                "NoLoCo")
 
@@ -249,17 +242,49 @@ class DiLoCo(NoLoCo):
         return vectors[0] / len(self.ranks)
 
 
+def own_rank(ranks):
+    """(this process's rank, the replicas' ranks in ascending order). None: all. Raises ValueError
+    where this process would train alone."""
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, world = 0, 1
+        if ranks is None and os.environ.get("WORLD_SIZE", "1") != "1":      # of torchrun, of srun
+            raise ValueError("call init_process_group first: each process would train alone")
+    ranks = sorted(range(world) if ranks is None else ranks)    # each rank may list itself first
+    if world > 1 and not {rank} <= set(ranks) <= set(range(world)):
+        raise ValueError(f"ranks {ranks}: give some of 0 to {world - 1}, this process's rank {rank} "
+                         "among them")
+    return rank, ranks
+
+
+def need_whole(name, value, least):
+    """Raises ValueError, since with inner_steps=100 / 3 no outer step would ever be due."""
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value}")
+
+
+def parameter_list(params):
+    """The parameters that are given. Raises ValueError for none, or for anything else."""
+    found = list(params) if hasattr(params, "__iter__") else []
+    if not found or not all(map(torch.is_tensor, found)):
+        raise ValueError("give model.parameters(), called anew (a generator that an optimizer has "
+                         "read is empty), not the model, named_parameters() or param_groups")
+    return found
+
+
 def flatten(params):
     """Make the trainable parameters views of one fp32 vector, and return it: one message, one Adam.
 
     Tensors begin at 64-byte boundaries, and zeros fill the gaps. Move the model first.
     """
-    params = [p for p in dict.fromkeys(params) if p.requires_grad]      # a tied weight counts once
+    params = dict.fromkeys(parameter_list(params))              # a tied weight counts once
+    params = [p for p in params if p.requires_grad]
     if not params or any(p.dtype != torch.float32 or hasattr(p, "placements") for p in params):
         raise ValueError("give trainable float32 parameters (bf16 rounds small updates away), and "
                          "of sharded ones plain copies of this rank's shards (docs/hosts.md)")
     lengths = [padded(p) for p in params]
-    theta = torch.zeros(sum(lengths), device=params[0].device)
+    theta = torch.zeros(sum(lengths), dtype=torch.float32, device=params[0].device)
     for p, place in zip(params, theta.split(lengths)):
         p.data = place[:p.numel()].view(p.shape).copy_(p.data)
     return theta
@@ -270,6 +295,7 @@ def padded(p):
     return -(-p.numel() // 16) * 16
 
 
-def addresses(params):
-    """Of each trainable parameter."""
-    return [p.requires_grad and p.data_ptr() for p in params]
+def places(params, theta):
+    """Where in theta each trainable parameter lies: (its number, bytes from the beginning)."""
+    start = theta.data_ptr()
+    return [(i, p.data_ptr() - start) for i, p in enumerate(params) if p.requires_grad]

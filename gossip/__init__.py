@@ -18,7 +18,7 @@ from gossip.delay import Delayed, PhiAhead
 from gossip.fragments import Fragments
 from gossip.onebyte import OneByteNoLoCo, lengths_of
 from gossip.sums import Bf16Sum, Int8Sum, ShortDiLoCo
-from noloco import DiLoCo, NoLoCo, flatten
+from noloco import DiLoCo, NoLoCo, flatten, parameter_list
 
 OUTERS = {      # by --method and --wire
     ("noloco", "fp32"): NoLoCo,
@@ -40,7 +40,7 @@ def outer_optimizer(method, wire, delay, params, ranks=None, *, theta=None, frag
     if (method, wire) not in OUTERS:
         raise ValueError(f"no outer optimizer for --method {method} with --wire {wire}")
     kind = OUTERS[method, wire]
-    params = list(params)
+    params = parameter_list(params)
     lengths = lengths_of(params)
 
     def make(vector, lengths, late):

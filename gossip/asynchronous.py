@@ -28,7 +28,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from noloco import addresses, flatten
+from noloco import flatten, need_whole, own_rank, parameter_list, places
 
 CALL, END = 1.0, 0.0
 EVER = timedelta(days=365)      # a replica may be silent for as long as it likes
@@ -39,8 +39,8 @@ class Asynchronous:
     `settle()` at the end.
 
     First call init_process_group, and load, tie and move the model. All replicas make this at once.
-    Raises ValueError where torchrun's processes have no process group, and for an m below 1;
-    `step` RuntimeError where parameters were moved or frozen since.
+    Raises ValueError where this process would train alone, and for an m that is no whole number
+    from 1 on; `step` RuntimeError where parameters were moved or frozen since.
 
     params: model.parameters(), equal on all replicas, or a vector from noloco.flatten.
     ranks: the global ranks of this model's replicas; None: all. inner_steps: m, between a replica's
@@ -56,17 +56,12 @@ class Asynchronous:
     """
 
     def __init__(self, params, ranks=None, *, inner_steps=50, seed=0):
-        if not dist.is_initialized() and dist.is_torchelastic_launched():
-            raise ValueError("call init_process_group first: each process would train alone")
-        if inner_steps < 1:
-            raise ValueError(f"inner_steps {inner_steps} must be at least 1")
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.ranks = list(range(world) if ranks is None else ranks)
+        self.rank, self.ranks = own_rank(ranks)
+        need_whole("inner_steps", inner_steps, 1)
         self.inner_steps = inner_steps
-        self.params = [] if torch.is_tensor(params) else list(params)
+        self.params = [] if torch.is_tensor(params) else parameter_list(params)
         self.theta = flatten(self.params) if self.params else params
-        self.addresses = addresses(self.params)
+        self.places = places(self.params, self.theta)
         self.steps = 0                                  # inner steps so far
         self.bytes_sent = 0
         self.draws = random.Random(f"calls {seed} {self.rank}")
@@ -88,7 +83,7 @@ class Asynchronous:
     @torch.no_grad()
     def step(self):
         """Add what came; after every m-th inner step call a replica. Returns whether this did."""
-        if addresses(self.params) != self.addresses:
+        if places(self.params, self.theta) != self.places:
             raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then "
                                "Asynchronous")
         self.steps += 1

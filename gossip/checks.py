@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from gossip.around import Around
+from noloco import parameter_list
 
 LOOKS = 4           # so many inner steps in which a parameter did not move, an outer step apart
 
@@ -26,7 +27,7 @@ class Checked(Around):
 
     def __init__(self, outer, params):
         super().__init__(outer)
-        self.params = [p for p in dict.fromkeys(params) if p.requires_grad]
+        self.params = [p for p in dict.fromkeys(parameter_list(params)) if p.requires_grad]
         self.cores = cores(outer)
         core = self.cores[0]
         self.rank, self.ranks = core.rank, core.ranks

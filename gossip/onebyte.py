@@ -22,7 +22,7 @@ condition fails.
 """
 import torch
 
-from noloco import NoLoCo, padded
+from noloco import NoLoCo, padded, parameter_list
 
 MARGIN = 16
 BLOCK = 1 << 18             # weights at most: fewer stay in cache better, but cost more calls
@@ -40,7 +40,7 @@ class OneByteNoLoCo(NoLoCo):
 
     def __init__(self, params, ranks=None, *, lengths=None, **settings):
         if not torch.is_tensor(params):
-            params = list(params)
+            params = parameter_list(params)
             lengths = lengths_of(params)
         super().__init__(params, ranks, **settings)
         self.codec = OneByte(lengths)
@@ -116,9 +116,8 @@ class OneByte:
     def make_buffers(self, vector):
         """Once: the message, and x for what is computed of a block."""
         if len(self.message) == 0:
-            self.message = torch.empty(self.bytes(len(vector)), dtype=torch.uint8,
-                                       device=vector.device)
-            self.x = torch.empty(max(self.blocks), device=vector.device)
+            self.message = vector.new_empty(self.bytes(len(vector)), dtype=torch.uint8)
+            self.x = vector.new_empty(max(self.blocks))
 
 
 def lengths_of(params):

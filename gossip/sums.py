@@ -154,7 +154,7 @@ class Average:
 
     def __call__(self, grad, tokens):
         """Sum grad in place; returns the sum of tokens."""
-        count = torch.tensor(float(tokens), device=grad.device)
+        count = grad.new_tensor(float(tokens))
         work = dist.all_reduce(count, group=self.wire.group, async_op=True)
         self.owed = self.wire.add_up(grad, self.owed)
         self.bytes_sent += self.wire.bytes(len(grad))

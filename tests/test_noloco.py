@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ import torch.distributed as dist
 
 import noloco
 from gossip import outer_optimizer
-from noloco import NoLoCo
+from gossip.asynchronous import Asynchronous
+from gossip.checks import Checked
+from gossip.onebyte import OneByteNoLoCo
+from noloco import NoLoCo, random_groups
 from train import BadInput, gloo_interface
 from test_minimal import brute_force, inner, small_model
 from tests.harness import HERE, gloo, processes
@@ -28,12 +32,59 @@ def test_noloco_notices_moved_parameters():
         outer.step()
 
 
-@pytest.mark.parametrize("wrong, line", [
-    (dict(inner_steps=0), "inner_steps must be at least 1 and group_size at least 2, not 0 and 2"),
-    (dict(group_size=1), "inner_steps must be at least 1 and group_size at least 2, not 50 and 1")])
-def test_a_setting_that_cannot_be_meant_is_refused(wrong, line):
-    with pytest.raises(ValueError, match=line):
-        NoLoCo(torch.nn.Linear(4, 4).parameters(), **wrong)
+@pytest.mark.parametrize("kind, name, least, wrong", [
+    *itertools.product([NoLoCo, Asynchronous], ["inner_steps"], [1], [0, 100 / 3, 10.0]),
+    (NoLoCo, "group_size", 2, 1), (NoLoCo, "group_size", 2, 2.0)])
+def test_a_setting_that_cannot_be_meant_is_refused(kind, name, least, wrong):
+    """With inner_steps=100 / 3 there was no outer step in 10,000 inner ones, and no error."""
+    line = f"{name} must be a whole number of at least {least}, not {wrong}"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        kind(torch.nn.Linear(4, 4).parameters(), **{name: wrong})
+
+
+def used_up(model):
+    parameters = model.parameters()
+    torch.optim.SGD(parameters, lr=0.1)
+    return parameters
+
+
+@pytest.mark.parametrize("kind", [
+    NoLoCo, OneByteNoLoCo, Asynchronous, noloco.flatten, partial(outer_optimizer, "noloco", "fp32", 0),
+    lambda params: Checked(NoLoCo([torch.nn.Parameter(torch.ones(3))]), params)])
+@pytest.mark.parametrize("wrong", [
+    used_up, lambda model: [], lambda model: model, torch.nn.Sequential,
+    lambda model: model.named_parameters(), lambda model: torch.optim.SGD(model.parameters()).param_groups])
+def test_what_is_no_parameters_is_refused_by_all_in_one_line_that_names_what_to_give(kind, wrong):
+    with pytest.raises(ValueError, match=r"^give model.parameters\(\), called anew .*or param_groups$"):
+        kind(wrong(torch.nn.Linear(4, 4)))
+
+
+def test_where_a_launcher_says_that_there_are_others_nobody_trains_alone(monkeypatch):
+    """WORLD_SIZE is set by torchrun, and by whoever starts ranks with srun or mpirun."""
+    parameters = list(torch.nn.Linear(4, 4).parameters())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert NoLoCo(parameters).ranks == [0]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for kind in (NoLoCo, Asynchronous):
+        with pytest.raises(ValueError, match="call init_process_group first: each process would train alone"):
+            kind(parameters)
+
+
+def test_shared_memory_is_no_move_and_the_default_dtype_is_not_the_vectors(monkeypatch):
+    model = torch.nn.Linear(4, 4)
+    outer = NoLoCo(model.parameters(), inner_steps=1)
+    model.share_memory()
+    outer.step()
+    model.weight.data.fill_(3)
+    assert outer.theta[:16].eq(3).all()                 # still views of it
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        outer = OneByteNoLoCo([torch.nn.Parameter(torch.tensor([1 / 3], dtype=torch.float32))])
+        outer.codec.encode(outer.theta, outer.phi)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert outer.theta.dtype == outer.codec.x.dtype == torch.float32
+    assert outer.theta[0] == torch.tensor(1 / 3)
 
 
 def test_frozen_parameters_stay_as_they_are_and_do_not_travel():
@@ -86,6 +137,33 @@ def _some_ranks(rank, world, kind):
         return True
 
 
+@gloo
+def _own_rank_first(rank, world):
+    """The weights after three outer steps; each rank lists the replicas in another order."""
+    ranks = [rank, *(r for r in range(world) if r != rank)]
+    weight = torch.nn.Parameter(torch.full((3,), float(rank)))
+    with pytest.raises(ValueError, match=f"this process's rank {rank} among them"):
+        Asynchronous([weight], ranks=ranks[1:])
+    outer = NoLoCo([weight], ranks=ranks, inner_steps=1)
+    for _ in range(3):
+        outer.step()
+    return weight.tolist()
+
+
+def test_ranks_may_come_in_another_order_on_each_replica():
+    """Groups depended on it: all ranks hung."""
+    found = processes(4, _own_rank_first)
+    theta = torch.arange(4.0).double()[:, None]
+    delta = torch.zeros_like(theta)
+    for number in range(3):
+        phi = theta.clone()
+        for group in random_groups(range(4), 2, number, 0):
+            rows = list(group)
+            theta[rows], delta[rows] = brute_force(phi[rows], phi[rows], delta[rows], 0.5, 0.7, 0.7)
+    for weights, want in zip(found, theta):
+        assert weights == pytest.approx([float(want)] * 3, abs=1e-6)
+
+
 @pytest.mark.parametrize("kind", [NoLoCo, phi_ahead])
 def test_other_processes_need_not_construct_it(kind):
     assert processes(4, _some_ranks, kind) == [None, True, True, None]
@@ -107,9 +185,8 @@ def test_flatten_keeps_values_pads_and_refuses():
     tied = torch.nn.Linear(4, 4)
     assert noloco.flatten([tied.weight, tied.weight]).numel() == 16
     half = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
-    for bad in ([], half):
-        with pytest.raises(ValueError, match="give trainable float32 parameters"):
-            noloco.flatten(bad)
+    with pytest.raises(ValueError, match="give trainable float32 parameters"):
+        noloco.flatten(half)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
