@@ -602,10 +602,17 @@ def _checked(rank, world, kind, fault):
         xs[4] = math.nan
     if fault == "seeds" and rank == 2:
         model[0].weight.data.add_(1)
+    loaded, *_ = small_model(0, seed=9)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         params = list(model.parameters())
-        outer = Checked(kind(params, inner_steps=2), params)
+        if fault == "order" and rank == 3:
+            params.reverse()
+        outer = Checked(kind(params, inner_steps=2), list(model.parameters()))
+        if fault == "loaded":
+            model.load_state_dict(loaded.state_dict())
+        if fault == "moved":
+            model.double().float()
         if fault == "replaced":
             model[2] = torch.nn.Linear(5, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -616,6 +623,8 @@ def _checked(rank, world, kind, fault):
     return [str(warning.message) for warning in told]
 
 
+UNLIKE = ("replicas began with different {}: give all the same (weights: by the same seed, and in the same "
+          "order)")
 KINDS = {"pairs": NoLoCo, "DiLoCo": partial(outer_optimizer, "diloco", "fp32", 0),
          "delayed fragments": partial(outer_optimizer, "noloco", "int8", 1, fragments=2)}
 
@@ -623,7 +632,10 @@ KINDS = {"pairs": NoLoCo, "DiLoCo": partial(outer_optimizer, "diloco", "fp32", 0
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("fault, lines", [
     ("none", []),
-    ("seeds", ["replicas began with different weights: give all the same (weights: by the same seed)"]),
+    ("seeds", [UNLIKE.format("weights")]),
+    ("order", [UNLIKE.format("weights")]),
+    ("loaded", ["weights were loaded after the outer optimizer was made, whose outer steps go on from "
+                "those before: load first, then make it"]),
     ("averaged", ["replicas hold equal weights before they meet: is something else averaging "
                   "gradients? DDP?"]),
     ("replaced", ["2 of 4 trainable parameters do not move, first number 2: does the model still use "
@@ -631,6 +643,36 @@ KINDS = {"pairs": NoLoCo, "DiLoCo": partial(outer_optimizer, "diloco", "fp32", 0
 ])
 def test_each_fault_of_a_foreign_trainer_is_said_once_and_of_a_healthy_run_nothing(kind, fault, lines):
     assert processes(4, _checked, kind, fault) == [lines, [], [], []]
+
+
+def test_fragments_that_lost_their_parameters_are_said():
+    """Nothing averages any more; only the model that is trained knows it."""
+    line = ("4 of 4 trainable parameters are not averaged, first number 0: they were moved (.to), or "
+            "belong to another model. First that, then flatten and the outer optimizer")
+    assert processes(2, _checked, KINDS["delayed fragments"], "moved") == [[line], []]
+
+
+def test_checked_is_for_outer_steps_that_all_share():
+    weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match="^Checked goes around NoLoCo or DiLoCo, not Asynchronous, which "):
+        Checked(Asynchronous([weight]), [weight])
+
+
+def test_of_a_run_that_goes_on_and_of_weights_loaded_before_nothing_is_said():
+    model, xs, ys = small_model(0)
+    state = NoLoCo(model.parameters(), inner_steps=3).state_dict()
+    for resumed in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.load_state_dict(small_model(0, seed=9)[0].state_dict())
+            outer = Checked(NoLoCo(model.parameters(), inner_steps=3), model.parameters())
+            if resumed:
+                model.load_state_dict(small_model(0, seed=7)[0].state_dict())
+                outer.load_state_dict(dict(state, steps=4))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(4):
+                inner(model, optimizer, xs[step], ys[step])
+                outer.step()
 
 
 @pytest.mark.parametrize("kind, step", [("pairs", 6), ("DiLoCo", 6), ("delayed fragments", 5)])
@@ -660,8 +702,7 @@ def test_replicas_with_other_settings_are_warned_of_before_they_meet():
              (NoLoCo, dict(group_size=3)), (NoLoCo, dict(seed=1)), (OneByteNoLoCo, {}),
              (NoLoCo, dict(inner_steps=10, gamma=0.7))]         # these may differ, or do not
     names = ["alpha", "beta, gamma", "gamma", "group_size", "seed", "method"]
-    lines = [[f"replicas began with different {name}: give all the same (weights: by the same seed)"]
-             for name in names]
+    lines = [[UNLIKE.format(name)] for name in names]
     assert processes(3, _unlike, cases) == [[*lines, []], [[]] * len(cases), [[]] * len(cases)]
 
 
