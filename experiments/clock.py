@@ -149,8 +149,8 @@ def own_steps(m, K, D, share):
 def set_steps(outer, m, D):
     """Give an outer optimizer, which has just done an outer step, other numbers."""
     if isinstance(outer, Fragments):
-        outer.late = [k * m // len(outer.outers) for k in range(len(outer.outers))]
-        for fragment in outer.outers:
+        for k, fragment in enumerate(outer.outers):
+            fragment.late = k * m // len(outer.outers)
             set_steps(fragment, m, D)
     elif isinstance(outer, Delayed):
         outer.delay, outer.outer.inner_steps = D, m

@@ -24,6 +24,7 @@ import train
 from experiments.batches import Batches
 from model import Config, Llama
 from noloco import outer_update, random_groups
+from gossip.due import Due
 from gossip.muon import orthogonal
 from train import Reader, heldout_sequences, load_corpus
 
@@ -74,7 +75,7 @@ class ManyOuters:
 
     def __init__(self, trial, theta, seeds, offset=0):
         self.trial = trial
-        self.offset = offset
+        self.due = Due(trial.every, trial.delay, offset)
         self.theta = theta
         self.seeds = seeds
         self.phi = theta.clone()
@@ -86,14 +87,13 @@ class ManyOuters:
 
     def step(self):
         """After an inner step: what arrives is merged, then what is due departs."""
-        self.steps += 1
-        t = self.trial
-        if self.flying and (self.steps - self.offset - t.delay) % t.every == 0:
+        if self.flying and self.due.lands(self.steps):
             self.land()
-        if (self.steps - self.offset) % t.every == 0:
+        if self.due.departs(self.steps):
             self.flying = self.theta.clone(), self.means()
-            if not t.delay:
+            if not self.due.delay:
                 self.land()
+        self.steps += 1
 
     def land(self):
         """N2 and N3: with plain averages phi is the mean of what was sent. What was learnt since it
@@ -118,9 +118,9 @@ class ManyOuters:
     def groups(self):
         """(seeds, N, n): the group of each replica."""
         found, count = [], self.theta.shape[1]
-        outer = (self.steps - self.offset) // self.trial.every - 1
+        outer = self.steps // self.due.m
         for seed in self.seeds:
-            drawn = f"{seed} {self.offset}" if self.offset else seed    # as NoLoCo.group draws
+            drawn = f"{seed} {self.due.late}" if self.due.late else seed    # as NoLoCo.group draws
             groups = random_groups(range(count), self.trial.group, outer, drawn)
             of = {i: group for group in groups for i in group}
             found.append([of[i] for i in range(count)])

@@ -27,6 +27,10 @@ class Around:
     def bytes_sent(self):
         return self.outer.bytes_sent
 
+    def due(self):
+        """Whether a message departs at the end of the present inner step."""
+        return self.outer.due()
+
     def settle(self):
         self.outer.settle()
 

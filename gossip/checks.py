@@ -54,7 +54,7 @@ class Checked(Around):
             self.look_for_strays()
         if self.count <= 2:
             self.look_for_loaded()
-        if any(core.due() for core in self.cores):
+        if self.outer.due():
             self.look_for_nan()
         if self.count % self.every == 0:
             self.look()

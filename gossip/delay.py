@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from gossip.around import Around
+from gossip.due import Due
 
 
 class Messenger:
@@ -105,17 +106,17 @@ class PhiAhead(Around):
 class Delayed(Around):
     """Around any outer optimizer: its messages travel during D inner steps.
 
-    delay: D, from 1 to inner_steps. messenger: several may share one (fragments).
+    delay: D, from 1 to inner_steps. messenger, late: fragments share one, and take turns.
     Memory beside that of the outer optimizer: sent, as large as theta; for DiLoCo what it sums,
     too. A run that stops after m k + D steps has just merged.
     """
 
-    def __init__(self, outer, delay, messenger=None):
+    def __init__(self, outer, delay, messenger=None, late=0):
         super().__init__(outer)
         if not 1 <= delay <= outer.inner_steps:
             raise ValueError(f"delay must be from 1 to inner_steps ({outer.inner_steps}), not "
                              f"{delay}")
-        self.delay = delay
+        self.delay, self.late = delay, late
         self.messenger = messenger or Messenger(outer)
         self.sent = torch.zeros_like(outer.theta)
         self.group = ()             # to which it is under way
@@ -125,10 +126,9 @@ class Delayed(Around):
     def step(self):
         """Returns whether a message departed or landed."""
         outer = self.outer
-        departs = outer.due()
-        arrives = (outer.steps + 1 - self.delay) % outer.inner_steps == 0
+        departs = self.due()
         # A message lands before the next one departs: where D = m, or where m has changed.
-        lands = self.flying is not None and (arrives or departs)
+        lands = self.flying is not None and (departs or self.timing.lands(outer.steps))
         if lands:
             self.land()
         if departs:
@@ -136,6 +136,14 @@ class Delayed(Around):
             self.depart(outer.begin())
         outer.steps += 1
         return departs or lands
+
+    @property
+    def timing(self):
+        """Made anew, since m and D may change between two steps."""
+        return Due(self.inner_steps, self.delay, self.late)
+
+    def due(self):
+        return self.timing.departs(self.steps)
 
     def depart(self, group):
         self.group = group

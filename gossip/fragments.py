@@ -16,7 +16,33 @@ steps, which all ranks share; fragments that are due at one step leave in the or
 exchange may wait for an earlier one, never for a later one. So the oldest can always end, and no
 circle of fragments waits for each other.
 """
+from functools import partial
+
+import torch
+
+from gossip.around import Around
 from gossip.delay import Delayed, Messenger
+from gossip.due import Due
+
+
+class InTurn(Around):
+    """Around an outer optimizer without a delay: its outer steps come `late` inner steps after
+    others'."""
+
+    def __init__(self, outer, late):
+        super().__init__(outer)
+        self.late = late
+
+    @torch.no_grad()
+    def step(self):
+        due = self.due()
+        if due:
+            self.outer.meet()
+        self.outer.steps += 1
+        return due
+
+    def due(self):
+        return Due(self.inner_steps, 0, self.late).departs(self.steps)
 
 
 class Fragments:
@@ -33,14 +59,15 @@ class Fragments:
             raise ValueError(f"fragments must be from 1 to inner_steps ({inner_steps}), and of 16 "
                              f"weights or more, not {fragments}")
         ends = [len(theta) // 16 * k // fragments * 16 for k in range(fragments + 1)]
-        self.late = [k * inner_steps // fragments for k in range(fragments)]
-        self.outers = []
-        for late, start, end in zip(self.late, ends, ends[1:]):
-            self.outers.append(make(theta[start:end], cut(lengths, start, end), late))
-        self.steps = 0
+        turns = [k * inner_steps // fragments for k in range(fragments)]
+        outers = []
+        for late, start, end in zip(turns, ends, ends[1:]):
+            outers.append(make(theta[start:end], cut(lengths, start, end), late))
         if delay:
-            messenger = Messenger(self.outers[0])
-            self.outers = [Delayed(outer, delay, messenger) for outer in self.outers]
+            wrap = partial(Delayed, delay=delay, messenger=Messenger(outers[0]))
+        else:
+            wrap = InTurn
+        self.outers = [wrap(outer, late=late) for outer, late in zip(outers, turns)]
 
     def step(self):
         """Count an inner step. Returns whether a fragment did its outer step, or a message
@@ -48,15 +75,18 @@ class Fragments:
         did = [outer.step() for outer in self.outers]
         return any(did)
 
+    def due(self):
+        """Whether a fragment's message departs at the end of the present inner step."""
+        return any(outer.due() for outer in self.outers)
+
     @property
     def steps(self):
         return self.outers[0].steps
 
     @steps.setter
     def steps(self, steps):
-        """Each fragment counts from its own beginning, so its first outer step comes later."""
-        for outer, late in zip(self.outers, self.late):
-            outer.steps = steps - late
+        for outer in self.outers:
+            outer.steps = steps
 
     @property
     def bytes_sent(self):
@@ -72,6 +102,8 @@ class Fragments:
     def load_state_dict(self, state):
         for outer, its in zip(self.outers, state["fragments"], strict=True):
             outer.load_state_dict(its)
+        # All count alike. In checkpoints up to 2026-11-28 each began at a number of its own.
+        self.steps = self.outers[0].steps
 
 
 def cut(lengths, start, end):

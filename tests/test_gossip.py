@@ -88,7 +88,7 @@ def simulated(world, steps, m, n, count=1, delay=0, gamma=0.7, alpha=0.5, beta=0
             if delay and (k, step) in flying:
                 land(part, *flying.pop((k, step)))
             if (step + 1 - at) % m == 0:
-                sent = theta[:, part].clone(), (step - at) // m, f"0 {at}" if at else 0
+                sent = theta[:, part].clone(), step // m, f"0 {at}" if at else 0
                 if delay:
                     flying[k, step + delay] = sent
                 else:
@@ -582,6 +582,24 @@ def test_fragments_are_equal_parts_of_theta_and_what_cannot_be_is_said():
     for count, m in ((0, 3), (4, 3), (5, 5)):
         with pytest.raises(ValueError, match=rf"from 1 to inner_steps \({m}\), .*, not {count}"):
             Fragments(make, theta, lengths, count, m)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_fragments_of_an_older_checkpoint_go_on_in_their_turns(delay):
+    """There each fragment's count began at a number of its own."""
+    params = list(small_model(0)[0].parameters())
+    outer = outer_optimizer("noloco", "fp32", delay, params, inner_steps=6, fragments=3)
+    for _ in range(7):
+        outer.step()
+    state = copy.deepcopy(outer.state_dict())
+    for k, its in enumerate(state["fragments"]):
+        its["steps"] -= 2 * k
+    outer.load_state_dict(state)
+    turns = []
+    for step in range(7, 24):
+        turns += [(step, k) for k, fragment in enumerate(outer.outers) if fragment.due()]
+        outer.step()
+    assert turns == [(7, 1), (9, 2), (11, 0), (13, 1), (15, 2), (17, 0), (19, 1), (21, 2), (23, 0)]
 
 
 def test_a_tensors_pieces_in_the_fragments_are_as_long_as_it():

@@ -104,7 +104,7 @@ def meetings(fragments, steps):
     for _ in range(steps):
         for k, outer in enumerate(fragments.outers):
             if outer.due():
-                found.append((k, outer.group()))
+                found.append((k, outer.outer.group()))
             outer.steps += 1
     return found
 
