@@ -253,8 +253,8 @@ def own_rank(ranks):
             raise ValueError("call init_process_group first: each process would train alone")
     ranks = sorted(range(world) if ranks is None else ranks)    # each rank may list itself first
     if world > 1 and not {rank} <= set(ranks) <= set(range(world)):
-        raise ValueError(f"ranks {ranks}: give some of 0 to {world - 1}, this process's rank {rank} "
-                         "among them")
+        raise ValueError(f"ranks {ranks}: give some of 0 to {world - 1}, this process's rank "
+                         f"{rank} among them")
     return rank, ranks
 
 

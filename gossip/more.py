@@ -29,7 +29,7 @@ def parts(o):
     check(o)
     if o.method == "ddp" and o.wire != "fp32":
         found["Average"] = make_average
-    elif o.wire != "fp32" or o.delay or o.fragments > 1:
+    elif o.wire != "fp32" or o.delay or o.fragments > 1 or phi_travels(o):
         found["make_outer"] = make_outer
     if o.optimizer == "muon":
         found["make_inner"] = lambda run: muon(run.model, o.beta2)
@@ -39,6 +39,11 @@ def parts(o):
         from tools.tokenizer import load
         found["tokenizer"] = load(o.tokenizer, o.vocab)
     return found
+
+
+def phi_travels(o):
+    """Then it leaves with the first of the inner steps (gossip/delay.py, PhiAhead)."""
+    return o.method == "noloco" and o.gamma not in (None, o.beta)
 
 
 def check(o):

@@ -114,6 +114,55 @@ def test_with_phi_ahead_processes_equal_the_simulation(world, n, gamma):
     assert_replicas(found, simulated(world, 12, 3, n, gamma=gamma))
 
 
+def noted():
+    """([(which vector a replica swaps, the inner step)], where the present step stands). In this process."""
+    left, now, swap = [], [0], NoLoCo.swap
+
+    def noting(self, name, vector, group, process_group=None):
+        left.append((name, now[0]))
+        return swap(self, name, vector, group, process_group)
+
+    NoLoCo.swap = noting
+    return left, now
+
+
+@gloo
+def _leaving(rank, world, settings):
+    left, now = noted()
+    outer = outer_optimizer("noloco", "fp32", 0, [torch.nn.Parameter(torch.ones(3))], **settings)
+    for now[0] in range(7):
+        outer.step()
+        outer.settle()                          # the thread has noted what it sends
+    return left
+
+
+def _leaving_in_a_run(rank, world, argv):
+    left, now = noted()
+    usual = train.inner_step
+
+    def inner_step(run, *rest):
+        run.outer.settle()
+        now[0] = run.step
+        return usual(run, *rest)
+
+    train.inner_step = inner_step
+    captured(rank, world, train.main, argv)
+    return left
+
+
+AHEAD = [("phi", 0), ("theta", 2), ("phi", 3), ("theta", 5), ("phi", 6)]
+
+
+@pytest.mark.parametrize("gamma, want", [(1.0, AHEAD), (0.7, [("theta", 2), ("theta", 5)])])
+def test_phi_leaves_with_the_first_inner_step_so_that_theta_alone_is_waited_for(
+        gamma, want, corpus, tmp_path):
+    settings = dict(inner_steps=3, beta=0.7, gamma=gamma)
+    assert processes(2, _leaving, settings) == [want] * 2
+    argv = ["--stages", 2, "--inner-steps", 3, "--beta", 0.7, "--gamma", gamma, "--steps", 7,
+            "--data", corpus, "--name", "x", *SMALL]
+    assert processes(2, _leaving_in_a_run, [str(word) for word in argv], cwd=tmp_path) == [want] * 2
+
+
 # ---------------- one byte a weight: M1 to M4 against float64
 
 
