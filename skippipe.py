@@ -178,7 +178,7 @@ def read_network(file, stages=None):
         told.update(json.loads(Path(file).read_text()))
         told.pop("names", None)
         network = Network(**told)
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}")
     if stages is None:
         return network
@@ -685,7 +685,8 @@ def main(argv=None):
     o = parser.parse_args(argv)
     try:
         network = read_network(o.file) if o.file else Network(**SIX_NODES)
-        kept = o.kept or stages_to_keep(1 / 3, network.stages)
+        two_thirds = max(stages_to_keep(1 / 3, network.stages), min(2, len(network.stages)))
+        kept = two_thirds if o.kept is None else o.kept
         found = plan(network, kept, o.microbatches, iterations=2000)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")

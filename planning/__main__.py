@@ -81,7 +81,7 @@ def understand(o):
     network, names = read_network(o)
     kept = o.kept
     if kept is None:
-        kept = stages_to_keep(1 / 3, network.stages)
+        kept = max(stages_to_keep(1 / 3, network.stages), min(2, len(network.stages)))
     work = (kept, o.microbatches, o.rounds)
     if o.rounds < 1:
         raise ValueError(f"--rounds must be 1 or more, got {o.rounds}")

@@ -503,9 +503,17 @@ def test_skippipe_alone_plans_six_nodes_and_your_own(tmp_path, capsys):
     skippipe.main([str(tmp_path / "mine.json"), "--kept", "3", "--microbatches", "1"])
     *paths, last = capsys.readouterr().out.splitlines()
     assert paths == ["0 > 2 > 3", "1 > 2 > 3"] and re.fullmatch(r"\d\.\d\d s", last)
-    (tmp_path / "typo.json").write_text('{"delya": [[0]]}')
+    write_network(tmp_path / "two.json", [[0, 1], [2]])
+    skippipe.main([str(tmp_path / "two.json"), "--microbatches", "1"])      # both stages have work
+    assert capsys.readouterr().out.splitlines()[:2] == ["0 > 2", "1 > 2"]
+    for name, text in (("typo", '{"delya": [[0]]}'), ("null", "null"), ("deep", "[" * 10**5 + "]" * 10**5),
+                       ("flat", '{"delay": [[0]], "compute": 1, "stages": [0]}')):
+        (tmp_path / f"{name}.json").write_text(text)
     for argv, words in ((["typo.json"], "unexpected keyword argument 'delya'"), (["no.json"], "No such file"),
-                        (["mine.json", "--kept", "4"], "stages_kept must be 1 to 3")):
+                        (["null.json"], "null.json: "), (["deep.json"], "recursion"),
+                        (["flat.json"], "flat.json: "),
+                        (["mine.json", "--kept", "4"], "stages_kept must be 1 to 3"),
+                        (["mine.json", "--kept", "0"], "stages_kept must be 1 to 3")):
         with pytest.raises(SystemExit) as stop:
             skippipe.main([str(tmp_path / argv[0]), *argv[1:]])
         error = capsys.readouterr().err
