@@ -58,6 +58,7 @@ def free_port():
 
 def rank_process(pipe, rank, world, port, agent, cwd, function, args):
     os.chdir(cwd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background jobs ignore it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
                       LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       OMP_NUM_THREADS="1", TORCHELASTIC_USE_AGENT_STORE=str(agent),
