@@ -1,6 +1,7 @@
 """tools.plot: what it reads, what it refuses, and that it draws."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -65,6 +66,17 @@ def test_one_process_alone_has_no_panel_of_bytes_and_none_of_spread(write):
     assert len(figure.axes) == 2
 
 
+def test_what_is_not_finite_is_left_out_and_a_name_is_no_formula(write):
+    pytest.importorskip("matplotlib")
+    wild = [ROWS[0], *(row | dict(heldout_loss=loss) for row, loss in zip(ROWS[1:], (math.inf, math.nan)))]
+    folder = write("a$b$", wild)
+    figure = plot.draw([plot.read_run(folder, "red")])
+    figure.canvas.draw()
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[10, ROWS[0]["heldout_loss"]]]
+    plot.main([str(folder)])
+    assert error_of(plot.main, write("none", wild[1:])).startswith("error: runs/none has no evaluation")
+
+
 def test_a_run_under_way_is_read_up_to_its_last_whole_line(write):
     folder = write("a", ROWS[:2])
     text = json.dumps(ROWS[2])
@@ -81,13 +93,19 @@ def test_what_cannot_be_drawn_is_one_line(write, monkeypatch):
     write("silent", [])
     write("bare", []).joinpath("metrics.jsonl").unlink()
     write("torn", []).joinpath("metrics.jsonl").write_text("{\n")
+    for name, line in dict(number=5, list=[], stepless=dict(event="dead"), text=dict(step="x")).items():
+        write(name, [*ROWS, line])
     write("begun", ROWS).joinpath("config.json").write_text("")
     Path("picture.png").touch()
     for argv, error in ((["nowhere"], "nowhere is the folder of no run"),
                         ([good, "runs"], "runs is the folder of no run"),
                         (["runs/bare"], "runs/bare is the folder of no run"),
-                        (["runs/silent"], "runs/silent has no evaluation yet"),
+                        (["runs/silent"], "runs/silent has no evaluation with a finite loss yet"),
                         (["runs/torn"], "runs/torn holds a damaged"),
+                        (["runs/number"], "runs/number holds a damaged"),
+                        (["runs/list"], "runs/list holds a damaged"),
+                        (["runs/stepless"], "runs/stepless holds a damaged"),
+                        (["runs/text"], "runs/text holds a damaged"),
                         (["runs/begun"], "runs/begun holds a damaged"),
                         (["picture.png"], "picture.png is a file"),
                         ([good, "--out", "picture.png/x.png"], "picture.png/x.png cannot be written")):

@@ -5,6 +5,7 @@
 
 Held-out loss against steps, seconds and bytes, and the replicas' weight spread. A ring is the loss
 of the merged model, the mean of all replicas. A dashed line is an event, such as a rank that died.
+What is not finite is left out: a line that ends early is of a run that diverged.
 This file needs nothing of ours: it reads runs/NAME/config.json and metrics.jsonl (docs/metrics.md).
 """
 import argparse
@@ -69,13 +70,18 @@ def refuse(problem):
 class Run:
     name: str           # of its folder, and the method where that does not say it
     colour: str
-    rows: list          # of metrics.jsonl: the evaluations that have a held-out loss
+    rows: list          # of metrics.jsonl: the evaluations that have a finite held-out loss
     events: list        # of metrics.jsonl: what else happened
 
     def points(self, x, y):
         """Two lists, of what was measured of both metrics."""
-        rows = [row for row in self.rows if None not in (row.get(x), row.get(y))]
+        rows = [row for row in self.rows if known(row, x) and known(row, y)]
         return [row[x] for row in rows], [row[y] for row in rows]
+
+
+def known(row, metric):
+    """Whether it was measured, and is finite."""
+    return row.get(metric) is not None and math.isfinite(row[metric])
 
 
 def read_run(folder, colour):
@@ -85,14 +91,15 @@ def read_run(folder, colour):
         text = (folder / "metrics.jsonl").read_text()
         whole = text[:text.rfind("\n") + 1]         # the run may be writing its last line
         lines = [json.loads(line) for line in whole.splitlines()]
+        rows = [line for line in lines if line["step"] >= 0 and known(line, "heldout_loss")]
     except OSError as error:
         refuse(f"{folder} is the folder of no run: {error.filename}: {error.strerror}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         refuse(f"{folder} holds a damaged config.json or metrics.jsonl: {error!r}")
-    rows = [line for line in lines if line.get("heldout_loss") is not None]
     if not rows:
-        refuse(f"{folder} has no evaluation yet: wait, or train with a smaller --eval-every")
-    name = folder.resolve().name
+        refuse(f"{folder} has no evaluation with a finite loss yet: wait, or train with a smaller "
+               "--eval-every")
+    name = folder.resolve().name.replace("$", r"\$")        # else matplotlib reads a formula
     if method not in name:
         name = f"{name} ({method})"
     return Run(name, colour, rows, [line for line in lines if "event" in line])
@@ -142,8 +149,8 @@ def draw_panel(axis, panel, runs):
         axis.plot(x, y, ".-", color=run.colour, lw=1.5)
         ends.append((x[-1], y[-1]))
         seen += y[len(y) // 10:]
-        merged = run.rows[-1].get("merged_loss")
-        if y_metric == "heldout_loss" and merged is not None:
+        if y_metric == "heldout_loss" and known(run.rows[-1], "merged_loss"):
+            merged = run.rows[-1]["merged_loss"]
             axis.plot(x[-1], merged, "o", color=run.colour, ms=8, mfc="none")
             seen.append(merged)
         mark_events(axis, run, x_metric)
