@@ -1095,12 +1095,12 @@ BYTES = Tokenizer(as_bytes, 0, b"")
 def load_corpus(o, tokenizer=None):
     """Training and held-out tokens from disjoint files; of a single file the end is held out.
 
-    Losses compare only between runs with the same digest. end: the token that ends a document.
-    end and bytes_per_token are None of token files. tokenizer: a Tokenizer (default: BYTES).
+    Losses compare only between runs with the same digest. end: the token that ends a document, if
+    that is known. bytes_per_token: None of token files. tokenizer: a Tokenizer (default: BYTES).
     """
     root, files = find_files(o.data)
+    c = SimpleNamespace(bytes_per_token=None, end=tokenizer and tokenizer.end, vocab=o.vocab)
     tokenizer = tokenizer or BYTES
-    c = SimpleNamespace(bytes_per_token=None, end=None)
     digest = hashlib.sha256(tokenizer.text)
     train_files, held_files = split(root, files)
     if train_files:
@@ -1118,9 +1118,17 @@ def load_corpus(o, tokenizer=None):
     count = (len(c.heldout) - 1) // o.seq_len
     need(count >= o.eval_sequences, f"{place} has {len(c.heldout)} held-out tokens, {count} "
          "sequences: give more data, or a smaller --eval-sequences or --seq-len")
-    top = max(int(part[:1 << 24].int().max()) for part in (c.train, c.heldout) if len(part))
-    need(top < o.vocab, f"the data has token {top}: give --vocab {top + 1} or more, not {o.vocab}")
+    for part in filter(len, (c.train, c.heldout)):
+        stacked([part[:1 << 24]], o.vocab)
     return c
+
+
+def stacked(rows, vocab):
+    """These rows of tokens as one tensor. Raises BadInput for a token that the model lacks."""
+    tokens = torch.stack(rows)
+    top = int(tokens.int().max())
+    need(top < vocab, f"the data has token {top}: give --vocab {top + 1} or more, not {vocab}")
+    return tokens.long()
 
 
 def find_files(data):
@@ -1145,7 +1153,7 @@ def split(root, files):
     """(training, held-out) files. Held out are those with val or validation in their names, else a
     20th, at least one, by a hash of their names."""
     def by_hash(path):
-        return hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+        return hashlib.sha256(os.fsencode(path.relative_to(root).as_posix())).digest()
 
     held = [path for path in files if re.search(HELDOUT, path.name.lower())]
     if len(held) in (0, len(files)):
@@ -1161,8 +1169,12 @@ def read_tokens(paths, tokenizer, digest):
         need(len(paths) == 1 and paths[0].stat().st_size, f"{paths[0]}: --data takes one "
              ".bin file with tokens, or a folder of two, train.bin and val.bin")
         size = paths[0].stat().st_size // 2
-        digest.update(f"{paths[0].name} {size}".encode())
-        return torch.from_file(str(paths[0]), size=size, dtype=torch.uint16)
+        digest.update(os.fsencode(f"{paths[0].name} {size}"))
+        tokens = torch.from_file(str(paths[0]), size=size, dtype=torch.uint16)
+        first = tokens[:1 << 16].int()
+        need(size < 2 or first[1::2].max() > 3 or first[::2].max() < 4, f"{paths[0]}: every second "
+             "token is below 4, as in a file of uint32: write uint16")
+        return tokens
     parts = []
     for path in paths:
         text = path.read_bytes()
@@ -1177,7 +1189,7 @@ def heldout_sequences(corpus, count, seq_len):
     """(count, T + 1) held-out tokens, spread evenly: the same sequences for every replica."""
     last = len(corpus.heldout) - seq_len - 1
     starts = [round(i * last / max(1, count - 1)) for i in range(count)]
-    return torch.stack([corpus.heldout[a:a + seq_len + 1] for a in starts]).long()
+    return stacked([corpus.heldout[a:a + seq_len + 1] for a in starts], corpus.vocab)
 
 
 class Reader:
@@ -1193,12 +1205,13 @@ class Reader:
         # (sequences, T + 1): each begins with the last token of the one before
         self.sequences = corpus.train.unfold(0, seq_len + 1, seq_len)
         self.seed, self.place, self.origins = seed, place, origins
+        self.vocab = corpus.vocab
         self.cursor = 0
         self.epoch = None
 
     def next(self, batch):
         """(batch, T + 1) tokens: inputs and, one further, targets."""
-        return torch.stack([self.sequences[i] for i in self.draw(batch)]).long()
+        return stacked([self.sequences[i] for i in self.draw(batch)], self.vocab)
 
     def draw(self, batch):
         """The numbers of the next sequences."""

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -10,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.harness import HERE, options
+import train
+from tests.harness import HERE, SMALL, captured, options
+from tools import export
 from tools.export import save_tokenizer
 from tools.tokenizer import load
-from train import Reader, find_files, load_corpus
+from train import BadInput, Reader, find_files, heldout_sequences, load_corpus
 
 
 def write(folder, files):
@@ -74,7 +77,7 @@ def test_nanogpt_tokens_are_mapped_and_read_once_per_epoch(tmp_path):
 @pytest.mark.parametrize("origins", [1, 3, 8])
 def test_shards_are_alike_and_each_epoch_deals_all_sequences_once(origins):
     """Every origin's part is drawn from the whole text: each takes every origins-th of one permutation."""
-    corpus = SimpleNamespace(train=torch.arange(100 * 8 + 1))       # sequence i begins with token 8 i
+    corpus = SimpleNamespace(train=torch.arange(100 * 8 + 1), vocab=801)   # sequence i begins with 8 i
     readers = [Reader(corpus, 8, 5, place, origins) for place in range(origins)]
     count = 100 // origins
     for epoch in range(3):
@@ -93,6 +96,48 @@ def test_a_token_file_has_one_hash_alone_and_in_a_folder(tmp_path):
     digests = {load_corpus(options("--data", path, "--eval-sequences", 1)).digest
                for path in (tmp_path / "tokens", tmp_path / "tokens/some.bin")}
     assert len(digests) == 1
+
+
+def test_a_file_of_uint32_is_refused(tmp_path):
+    """Read as uint16, every second token would be a zero, or of a large vocabulary a 1."""
+    ids = torch.arange(9000) * 7 % 128000
+    for part in (ids % 200, ids):
+        write(tmp_path, {"a.bin": part.to(torch.int32).numpy().tobytes()})
+        with pytest.raises(BadInput, match="every second token is below 4"):
+            load_corpus(options("--data", tmp_path / "a.bin", "--vocab", 128000))
+    for top in (3, 60000):      # but not tokens of a vocabulary that small, nor every second one large
+        write(tmp_path, {"a.bin": (torch.arange(9000) % top).to(torch.uint16).numpy().tobytes()})
+        load_corpus(options("--data", tmp_path / "a.bin", "--vocab", top, "--eval-sequences", 2))
+
+
+def test_a_token_above_the_vocabulary_is_found_where_it_is_read():
+    """At the start only the beginning of a file is read, 16.7 million tokens."""
+    corpus = SimpleNamespace(train=torch.arange(801), heldout=torch.arange(801), vocab=800)
+    reader = Reader(corpus, 8, 0)
+    with pytest.raises(BadInput, match="the data has token 800: give --vocab 801 or more, not 800"):
+        reader.next(reader.count)
+    with pytest.raises(BadInput, match="the data has token 800"):
+        heldout_sequences(corpus, 100, 8)
+
+
+def test_token_files_with_their_tokenizer_are_exported_with_it(tmp_path, monkeypatch):
+    """docs/data.md's way. Without a tokenizer the model's config has no end token."""
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    word_tokenizer(tmp_path, ["[UNK]", "a", "b", "</s>"])
+    write(tmp_path, {"a.bin": (torch.arange(9000) % 4).to(torch.uint16).numpy().tobytes()})
+    for name, given, end in (("x", ["--tokenizer", "tokenizer.json"], 3), ("y", [], None)):
+        argv = ["--data", "a.bin", "--name", name, "--steps", 1, *given, *SMALL]
+        assert captured(0, 1, train.main, argv)[0] == 0
+        assert captured(0, 1, export.main, [f"runs/{name}", f"out-{name}"])[0] == 0
+        assert json.loads(Path(f"out-{name}/config.json").read_text())["eos_token_id"] == end
+        assert Path(f"out-{name}/tokenizer.json").exists() == bool(given)
+
+
+def test_file_names_may_be_no_utf8(tmp_path):
+    files = {os.fsdecode(b"%d\xff.txt" % i): b"some text " * 300 for i in range(3)}
+    data = load_corpus(options("--data", write(tmp_path / "text", files), "--eval-sequences", 2))
+    assert len(data.train) + len(data.heldout) == 3 * 3001
 
 
 def test_tokenizer_file(tmp_path):
@@ -116,6 +161,11 @@ def test_tokenizer_file(tmp_path):
     _, other = word_tokenizer(tmp_path, ["[UNK]", "a"])
     with pytest.raises(ValueError, match="to end a document"):
         load(other, 256)
+    tokenizer.model = type(tokenizer.model)(dict(w7=0), unk_token="[UNK]")
+    tokenizer.save(file)
+    assert load(file, 52).encode(b"w7").tolist() == [0, 1]
+    with pytest.raises(ValueError, match="tokenizer.json: .*UNK"):        # which it lacks
+        load(file, 52).encode(b"w8")
 
 
 def test_the_tokenizer_of_an_export_is_one_that_we_read(tmp_path):

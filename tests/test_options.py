@@ -25,6 +25,7 @@ PROGRAMS = {main.__module__: main for main in (advise.main, export.main, hosts.r
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",
     "hollow/a.bin": b"\1\0" * 2000, "hollow/b.bin": b"", "blank/a.txt": b"", "blank/b.txt": b"",
+    "wide.bin": b"\5\0\0\0" * 3000,
     "tiny.txt": b"too tiny", "short.txt": b"too short " * 60, "tokens.bin": b"\x01\0\x60\xea" * 2000,
     "c4.json.gz": gzip.compress(b'{"text": "one"}'),
     "torn/config.json": b'{"method": "nol', "foreign/config.json": b'{"unknown": 1}',

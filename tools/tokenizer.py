@@ -30,7 +30,10 @@ def load(file, vocab):
 
     def encode(text):
         """Bytes that are no UTF-8 become replacement characters."""
-        tokens = tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        try:
+            tokens = tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        except Exception as error:              # a word that it lacks, and no unknown token
+            raise ValueError(f"--tokenizer {file}: {error}")
         return torch.tensor([*tokens.ids, end], dtype=torch.int32)
 
     return Tokenizer(encode, end, Path(file).read_bytes())
