@@ -26,6 +26,7 @@ import math
 import os
 import random
 import re
+import shlex
 import signal
 import socket
 import statistics
@@ -590,7 +591,8 @@ class Log:
             if line["skipped_steps"]:
                 tqdm.write(f"skipped         {line['skipped_steps']} optimizer steps with a "
                            "gradient that was not finite")
-            tqdm.write(f"kept in {folder}; a picture: python -m tools.plot {folder}")
+            words = shlex.quote(str(folder))
+            tqdm.write(f"kept in {folder}; a picture: python -m tools.plot {words}")
 
 
 def in_words(line, texts):
@@ -614,6 +616,9 @@ def ratio(a, b):
 FREE = ("resume", "data", "steps", "lr", "warmup", "beta2", "clip", "inner_steps", "alpha", "beta",
         "gamma", "group_size", "wire", "eval_every", "save_every", "dtype", "backend", "survive")
 
+# What `state_of` returns.
+PART = set("step rank theta rho options plan cursor corpus inner outer owed counts".split())
+
 
 class Checkpoints:
     """Every rank writes its own part, runs/NAME/checkpoints/00000600/rank3.pt, on its own machine
@@ -625,7 +630,7 @@ class Checkpoints:
     def parts(self):
         """{step: file} of this rank's parts here, in order."""
         found = sorted(self.folder.glob(f"*/rank{self.job.rank}.pt"))
-        return {int(file.parent.name): file for file in found}
+        return {int(file.parent.name): file for file in found if file.parent.name.isdigit()}
 
     def place(self, step):
         return self.folder / f"{step:08d}"
@@ -634,7 +639,7 @@ class Checkpoints:
         """Write this rank's part. When all ranks have, drop all parts but the last two."""
         self.write_part(step, state)
         self.job.share()
-        self.job.then = f"; go on with --resume {self.folder.parent}"
+        self.job.then = f"; go on with --resume {shlex.quote(str(self.folder.parent))}"
         self.forget(list(self.parts())[:-2])
 
     def write_part(self, step, state):
@@ -682,7 +687,7 @@ def load_part(file):
         own = f"{state['step']:08d}/rank{state['rank']}.pt"
         need(file.as_posix().endswith(f"/{own}"), f"it was written as {own}")
         need(state["theta"].sum().isfinite(), "its weights are not finite")
-        need("counts" in state, "it lacks counts")              # as an older version wrote it
+        need(PART <= set(state), f"it lacks {', '.join(sorted(PART - set(state)))}")
         return state
     except Exception as error:      # damaged bytes make torch raise nearly anything
         raise BadInput(f"{file} is damaged or of another version ({one_line(error)[:100]})")
@@ -700,15 +705,16 @@ def state_of(run):
 
 def restore(run, state):
     """Put what `state_of` returned into the run, except for the plan. Raises BadInput."""
-    need(not run.corpus or state["corpus"] == run.corpus.digest,
-         f"the data differ from those of {run.folder}: give the same --data or start a new run")
-    need_same(run.o, state)
+    need_same(run.o, state, run.corpus)
     need(len(state["theta"]) == len(run.theta), f"{run.folder} is of other weights: begin anew")
     run.step, run.rho = state["step"], state["rho"]
     run.theta.copy_(state["theta"])
     for optimizer, kept in zip(run.inner, state["inner"]):
         # A copy, since the state is mapped from a file. Settings may be new, as --beta2.
         optimizer.load_state_dict(dict(optimizer.state_dict(), state=copy.deepcopy(kept)))
+        for p, held in optimizer.state.items():     # fused, other shapes would end the process
+            need(all(x.shape == p.shape for x in held.values() if x.ndim),
+                 f"{run.folder} has an optimizer's state of other weights: begin anew")
     run.log.load(state["counts"])
     if run.outer:
         run.outer.load_state_dict(state["outer"])
@@ -718,8 +724,10 @@ def restore(run, state):
         run.reader.cursor = state["cursor"]
 
 
-def need_same(o, state):
-    """Raises BadInput if the checkpoint is of other options."""
+def need_same(o, state, corpus):
+    """Raises BadInput if the checkpoint is of other options, or of other data than this corpus."""
+    need(not corpus or state["corpus"] == corpus.digest,
+         "the data differ from those of this run: give the same --data or start a new run")
     for name, was in state["options"].items():
         now = getattr(o, name, None)
         need(name in FREE or now == was, f"{flag(name)} {now}: it was {was}, and must be")
@@ -822,7 +830,7 @@ class Run:
 def begin(run):
     """The first rank says what begins, and writes what a run's folder has then."""
     if run.step:
-        run.job.then = f"; go on with --resume {run.folder}"
+        run.job.then = f"; go on with --resume {shlex.quote(str(run.folder))}"
     if run.job.leads and run.step >= run.o.steps:
         print(f"{run.folder} has done all its {run.step} steps: give more --steps to go on")
     elif run.job.leads:
@@ -835,7 +843,7 @@ def write_folder(run):
     later ones again."""
     o, again = run.o, bool(run.o.resume or run.job.restarts)
     need(again or not run.folder.exists(),
-         f"{run.folder} exists: go on with --resume {run.folder}, or give another --name")
+         f"{run.folder} exists: give --resume {shlex.quote(str(run.folder))}, or another --name")
     run.folder.mkdir(parents=True, exist_ok=again)      # the second of two at once fails here
     config = run.folder / "config.json"
     was = json.loads(config.read_text()) if config.exists() else {}
@@ -1018,6 +1026,8 @@ def parse(argv, world=1, parser=None):
     for name in METHODS["noloco"]:
         need(getattr(o, name) is None or name in METHODS[o.method],
              f"--method {o.method} has no {flag(name)}")
+    need(o.name or o.resume or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
+         "--max-restarts: give a --name, by which a restart finds the run")
     defaults = MODELS[o.model] | METHODS[o.method] | dict(stages=[world])
     if o.model == "tiny":
         defaults |= TINY.get(o.method, {})

@@ -1,6 +1,6 @@
 """Write a run's model as a folder that transformers loads: one replica's, or the mean of all.
 
-    python -m tools.export runs/NAME OUT [--replica mean]
+    python -m tools.export runs/NAME OUT [--replica mean] [--data MOVED]
 
 It prints the held-out loss of each replica and of the mean, whichever is written. Where paths left
 stages out, the rule of `train.scaled` is in the weights that are written, unless the run was
@@ -31,9 +31,11 @@ def export(argv, job):
     parser.add_argument("run", help="its folder, with the checkpoint parts of all ranks")
     parser.add_argument("out", type=empty_folder, help="a folder that is empty, or not there yet")
     parser.add_argument("--replica", default="mean", help="0, 1, ..., or the mean of all (default)")
+    parser.add_argument("--data", help="where the run's data are now (default: where they were)")
     a = parser.parse_args(argv)
     need(job.world == 1, "tools.export runs in one process, without torchrun")
     o = parse(["--resume", a.run])
+    o.data = a.data or o.data
     stages, layers = layout(o, sum(o.stages))
     replicas = {}                                           # name: the ranks of each of its stages
     for i, route in enumerate(pipelines(stages)):
@@ -42,8 +44,8 @@ def export(argv, job):
     need(a.replica in replicas, f"--replica takes {', '.join(replicas)}, not {a.replica}")
     replicas[a.replica] = replicas.pop(a.replica)           # the last one stays in the model
     step, parts = newest(Path(a.run), stages)
-    need_same(o, parts[0])
     corpus = load_corpus(o, more.parts(o).get("tokenizer"))
+    need_same(o, parts[0], corpus)
     model = Llama(config_of(o), device=job.device)
     flat = by_stage(model, layers)
     pipeline = Pipeline(model, job, [[0]], (o.batch, o.seq_len, o.hidden), getattr(torch, o.dtype))
@@ -67,7 +69,7 @@ def newest(folder, stages):
 
     Where a rank was dead (survive/checkpoints.py), a replica's part does for its own.
     """
-    for place in sorted(folder.glob("checkpoints/*"), reverse=True):
+    for place in sorted(folder.glob("checkpoints/[0-9]*[0-9]"), reverse=True):
         files = {}
         for ranks in stages:
             for r in ranks:
