@@ -34,5 +34,5 @@ def read_plan(file):
         rounds = rounds_of(each, min(network.memory))
         bound = bound_of(network, paths, rounds)
         return network, paths, simulate(network, paths, order=kept["order"]), bound
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: is no plan.json of a run ({error})")
