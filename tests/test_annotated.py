@@ -13,8 +13,23 @@ SUBJECTS = ["N1", "N2", "N3", "Theorem 1", "Eq. 74", "Fig. 2", "Fig. 3", "Fig. 4
             "B2", "B3", "B4", "B5", "S1", "S2", "S3", "S4", "S5", "CC1", "CC2", "CC3", "TC1", "TC2"]
 
 
-def test_the_page_is_that_of_the_present_code():
-    assert TEXT == annotate.page(), "run python -m tools.annotate"
+def test_the_page_shows_the_present_code():
+    assert TEXT == annotate.refreshed(TEXT), "run python -m tools.annotate"
+
+
+def test_every_block_of_code_follows_a_comment_that_names_it():
+    blocks = len(re.findall(r"^```python$", TEXT, re.M))
+    assert blocks > 20 and len(annotate.BLOCK.findall(TEXT)) == blocks
+
+
+def test_a_stale_block_is_refreshed_in_place():
+    page = "Above.\n\n<!-- noloco.padded | return -->\n```python\n{}\n```\n\nBelow, `code`.\n"
+    fresh = page.format("# noloco.padded\nreturn -(-p.numel() // 16) * 16")
+    for stale in ("return 0", "# noloco.padded\n\nreturn p.numel()"):
+        assert annotate.refreshed(page.format(stale)) == fresh
+    assert annotate.refreshed(fresh) == fresh
+    with pytest.raises(ValueError, match="there is no gone in it"):
+        annotate.refreshed(fresh.replace("padded | return", "gone"))
 
 
 def test_every_equation_constraint_and_figure_has_a_heading():

@@ -1,11 +1,12 @@
-"""Write docs/annotated.md, the papers beside the code: docs/annotated.in.md with the code put in.
+"""Refresh the code in docs/annotated.md, the papers beside the code.
 
     python -m tools.annotate
 
-A line {{noloco.outer_update}} becomes the code of that name, without its docstring. Of
-{{skippipe.simulate | end = now ... # S4}} only the lines from the first that has the words on the
-left to the next that has those on the right; of {{skippipe.simulate | # S3}} only the first line
-that has them.
+A comment before each block of the page names the code that the block shows, and the page does not
+display it. After <!-- noloco.outer_update --> stands the code of that name, without its docstring.
+After <!-- skippipe.simulate | end = now ... # S4 --> stand only the lines from the first that has
+the words on the left to the next that has those on the right, and after
+<!-- skippipe.simulate | # S3 --> only the first line that has these words.
 """
 import ast
 import re
@@ -14,26 +15,29 @@ from pathlib import Path
 
 HERE = Path(__file__).parent.parent
 PAGE = HERE / "docs/annotated.md"
-TEMPLATE = HERE / "docs/annotated.in.md"
-PLACE = re.compile(r"^\{\{([\w.]+)(?: \| (.+?))?\}\}$", re.M)
+COMMENT = r"^<!-- ([\w.]+)(?: \| ([^\n]+))? -->\n"
+BLOCK = re.compile(COMMENT + r"```python\n.*?^```$", re.M | re.S)
 
 
 def main():
-    PAGE.write_text(page())
+    PAGE.write_text(refreshed(PAGE.read_text()))
     print(PAGE.relative_to(HERE))
 
 
-def page():
-    """What docs/annotated.md has to be. Raises ValueError for a place that names no code."""
-    return PLACE.sub(excerpt, TEMPLATE.read_text())
+def refreshed(text):
+    """The page with the present code. Raises ValueError for a comment that names no code."""
+    return BLOCK.sub(refreshed_block, text)
 
 
-def excerpt(place):
-    name, words = place.groups()
+def refreshed_block(block):
+    """The comment as it stands, and a block of the code that it names."""
+    comment, _ = block[0].split("\n", 1)
+    name, words = block.groups()
     lines = code_of(name)
     if words:
         lines = between(name, lines, *words.split(" ... "))
-    return f"# {name}\n" + textwrap.dedent("\n".join(lines))
+    code = textwrap.dedent("\n".join(lines))
+    return f"{comment}\n```python\n# {name}\n{code}\n```"
 
 
 def code_of(name):
