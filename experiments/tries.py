@@ -13,9 +13,10 @@ do not, and of DiLoCo at one slow host no setting at the lower rate went on. So 
 changed, before the race's first run. Rows of tries that it leaves out stay in the file. At short
 messages, a control, nothing is tried for NoLoCo and DiLoCo: they have the lower rate, too.
 
-The settings: the earlier race's at that point (commit 4fb55dd); what tools.advise says for that
-network and the slowest host's step, at 5 ms without a delay; and neighbours with fewer messages. By
-speed the earlier one is not possible: a delay needs an m of 4, so that the slow host's half is 2.
+The settings: the earlier race's at that point (commit 4fb55dd); what the formula of docs/speed.md
+gives for that network and the slowest host's step, at 5 ms without a delay; and neighbours with
+fewer messages. By speed the earlier one is not possible: a delay needs an m of 4, so that the slow
+host's half is 2.
 Who is chosen is written into race.py, by hand, and committed; a test compares.
 """
 import statistics

@@ -17,11 +17,11 @@ import train
 from experiments import pictures
 from tests.harness import HERE, SMALL, captured, error_of, options, patience, processes, refused, surviving
 from planning import measure
-from tools import advise, export, hosts, partial
+from tools import export, hosts, partial
 from train import BadInput
 
-PROGRAMS = {main.__module__: main for main in (advise.main, export.main, hosts.read,
-                                               measure.main, partial.main)} | {"survive": surviving}
+PROGRAMS = {main.__module__: main for main in (export.main, hosts.read, measure.main,
+                                               partial.main)} | {"survive": surviving}
 FILES = {
     "empty/.hidden": b"", "empty.txt": b"", "mixed/a.txt": b"", "mixed/b.bin": b"",
     "hollow/a.bin": b"\1\0" * 2000, "hollow/b.bin": b"", "blank/a.txt": b"", "blank/b.txt": b"",
