@@ -58,7 +58,7 @@ def test_an_equations_number_is_defined_once():
 
 
 # Alarms with room to spare: what is longer is hardly read once. Files in tests/ may be longer.
-LINES = {"skippipe.py": 700, "train.py": 1450, "test_minimal.py": 850}
+LINES = {"skippipe.py": 700, "train.py": 1475, "test_minimal.py": 850}
 
 
 def own_files():
