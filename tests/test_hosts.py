@@ -152,11 +152,11 @@ def test_replicas_that_never_reach_each_other_say_so(hosts, tmp_path):
 @pytest.mark.parametrize("stages", ["4", "2,2"])
 def test_training_goes_on_while_a_link_is_cut_and_takes_the_host_back(stages, hosts, corpus, tmp_path):
     def during():
-        hosts.cut([3])
+        hosts.cut(3)
         # told at an evaluation: another rank has waited in vain
         wait_until(lambda: any(3 in row.get("missing", ()) and row["rank"] != 3 or row.get("event") == "dead"
                                for row in rows_of(tmp_path)))
-        hosts.cut([3], 0)
+        hosts.cut(3, 0)
         wait_until(lambda: [row["ranks"] for row in rows_of(tmp_path) if "ranks" in row][-5:] == [4] * 5)
         for rank in range(4):
             os.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGINT)
@@ -183,7 +183,7 @@ def test_a_run_finishes_when_a_link_is_cut(stages, seconds, hosts, corpus, tmp_p
     survive, fallen, n = (patience(9), [], 4) if seconds == 1 else (patience(2), [3], 3)
     argv = ["--stages", stages, "--layers", 2, "--inner-steps", 5, "--steps", 60, "--survive", survive]
     results = train_on(hosts, *argv, "--data", corpus, cwd=tmp_path, fallen=fallen,
-                       during=lambda: hosts.cut([3], seconds))
+                       during=lambda: hosts.cut(3, seconds))
     assert [result[0] for result in results if result][:n] == [0] * n
     rows, said = metrics(tmp_path / "runs/x"), results[0][1]
     assert rows[-1]["step"] == 60 and rows[-1]["ranks"] == n

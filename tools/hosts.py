@@ -5,9 +5,6 @@
     python -m tools.hosts 8 --latency 25 --latency 2-5=80 -- ...    25 ms one way, 80 from 2 to 5
     python -m tools.hosts 8 --cpu 0.2 --cpu 5=0.07 -- ...       a fifth of a processor, host 5 less
     python -m tools.hosts 8 --cities -- ...                     the links between twelve cities
-    python -m tools.hosts 8 --cut 3@10+15 -- ...                host 3 is cut off at 10 s, for 15 s
-    python -m tools.hosts 8 --cut "3@step 20:" -- ...           for good, at node 0's "step 20:"
-    python -m tools.hosts 8 --rate 2@30=5 -- ...                host 2's link: 5 Mbit/s from 30 s on
     python -m tools.hosts 8 -- sh -c 'train.sh > $PET_NODE_RANK.log'    a log of each host's own
 
 The tool starts the command on every host, in this directory. PET_NNODES, PET_NODE_RANK,
@@ -21,7 +18,7 @@ iproute2 and util-linux.
 
 LINK is a host (its link carries its rate each way), or a pair as 2-5. A pair's rate is a limit
 beside those of its hosts' links. A pair's latency is its own, else the larger of its two hosts'.
-WHEN is seconds after the start, or a text in node 0's output.
+What changes later is for a program of your own, with `Hosts.cut` and the tables of `Hosts`.
 
 However the tool ends, SIGKILL included, the kernel ends its hosts: each command's parent dies with
 the tool, and a host's processes with the first of them. Namespaces and interfaces end with the last
@@ -123,7 +120,8 @@ class Hosts(AbstractContextManager):
 
     Keys of the tables: () all hosts, (host,) one, (host, other) a pair, ascending. mbit: Mbit/s, 0
     for as fast as the relay carries. latency: milliseconds one way. cpu: processors. networks: each
-    host's path for `enter`. Raises OSError where this machine cannot be several.
+    host's path for `enter`. The tables `mbit` and `latency` may change at any time. Raises OSError
+    where this machine cannot be several.
     """
 
     def __init__(self, count, mbit=(), latency=(), cpu=()):
@@ -173,9 +171,9 @@ class Hosts(AbstractContextManager):
         self.started.append(process)
         return process
 
-    def cut(self, key, seconds=math.inf):
+    def cut(self, host, seconds=math.inf):
         """Silence a host both ways; 0 seconds end it. e0 stays up: the fault is far away."""
-        self.silent[key[0]] = time.monotonic() + seconds
+        self.silent[host] = time.monotonic() + seconds
 
     def journey(self, packet, source, target):
         """Carry a packet over its links; yields when it has passed each. May lose it."""
@@ -229,23 +227,13 @@ class Hosts(AbstractContextManager):
 # ---- a command on all hosts
 
 
-def run_everywhere(hosts, command, events):
+def run_everywhere(hosts, command):
     """Run the command on all hosts, until at most 20 s after node 0's has ended.
 
-    Returns node 0's status. events: the Settings that come later.
+    Returns node 0's status.
     """
     nodes = [start_command(hosts, host, command) for host in range(hosts.count)]
-    os.set_blocking(nodes[0].stdout.fileno(), False)
-    begun = time.monotonic()
-    printed = b""
-    status = None
-    while status is None:
-        status = nodes[0].poll()
-        new = nodes[0].stdout.read() or b""
-        os.write(1, new)
-        printed = printed[-100_000:] + new
-        apply_due(hosts, events, time.monotonic() - begun, printed.decode(errors="replace"))
-        time.sleep(0.02)
+    status = nodes[0].wait()
     last = time.monotonic() + 20
     for host, node in enumerate(nodes[1:], 1):
         with suppress(subprocess.TimeoutExpired):
@@ -256,90 +244,44 @@ def run_everywhere(hosts, command, events):
 
 
 def start_command(hosts, host, command):
-    """The command's process on this host. Only node 0's output is read."""
+    """The command's process on this host. Only node 0's output is shown."""
     cores = len(os.sched_getaffinity(0))
     environment = {
-        "PYTHONUNBUFFERED": "1",        # or Python would hold back lines that a --cut may wait for
         "OMP_NUM_THREADS": str(max(1, cores // hosts.count)),
         **os.environ,
         "PET_NNODES": str(hosts.count), "PET_NODE_RANK": str(host),     # torchrun reads these
         "PET_MASTER_ADDR": "10.77.0.1", "PET_MASTER_PORT": "29500"}
-    output = subprocess.PIPE if host == 0 else subprocess.DEVNULL
+    output = None if host == 0 else subprocess.DEVNULL
     return hosts.start(host, command, env=environment, stdin=subprocess.DEVNULL, stdout=output)
-
-
-def apply_due(hosts, events, now, printed):
-    """Apply, and drop, the events that are due by the seconds or by node 0's output."""
-    for event in list(events):
-        if re.fullmatch(NUMBER, event.when):
-            due = float(event.when) <= now
-        else:
-            due = event.when in printed
-        if not due:
-            continue
-        events.remove(event)
-        print(f"hosts: {now:.1f} s:", event.what, event.key, event.number, file=sys.stderr)
-        if event.what == "cut":
-            hosts.cut(event.key, event.number)
-        else:
-            getattr(hosts, event.what)[event.key] = event.number
 
 
 # ---- the command line
 
-LINK = r"(?P<link>\d+(?:-\d+)?)"
 NUMBER = r"(?P<number>\d+\.?\d*)"
 FORMS = {       # of an option's value: as --help shows it, and as a pattern
-    "[LINK[@WHEN]=]NUMBER": rf"(?:{LINK}(?:@(?P<when>.+))?=)?{NUMBER}",
-    "LINK[@WHEN]=NUMBER": rf"{LINK}(?:@(?P<when>.+))?={NUMBER}",
+    "[LINK=]NUMBER": rf"(?:(?P<link>\d+(?:-\d+)?)=)?{NUMBER}",
+    "LINK=NUMBER": rf"(?P<link>\d+(?:-\d+)?)={NUMBER}",
     "[HOST=]NUMBER": rf"(?:(?P<link>\d+)=)?{NUMBER}",
-    "HOST@WHEN[+SECONDS]": rf"(?P<link>\d+)@(?P<when>.+?)(?:\+{NUMBER})?",
 }
 
 
 @dataclass
 class HostSetting:
-    """One value of the command line: a number for a key of a table of Hosts, or a cut.
-
-    what: mbit, latency, cpu or cut. when: None from the start on. typed: the option with its value.
-    """
+    """A number for a key of a table of Hosts. typed: the option with its value."""
     key: tuple
-    when: str
     number: float
     typed: str
-    what: str = None
-
-    def check(self, hosts):
-        """Refuse what this number of hosts does not have."""
-        if len(set(self.key)) < len(self.key) or max(self.key, default=0) >= hosts:
-            refuse(f"{self.typed}: a host is 0 to {hosts - 1}, a pair has two")
-        if self.what == "cpu" and self.number < 0.05:
-            refuse(f"{self.typed}: it must be 0.05 or more")
 
 
-class AppendSetting(argparse.Action):
-    """Appends the value, a HostSetting, to the one list of all options, in which a later one
-    holds."""
-
-    def __call__(self, parser, options, setting, option=None):
-        setting.what = self.dest
-        setting.typed = f"{option} {setting.typed}"
-        options.settings.append(setting)
-
-
-def setting_of(form, text):
-    """An argument type: the HostSetting that a value of this form asks for."""
+def setting_of(option, form, text):
+    """The HostSetting that this option's value asks for, if it has this form."""
     found = re.fullmatch(FORMS[form], text)
     if not found:
         raise argparse.ArgumentTypeError(f"takes {form}, not {text} (see --help)")
-    named = found.groupdict()
     key = ()
-    if named["link"]:
-        key = tuple(sorted(map(int, named["link"].split("-"))))
-    number = math.inf                       # of a cut: for good
-    if named["number"]:
-        number = float(named["number"])
-    return HostSetting(key, named.get("when"), number, typed=text)
+    if found["link"]:
+        key = tuple(sorted(map(int, found["link"].split("-"))))
+    return HostSetting(key, float(found["number"]), typed=f"{option} {text}")
 
 
 def refuse(text):
@@ -348,22 +290,20 @@ def refuse(text):
 
 
 def read(arguments):
-    """The options, with `tables` for Hosts, and `events`: the Settings that come later."""
+    """The options, with `tables` for Hosts."""
     parser = argparse.ArgumentParser("tools.hosts", description=__doc__,
                                      formatter_class=argparse.RawTextHelpFormatter)
     parser.error = refuse
-    parser.set_defaults(settings=[])
 
-    def add(what, *names, form, help):
-        parser.add_argument(*names, dest=what, action=AppendSetting, metavar=form, help=help,
-                            type=partial(setting_of, form))
+    def add(table, option, form, help):
+        parser.add_argument(option, dest=table, action="append", default=[], metavar=form,
+                            help=help, type=partial(setting_of, option, form))
 
     parser.add_argument("hosts", type=int)
-    add("mbit", "--mbit", form="[LINK[@WHEN]=]NUMBER", help="rate each way (200; 0: no limit)")
-    add("mbit", "--slow", "--rate", form="LINK[@WHEN]=NUMBER", help="of one link")
-    add("latency", "--latency", form="[LINK[@WHEN]=]NUMBER", help="milliseconds one way (0)")
-    add("cpu", "--cpu", form="[HOST=]NUMBER", help="processors, 0.05 or more")
-    add("cut", "--cut", form="HOST@WHEN[+SECONDS]", help="without SECONDS: for good")
+    add("mbit", "--mbit", "[LINK=]NUMBER", help="rate each way (200; 0: no limit)")
+    add("mbit", "--slow", "LINK=NUMBER", help="of one link")
+    add("latency", "--latency", "[LINK=]NUMBER", help="milliseconds one way (0)")
+    add("cpu", "--cpu", "[HOST=]NUMBER", help="processors, 0.05 or more")
     parser.add_argument("--cities", action="store_true", help="links between cities; --mbit is 0")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
@@ -371,21 +311,27 @@ def read(arguments):
         refuse(f"{options.hosts} hosts: it must be 2 to 200")
     mbit, latency = city_tables(options.hosts) if options.cities else ({}, {})
     options.tables = {"mbit": mbit, "latency": latency, "cpu": {}}
-    options.events = []
-    for setting in options.settings:
-        setting.check(options.hosts)
-        if setting.when is None:
-            options.tables[setting.what][setting.key] = setting.number
-        else:
-            options.events.append(setting)
+    for name, table in options.tables.items():
+        for setting in getattr(options, name):              # of one link the last one holds
+            check_host(setting, options.hosts)
+            table[setting.key] = setting.number
+    for setting in options.cpu:
+        if setting.number < 0.05:
+            refuse(f"{setting.typed}: it must be 0.05 or more")
     return options
+
+
+def check_host(setting, hosts):
+    """Refuse a host, or a pair, that is not among this many hosts."""
+    if len(set(setting.key)) < len(setting.key) or max(setting.key, default=0) >= hosts:
+        refuse(f"{setting.typed}: a host is 0 to {hosts - 1}, a pair has two")
 
 
 def main():
     options = read(sys.argv[1:])
     try:
         with Hosts(options.hosts, **options.tables) as hosts:
-            status = run_everywhere(hosts, options.command, options.events)
+            status = run_everywhere(hosts, options.command)
     except OSError as error:
         refuse(error)
     except KeyboardInterrupt:
