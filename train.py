@@ -1328,7 +1328,8 @@ class Job:
             torch.cuda.set_device(self.device)
         enough = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         machine, host = this_host()
-        found = self.share([enough, gloo_interface(), machine, host])
+        interface = gloo_interface() if self.world > 1 else ""
+        found = self.share([enough, interface, machine, host])
         enough, interfaces, machines, hosts = zip(*found)
         need(all(enough) or o.backend != "nccl",
              "--backend nccl: a machine has fewer GPUs than processes: use gloo")

@@ -204,7 +204,7 @@ def test_a_clocked_run_of_pairs_that_never_wait(trained, tmp_path):
     trained(3, "--clock", 2.0, "--never-waits", "--uneven", "--inner-steps", 3, "--warmup", 5,
             main=clock.clocked)
     (row,) = metrics(tmp_path / "runs/x")                       # nobody waits at an evaluation before
-    assert row["step"] > 5 and row["merged_loss"] > 0 and row["sync_bytes"] > 0
+    assert row["step"] >= 5 and row["merged_loss"] > 0 and row["sync_bytes"] > 0
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
