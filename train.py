@@ -639,7 +639,7 @@ class Checkpoints:
         """Write this rank's part. When all ranks have, drop all parts but the last two."""
         self.write_part(step, state)
         self.job.share()
-        self.job.then = f"; go on with --resume {shlex.quote(str(self.folder.parent))}"
+        self.job.then = f"; go on with {resume(self.folder.parent)}"
         self.forget(list(self.parts())[:-2])
 
     def write_part(self, step, state):
@@ -676,6 +676,11 @@ class Checkpoints:
              f"each rank holds: {held})")
         self.forget([newer for newer in self.parts() if newer > step])
         return sound.get(step)
+
+
+def resume(folder):
+    """The option that goes on with this run, as a shell takes it."""
+    return f"--resume {shlex.quote(str(folder))}"
 
 
 def load_part(file):
@@ -774,14 +779,19 @@ def make_inner(run):
 
 def make_outer(run):
     """The outer optimizer of this rank's stage; None for ddp and local. Raises ValueError."""
-    o = run.o
+    if run.o.method == "noloco":
+        return NoLoCo(run.theta, run.replicas, **run.outer_settings)
+    if run.o.method == "diloco":
+        return DiLoCo(run.theta, run.replicas, everyone=run.group, **run.outer_settings)
+    return None
+
+
+def outer_settings(o):
+    """{argument of NoLoCo or DiLoCo: its value}"""
     settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
     if o.method == "noloco":
-        return NoLoCo(run.theta, run.replicas, gamma=o.gamma, group_size=o.group_size, seed=o.seed,
-                      **settings)
-    if o.method == "diloco":
-        return DiLoCo(run.theta, run.replicas, everyone=run.group, **settings)
-    return None
+        settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
+    return settings
 
 
 class Run:
@@ -808,6 +818,7 @@ class Run:
         self.inner = make_inner(self)
         job.share()                                     # all have found their data
         self.group = job.group_of(self.replicas)        # of their processes; None for one replica
+        self.outer_settings = outer_settings(o)
         self.outer = make_outer(self)                   # None for ddp and local
         self.average = None                             # of gradients, for ddp
         if o.method == "ddp" and self.group:
@@ -830,7 +841,7 @@ class Run:
 def begin(run):
     """The first rank says what begins, and writes what a run's folder has then."""
     if run.step:
-        run.job.then = f"; go on with --resume {shlex.quote(str(run.folder))}"
+        run.job.then = f"; go on with {resume(run.folder)}"
     if run.job.leads and run.step >= run.o.steps:
         print(f"{run.folder} has done all its {run.step} steps: give more --steps to go on")
     elif run.job.leads:
@@ -843,7 +854,7 @@ def write_folder(run):
     later ones again."""
     o, again = run.o, bool(run.o.resume or run.job.restarts)
     need(again or not run.folder.exists(),
-         f"{run.folder} exists: give --resume {shlex.quote(str(run.folder))}, or another --name")
+         f"{run.folder} exists: give {resume(run.folder)}, or another --name")
     run.folder.mkdir(parents=True, exist_ok=again)      # the second of two at once fails here
     config = run.folder / "config.json"
     was = json.loads(config.read_text()) if config.exists() else {}
@@ -1426,6 +1437,14 @@ def in_one_line(job):
         job.stop(f"stopped: rank {job.rank} lost the connection to another process")
 
 
+def start(argv):
+    """This process's Job. Of a request for help all but the first rank end here."""
+    job = Job()
+    if not job.leads and {"-h", "--help"} & set(argv):
+        sys.exit(0)
+    return job
+
+
 def built(job, argv, parser=None, **parts):
     """The Run of a command line, the first rank's for all. parser: see `parse`. parts: of Run, in
     place of the usual ones. Raises BadInput."""
@@ -1442,9 +1461,7 @@ def built(job, argv, parser=None, **parts):
 def main(argv=None, **parts):
     """argv: the command line (None: sys.argv). parts: see `built`."""
     argv = sys.argv[1:] if argv is None else argv
-    job = Job()
-    if not job.leads and {"-h", "--help"} & set(argv):
-        sys.exit(0)
+    job = start(argv)
     with in_one_line(job):
         run = built(job, argv, **parts)
         train(run)

@@ -59,12 +59,9 @@ def check(o):
 
 def make_outer(run):
     o = run.o
-    settings = dict(inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta)
-    if o.method == "noloco":
-        settings.update(gamma=o.gamma, group_size=o.group_size, seed=o.seed)
     wire = o.wire if len(run.replicas) > 1 else "fp32"
     return outer_optimizer(o.method, wire, o.delay, run.model.parameters(), run.replicas,
-                           theta=run.theta, fragments=o.fragments, **settings)
+                           theta=run.theta, fragments=o.fragments, **run.outer_settings)
 
 
 def make_average(run):

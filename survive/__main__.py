@@ -15,7 +15,7 @@ import traceback
 
 from survive.parts import go_through
 from survive.standby import address_in_use
-from train import Job, in_one_line, need, number, options, parse
+from train import in_one_line, need, number, options, parse, start
 
 
 def surviving_options(argv, world):
@@ -32,9 +32,7 @@ def surviving_options(argv, world):
 
 
 def train_surviving(argv):
-    job = Job()
-    if not job.leads and {"-h", "--help"} & set(argv):
-        sys.exit(0)
+    job = start(argv)
     joins = "--join" in argv
     if joins:
         refuse_wrong_join(job)

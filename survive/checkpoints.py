@@ -4,7 +4,7 @@
 """
 import contextlib
 
-from train import Checkpoints
+from train import Checkpoints, resume
 
 
 class SurvivingCheckpoints(Checkpoints):
@@ -36,7 +36,7 @@ class SurvivingCheckpoints(Checkpoints):
 
     def save(self, step, state):
         self.write_part(step, state)
-        self.job.then = f"; go on with --resume {self.folder.parent}"
+        self.job.then = f"; go on with {resume(self.folder.parent)}"
         self.seal()
 
     def seal(self):

@@ -253,7 +253,7 @@ def survive(run):
             train.train(run)
             job.close()
         except (Gone, dist.DistError) as error:
-            then = f"go on with --resume {run.folder}"
+            then = f"go on with {train.resume(run.folder)}"
             if not run.checkpoints.parts():
                 # Nor do the ranks that died before have one.
                 then = "the ranks have no checkpoint in common: start again with another --name"
@@ -332,8 +332,8 @@ def make_outer(run):
             optimizer.state.clear()
 
     return SurvivingNoLoCo(
-        run.theta, replicas, inner_steps=o.inner_steps, alpha=o.alpha, beta=o.beta, gamma=o.gamma,
-        group_size=o.group_size, seed=o.seed, codec=codec, store=job.store, timeout=job.timeout,
+        run.theta, replicas, **run.outer_settings, codec=codec, store=job.store,
+        timeout=job.timeout,
         # In a pipeline all ranks do each iteration together, so no replica may leave out inner
         # steps there.
         catch_up=len(o.stages) == 1, last=o.steps, tell=job.tell, reset=reset,

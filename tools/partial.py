@@ -11,15 +11,13 @@ import random
 import sys
 from itertools import combinations
 
-from train import (BadInput, Checkpoints, Job, Parser, built, evaluate, in_one_line, integers, need,
-                   scaled, write_json)
+from train import (BadInput, Checkpoints, Parser, built, evaluate, in_one_line, integers, need,
+                   scaled, start, write_json)
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    job = Job()
-    if not job.leads and {"-h", "--help"} & set(argv):
-        sys.exit(0)
+    job = start(argv)
     with in_one_line(job):
         infer(job, argv)
         job.close()
