@@ -1,4 +1,4 @@
-"""The harness of all rows: the command line, runs of train.py that are kept, what is shown.
+"""The harness of all rows: the command line, records of runs, what is shown.
 
     python -m experiments.ROW [--scale try|plot|full] [--plot] [--seeds 0 1] [--out DIR]
 
@@ -6,13 +6,15 @@
     plot    minutes of two cores: a small copy beside its expected numbers
     full    hours: what results/ and figures/ of this repository hold
 
-A row has the same settings, table and picture at each scale. A finished run of train.py is kept in
-runs/ and not run again; remove its folder when train.py has changed. Several commands may run at
-one time, each with --seeds of its own; the plain command then collects all.
+A row has the same settings, table and picture at each scale. A run is one flat record, a dict of
+what it was and what came out; OUT/results/ROW.json gets it as soon as it is made, and what is there
+is not made again: remove the file when train.py has changed. Several commands may add to a file,
+each with --seeds of its own; the plain command then shows all.
 """
-import itertools
+import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -20,50 +22,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Callable
 
 from tqdm import tqdm
 
-from experiments.pictures import picture
-from experiments.tables import ROOT, kept_result, save_result
-from train import BadInput, Job, Parser, in_one_line, write_json
+import bench_sync
+from train import BadInput, Job, Parser, in_one_line, write_whole
 
+ROOT = Path(__file__).parent.parent
 FOLDERS = {"try": "runs/try", "plot": "runs/plot", "full": "."}     # of results/ and figures/
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --save-every 1000000"
-# The columns of metrics.jsonl that results keep.
-KEPT = ("step", "tokens", "heldout_loss", "weight_spread", "lr", "sync_bytes", "simulated_seconds",
-        "seconds", "iteration_seconds", "ranks")
+ATTEMPTS = 5            # at a turn that others' work disturbs
 
 
 @dataclass(frozen=True)
 class Row:
     """A row of README's table. What is found goes to results/SOURCE.json."""
     name: str
-    measure: Callable       # o -> found, as JSON can hold it; None: it has saved what it found
+    measure: Callable       # o -> found, as JSON can hold it; None: it has kept records
     show: Callable          # found: prints its tables
     pictures: dict          # {name: draw(plt, found) -> figure}
-    expected: Callable      # found -> [Expected]
+    expected: Callable      # found -> [Expected], judged at the scale "plot" alone
     of_row: str = ""        # the row whose runs this one shows too
     full_alone: tuple = ()  # pictures that small scales do not have
 
     @property
     def source(self):
         return self.of_row or self.name
-
-
-@dataclass
-class Setting:
-    """What to run with each seed, and what to find out in the run's folder afterwards."""
-    label: str
-    options: str                # of train.py
-    processes: int = 8
-    after: Callable = None      # folder -> dict
-    program: str = "-m train"   # or a module that puts parts of its own into train.build
-    hosts: str = ""             # options of tools/hosts.py: each process on a host of its own
 
 
 # ---------------------------------------------------------------- the command line
@@ -85,7 +75,7 @@ def parse_arguments(description, rows):
         p.add_argument("rows", nargs="*", help=f"{', '.join(names)} (default: all)")
     p.add_argument("--scale", choices=list(FOLDERS), default="plot", help="default: plot")
     p.add_argument("--plot", action="store_true", help="no runs: show what DIR has")
-    p.add_argument("--seeds", type=int, nargs="+", help="train these now, and show nothing")
+    p.add_argument("--seeds", type=int, nargs="+", help="make these now, and show nothing")
     p.add_argument("--out", metavar="DIR", help="folder of results/ and figures/ (default: "
                    "runs/try, runs/plot, for full this repository's)")
     o = p.parse_args()
@@ -93,8 +83,9 @@ def parse_arguments(description, rows):
     for name in o.rows:
         if name not in names:
             raise BadInput(f"no row {name}, only {', '.join(names)}")
-    if not find_spec("matplotlib"):
-        raise BadInput("no picture without matplotlib: pip install '.[plot]'")
+    for package in () if o.seeds else ("matplotlib", "scipy"):
+        if not find_spec(package):
+            raise BadInput(f"no table or picture without {package}: pip install '.[plot]'")
     if o.out is None:
         o.out = FOLDERS[o.scale]
     return o
@@ -119,46 +110,216 @@ def run_rows(rows, o):
 
 
 def measure(row, o):
-    """Run what is not run yet, and save what was found."""
+    """Make what is not made yet, and keep what was found."""
     began, spent = time.perf_counter(), cpu_seconds()
     found = row.measure(o)
-    if found and not o.seeds:
-        save_result(o.out, row.source, found)
+    if found:
+        save(results_file(o.out, row.source), dict(made=made(row.source, o)) | found)
     print(f"{row.name} took {(time.perf_counter() - began) / 60:.1f} minutes, "
           f"{cpu_seconds() - spent:.0f} processor seconds")
 
 
 def show(row, o):
-    """Print and draw what there is; its expected numbers."""
+    """Print and draw what there is. Returns the expected numbers, if the scale has any."""
+    from experiments.pictures import picture
     found = load(row, o.out, o.scale)
     print(f"\n{row.name}\n")
     row.show(found)
     for name, draw in row.pictures.items():
         if o.scale == "full" or name not in row.full_alone:
             picture(o.out, name, draw, found)
-    return row.expected(found)
+    return row.expected(found) if o.scale == "plot" else []
+
+
+# ---------------------------------------------------------------- files of results
+
+
+def results_file(out, name):
+    return Path(out, "results", f"{name}.json")
 
 
 def load(row, out, scale):
-    """What OUT/results has of the row, with "scale" and "out", as tables and pictures take it."""
-    return kept_result(out, row.source) | dict(scale=scale, out=out)
+    """What OUT/results has of the row, with "scale" and "out", as tables and pictures take it.
+    Raises BadInput where it is missing."""
+    file = results_file(out, row.source)
+    if not file.exists():
+        raise BadInput(f"no {file}: first run the row without --plot")
+    return json.loads(file.read_text()) | dict(scale=scale, out=out)
 
 
-# ---------------------------------------------------------------- the runs
+def made(name, o, machine=None, cpu_hours=None):
+    """What a file of results says of how it was made."""
+    if cpu_hours is None:
+        cpu_hours = cpu_seconds() / 3600
+    found = bench_sync.made(f"python -m experiments.{name} --scale {o.scale}", machine or here())
+    return found | dict(cpu_hours=round(cpu_hours, 3))
 
 
-def run_all(name, settings, seeds, o):
-    """{"cpu_hours", "runs": {label: [a row per seed]}}"""
-    settings, seeds = list(settings), o.seeds or seeds
-    found = dict(cpu_hours=0.0, runs={setting.label: [] for setting in settings})
-    with tqdm(total=len(seeds) * len(settings), unit="run", desc=name) as progress:
-        for seed, setting in itertools.product(seeds, settings):
-            progress.set_postfix_str(setting.label)
-            row = train_once(setting, f"{o.scale}-{name}-{setting.label}-{seed}", seed)
-            found["cpu_hours"] = round(found["cpu_hours"] + row.pop("cpu_hours"), 3)
-            found["runs"][setting.label].append(row)
-            progress.update()
-    return found
+def save(file, found):
+    """A line for each record, so that a change of one is a change of one line."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found)
+    if "records" in found:
+        head = json.dumps({key: value for key, value in found.items() if key != "records"})
+        lines = ",\n".join(map(json.dumps, found["records"]))
+        text = f'{head[:-1]}, "records": [\n{lines}\n]}}'
+    write_whole(file, lambda out: out.write(f"{text}\n".encode()))
+
+
+def records_in(file):
+    """[record]; empty where there is no file."""
+    if not file.exists():
+        return []
+    return json.loads(file.read_text())["records"]
+
+
+def keep(name, records, o):
+    """Add the records to OUT/results/NAME.json, beside what other processes have added."""
+    file = results_file(o.out, name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with locked(file.parent):
+        there = records_in(file)
+        refuse_texts([*there, *records])
+        together = [*there, *records]
+        hours = sum(record["cpu_hours"] for record in together)
+        machines = sorted({record["machine"] for record in together})
+        head = made(name, o, "; ".join(machines), hours)
+        save(file, dict(made=head, records=together))
+
+
+@contextmanager
+def locked(folder):
+    """No other process of this program is inside."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def refuse_texts(records):
+    """Raises BadInput: losses on different texts do not compare."""
+    if len({record["corpus"] for record in records}) > 1:
+        raise BadInput("the file of results has records of another text or Python, which do not "
+                       "compare: give another --out")
+
+
+# ---------------------------------------------------------------- runs that are missing
+
+
+def first_alone(missing):
+    """Each run by itself."""
+    return missing[:1]
+
+
+def make_missing(name, wanted, make, o, turn_of=first_alone, most_others=None):
+    """Make the runs that OUT/results/NAME.json lacks, turn by turn, and keep each turn at once.
+
+    wanted: runs, in their order; `known` of a run is what its record is known to have before.
+    make(turn): a record for each run of a turn. turn_of(missing): which of them come next,
+    together. most_others: the most of a processor that others' work may take; a turn in which they
+    took more is made again, whatever it found.
+    """
+    wanted = [run for run in wanted if not o.seeds or run.known["seed"] in o.seeds]
+    with tqdm(total=len(wanted), unit="run", desc=name, dynamic_ncols=True) as progress:
+        while True:
+            there = records_in(results_file(o.out, name))
+            missing = [run for run in wanted if not is_there(run, there)]
+            progress.update(len(wanted) - len(missing) - progress.n)
+            if not missing:
+                return
+            records = undisturbed(turn_of(missing), make, most_others)
+            keep(name, records, o)
+
+
+def is_there(run, records):
+    return any(record.items() >= run.known.items() for record in records)
+
+
+def undisturbed(turn, make, most_others):
+    """The turn's records, of an attempt that others' work did not disturb. Raises BadInput."""
+    for _ in range(ATTEMPTS):
+        records = make(turn)
+        others = max(record["others"] for record in records) if most_others else 0.0
+        if others <= (most_others or 0.0):
+            return records
+        tqdm.write(f"again: others' work took {others:.2f} of a processor")
+    raise BadInput(f"others' work disturbed {ATTEMPTS} attempts at one turn: end it, and start "
+                   "this command again")
+
+
+# ---------------------------------------------------------------- a run of train.py
+
+
+@dataclass
+class Run:
+    """A run of train.py. facts: what its record says of it, with "seed"."""
+    facts: dict
+    options: str                # of train.py
+    processes: int = 8
+    program: str = "-m train"   # or a module that gives parts of its own to train.built
+    hosts: str = ""             # options of tools/hosts.py: each process on a host of its own
+    after: Callable = field(default=None, compare=False)    # folder -> more of the record
+
+    @property
+    def command(self):
+        return f"{self.program} {SMALL} {self.options} --seed {self.facts['seed']}"
+
+    @property
+    def known(self):
+        return self.facts | dict(command=self.command, hosts=self.hosts)
+
+
+def make_runs(name, wanted, o, **turns):
+    """Records of runs of train.py. turns: of `make_missing`."""
+
+    def make(turn):
+        return [train_once(name, run) for run in turn]
+
+    make_missing(name, wanted, make, o, **turns)
+
+
+def train_once(name, run):
+    """The run's record. Raises BadInput where it fails."""
+    values = [str(value) for value in run.facts.values()]
+    folder = Path("runs", re.sub(r"[^\w.]+", "-", "-".join([name, *values])))
+    shutil.rmtree(folder, ignore_errors=True)
+    began, spent, busy = time.perf_counter(), cpu_seconds(), not_idle()
+    run_logged(run, f"{run.command} --name {folder.name}", folder)
+    spent = cpu_seconds() - spent
+    others = (not_idle() - busy - spent) / (time.perf_counter() - began)
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    record = run.known | end_of(last)
+    if run.after:
+        record |= run.after(folder)
+    shutil.rmtree(folder)
+    return record | dict(machine=here(), others=round(others, 3),
+                         cpu_hours=round(spent / 3600, 5))
+
+
+def end_of(last):
+    """What every record has of a run's last line of metrics.jsonl. Losses are nats per byte, "mean"
+    the replicas', "merged" that of the model with their mean weights; sent: megabytes of a rank."""
+    merged = last["merged_nats_per_byte"]
+    return dict(corpus=last["corpus"], steps=last["step"], mean=round(last["heldout_loss"], 5),
+                merged=None if merged is None else round(merged, 5),
+                seconds=round(last["seconds"], 2),
+                sent=round(last["sync_bytes"] / last["ranks"] / 1e6, 3))
+
+
+def run_logged(run, words, folder):
+    """Run the command. Where it fails, its output goes to FOLDER.log, and BadInput is raised."""
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            run_ranks(run.processes, *words.split(), hosts=run.hosts.split(), stdout=log,
+                      stderr=log)
+        except subprocess.CalledProcessError:
+            log.seek(0)
+            text = log.read()
+            folder.parent.mkdir(exist_ok=True)
+            Path(f"{folder}.log").write_text(text)
+            raise BadInput(f"{words} failed (see {folder}.log): {text[-1000:]}")
 
 
 def run_ranks(processes, *words, hosts=(), **kwargs):
@@ -183,34 +344,13 @@ def environment(**more):
     return dict(os.environ, PYTHONPATH=path, **more)
 
 
-def train_once(setting, name, seed):
-    """The run's row of results: command, hosts, curves, CPU hours, and what `after` finds in its
-    folder."""
-    folder = folder_of(name)
-    row = dict(command=f"{setting.program} --name {folder.name} {SMALL} {setting.options} "
-                       f"--seed {seed}")
-    if setting.hosts:
-        row["hosts"] = setting.hosts
-    done = folder / "row.json"
-    if done.exists():
-        found = json.loads(done.read_text())
-        if found.items() >= row.items():
-            return found
-    shutil.rmtree(folder, ignore_errors=True)
-    start = cpu_seconds()
-    run_logged(setting, row["command"], folder)
-    row["curves"] = read_curves(folder)
-    if setting.after:
-        row |= setting.after(folder)
-    row |= dict(ranks=setting.processes, cpu_hours=(cpu_seconds() - start) / 3600)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    write_json(done, row)
-    return row
+def metrics(folder):
+    """The lines of a run's metrics.jsonl that have an evaluation."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("heldout_loss") is not None]
 
 
-def folder_of(name):
-    """Of a run. A name may have spaces and colons."""
-    return Path("runs", re.sub(r"[^\w.]+", "-", name))
+# ---------------------------------------------------------------- the machine
 
 
 def cpu_seconds():
@@ -218,25 +358,22 @@ def cpu_seconds():
     return sum(os.times()[:4])
 
 
-def run_logged(setting, words, folder):
-    """Run the command. Where it fails, its output goes to FOLDER.log, and BadInput is raised."""
-    with tempfile.TemporaryFile("w+") as log:
-        try:
-            run_ranks(setting.processes, *words.split(), hosts=setting.hosts.split(),
-                      stdout=log, stderr=log)
-        except subprocess.CalledProcessError:
-            log.seek(0)
-            text = log.read()
-            folder.parent.mkdir(exist_ok=True)
-            Path(f"{folder}.log").write_text(text)
-            raise BadInput(f"{words} failed (see {folder}.log): {text[-1000:]}")
+def not_idle():
+    """Seconds of all processors since the machine started that were not idle; 0 where the system
+    does not tell."""
+    file = Path("/proc/stat")
+    if not file.exists():
+        return 0.0
+    idle, waiting = file.read_text().split()[4:6]
+    ticks = os.sysconf("SC_CLK_TCK")
+    return os.cpu_count() * time.monotonic() - (int(idle) + int(waiting)) / ticks
 
 
-def read_curves(folder):
-    """{column of metrics.jsonl: [its value at each evaluation, in six digits]}"""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "heldout_loss" in line]
-    curves = {}
-    for key in KEPT:
-        curves[key] = [line[key] and float(f"{line[key]:.6g}") for line in lines]
-    return curves
+def here():
+    """The machine: its processor's name, how many there are, the system."""
+    name = None
+    cpus = Path("/proc/cpuinfo")
+    if cpus.exists():
+        name = re.search(r"model name\s*: (.*)", cpus.read_text())
+    kind = name[1] if name else platform.machine()
+    return f"{kind}, {os.cpu_count()} processors, {platform.system()}"
