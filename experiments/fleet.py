@@ -1,17 +1,18 @@
 """Many replicas in one process: every method on the same batches, on one GPU or on a CPU.
 
-The models of a part are trained side by side: theta is (trials, seeds, N, P), and `vmap` computes
-all gradients. Groups, outer steps, Adam, the data's order and the learning rate are those of
-train.py, so a trial's loss is that of `torchrun ... train.py` with the same options, up to rounding
-(tests/test_experiments.py compares them). Nothing is sent. All is computed in fp32, on a GPU as
-well: matrices are multiplied without TF32.
+The models of a fleet are trained side by side: theta is (runs, N, P), and `vmap` computes all
+gradients. Groups, outer steps, Adam, Muon, the data's order and the learning rate are those of
+train.py, so a run's loss is that of `torchrun ... train.py` with the same options, up to rounding
+(tests/test_fleet.py compares them). Nothing is sent. All is computed in fp32, without TF32; on a
+GPU Muon's matrices are multiplied in bf16, as there in train.py.
 """
+import argparse
 import os
 import shutil
 import sys
 import sysconfig
 from dataclasses import asdict, astuple, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,22 +22,22 @@ from torch.nn.utils import parameters_to_vector
 from tqdm import tqdm
 
 import train
-from experiments.batches import Batches
+from experiments.harness import cpu_seconds, here, make_missing
+from gossip.due import Due
+from gossip.muon import Muon
 from model import Config, Llama
 from noloco import outer_update, random_groups
-from gossip.due import Due
-from gossip.muon import orthogonal
 from train import Reader, heldout_sequences, load_corpus
 
+LENGTH = 128                # tokens of a sequence
 # Tokens whose gradients are computed in one call. On a CPU more would not stay in its caches:
-# 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11. On a GPU fewer would not keep it busy,
-# and 80 << 10 divide the rows of most fleets of five seeds, so that few calls are filled up.
+# 1 << 13 take 1.2 to 1.8 times as long a token as 1 << 11. On a GPU fewer would not keep it busy.
 AT_ONCE = {"cuda": 80 << 10, "cpu": 1 << 11}
-# Tokens of one model in such a call. On a GPU fewer: steps of 1024 tokens and of 32 768 then call
-# the gradient with one shape, and it is compiled once.
-OF_A_MODEL = {"cuda": 1 << 10, "cpu": 1 << 11}
 # Held-out tokens of a call, which keeps nothing for a gradient.
 EVALUATED = {"cuda": 1 << 20, "cpu": 1 << 12}
+# Models of a fleet at most: on a CPU theirs and their optimizers' numbers should fit into memory,
+# and what is trained is kept once a fleet has ended.
+MODELS = {"cuda": 640, "cpu": 64}
 # Steps from which on compiling the gradient pays. It takes 10 seconds of a core, and then a step on
 # a CPU takes 0.75 times as long.
 LONG = {"cuda": 1, "cpu": 300}
@@ -48,36 +49,54 @@ def device():
 
 
 def machine():
-    """What results say of it."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    """What records say of it."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else here()
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One method."""
+    """One run: N replicas that train with one method, rate and seed. Its fields are the facts of
+    its record."""
     method: str                 # ddp, diloco, noloco or local (which never averages)
-    every: int = 1              # m
-    delay: int = 0              # D
-    group: int = 2              # n
-    fragments: int = 1          # K
+    m: int = 1                  # inner steps between outer steps
+    D: int = 0                  # the delay
+    K: int = 1                  # fragments
+    n: int = 2                  # replicas of a group
     alpha: float = 0.0          # outer momentum
     beta: float = 1.0           # outer learning rate, and gamma
+    optimizer: str = "adam"
+    model: str = "0.16M"        # of OPTIONS: its weights
+    N: int = 8                  # replicas
+    tokens: int = 1024          # of a replica and step
+    steps: int = 1200
+    rate: float = 4e-3
+    stage: str = "measured"     # or what is chosen by it
+    seed: int = 0
+
+    @property
+    def known(self):
+        """Of its record (experiments/harness.py)."""
+        return asdict(self)
+
+    @property
+    def together(self):
+        """Runs with the same of these can train in one fleet."""
+        return self.optimizer, self.model, self.N, self.tokens
 
 
 # ---------------------------------------------------------------- outer steps
 
 
 class ManyOuters:
-    """The outer steps of one trial, or of one of its fragments.
+    """The outer steps of one run, or of one of its fragments.
 
-    theta: (seeds, N, P), which changes in place. offset: so many steps later than others.
+    theta: (N, P), which changes in place. late: so many steps later than others.
     """
 
-    def __init__(self, trial, theta, seeds, offset=0):
+    def __init__(self, trial, theta, late=0):
         self.trial = trial
-        self.due = Due(trial.every, trial.delay, offset)
+        self.due = Due(trial.m, trial.D, late)
         self.theta = theta
-        self.seeds = seeds
         self.phi = theta.clone()
         self.delta = None           # plain averages need none
         if (trial.alpha, trial.beta) != (0, 1):
@@ -110,141 +129,134 @@ class ManyOuters:
     def means(self):
         """Each replica's mean theta: over all replicas (DiLoCo), or its group."""
         if self.trial.method == "diloco":
-            return self.theta.mean(1, keepdim=True)
-        groups = self.groups()                                      # (seeds, N, n)
-        seed = torch.arange(groups.shape[0], device=groups.device)
-        return self.theta[seed[:, None, None], groups].mean(2)
+            return self.theta.mean(0, keepdim=True)
+        return self.theta[self.groups()].mean(1)
 
     def groups(self):
-        """(seeds, N, n): the group of each replica."""
-        found, count = [], self.theta.shape[1]
+        """(N, n): the group of each replica."""
+        seed = self.trial.seed
+        if self.due.late:
+            seed = f"{seed} {self.due.late}"                    # as NoLoCo.group draws
         outer = self.steps // self.due.m
-        for seed in self.seeds:
-            drawn = f"{seed} {self.due.late}" if self.due.late else seed    # as NoLoCo.group draws
-            groups = random_groups(range(count), self.trial.group, outer, drawn)
-            of = {i: group for group in groups for i in group}
-            found.append([of[i] for i in range(count)])
+        groups = random_groups(range(self.trial.N), self.trial.n, outer, seed)
+        of = {i: group for group in groups for i in group}
+        found = torch.tensor([of[i] for i in range(self.trial.N)])
         # A blocking copy would wait until a GPU has done all that was asked of it before.
-        return torch.tensor(found).to(self.theta.device, non_blocking=True)
+        return found.to(self.theta.device, non_blocking=True)
 
 
-def outers_of(trial, theta, seeds):
-    """A trial's ManyOuters: one, or one for each of its fragments."""
-    if trial.fragments == 1:
-        return [ManyOuters(trial, theta, seeds)]
+def outers_of(trial, theta):
+    """A run's ManyOuters: one, or one for each of its fragments."""
+    if trial.method not in ("diloco", "noloco"):
+        return []
     found = []
     start = 0
     size = theta.shape[-1]
-    for k in range(trial.fragments):
+    for k in range(trial.K):
         # As gossip/ cuts them: all tensors here are as long as a multiple of 16.
-        end = size // 16 * (k + 1) // trial.fragments * 16
-        turn = k * trial.every // trial.fragments
-        part = theta[..., start:end]
-        found.append(ManyOuters(trial, part, seeds, turn))
+        end = size // 16 * (k + 1) // trial.K * 16
+        found.append(ManyOuters(trial, theta[:, start:end], k * trial.m // trial.K))
         start = end
     return found
 
 
-# ---------------------------------------------------------------- all models of a part
+# ---------------------------------------------------------------- batches
 
 
-class ManyMuons:
-    """The Muon of gossip/muon.py, for the matrices of many models at once, in fp32.
+class Batches:
+    """What the readers of train.py draw, for all seeds and replicas at once.
 
-    matrices, grads: each (models, rows, columns). rates: (models,), of each model over the rate
-    that `step` gets.
+    The text lies on the device, and a step is one index of it: readers stack sequence after
+    sequence, for which a GPU would wait.
     """
 
-    def __init__(self, matrices, grads, rates):
-        self.orthogonal = vmap(partial(orthogonal, dtype=torch.float32))
-        self.rates = rates[:, None, None]
-        self.by_shape = {}          # {(rows, columns): [(weights, gradients, momentum)]}
-        for w, g in zip(matrices, grads):
-            parts = self.by_shape.setdefault(w.shape[1:], [])
-            parts.append((w, g, torch.zeros_like(g)))
+    def __init__(self, corpus, readers, seq_len, device):
+        self.text = corpus.train.to(device)
+        self.readers = readers                              # seed by seed, each replica's
+        self.seq_len = seq_len
+        self.within = torch.arange(seq_len + 1, device=device)
 
-    def step(self, lr):
-        """Leaves gradients of zero, by which Adam moves nothing."""
-        for shape, parts in self.by_shape.items():
-            ahead = []
-            for _, g, momentum in parts:
-                momentum.lerp_(g, 0.05)
-                ahead.append(g.lerp(momentum, 0.95))
-                g.zero_()
-            # All matrices of a shape in one call: there are few shapes, and each call takes long
-            # to begin.
-            updates = self.orthogonal(torch.cat(ahead)).chunk(len(parts))
-            scale = self.rates * (-0.2 * lr * max(shape) ** 0.5)
-            for (w, _, _), update in zip(parts, updates):
-                w.addcmul_(update, scale)
+    def next(self, count):
+        """(readers, count, T + 1) tokens."""
+        numbers = torch.tensor([reader.draw(count) for reader in self.readers])
+        starts = (numbers * self.seq_len).to(self.text.device, non_blocking=True)
+        return self.text[starts[..., None] + self.within].long()
+
+
+# ---------------------------------------------------------------- all models of a fleet
 
 
 class Fleet:
-    """N replicas of every trial with every seed, trained in step. o: train.parse's. rates: the
-    learning rate of each trial (None: o.lr for all)."""
+    """The models of all trials, which have the same optimizer, model, N and tokens, trained in
+    step. o: options of train.py, of which a trial's own fields take precedence."""
 
-    def __init__(self, o, trials, replicas, seeds, device, rates=None):
+    def __init__(self, o, trials, device):
+        # Runs that end earlier are the last ones, so that those which go on are one slice.
+        self.trials = sorted(trials, key=lambda trial: -trial.steps)
         self.o = o
-        self.trials = trials
-        self.rates = rates or [o.lr] * len(trials)
-        self.seeds = seeds
-        self.N = replicas
+        self.N = trials[0].N
+        self.batch = trials[0].tokens // o.seq_len
         self.device = device
-        corpus = load_corpus(o)
-        self.digest = corpus.digest
-        self.heldout = heldout_sequences(corpus, o.eval_sequences, o.seq_len).to(device)
-        self.readers = []                                           # seed by seed, each replica's
-        for seed in seeds:
-            for place in range(replicas):
-                self.readers.append(Reader(corpus, o.seq_len, seed, place, replicas))
-        self.batches = Batches(corpus, self.readers, o.seq_len, device)
+        self.corpus = load_corpus(o)
+        self.heldout = heldout_sequences(self.corpus, o.eval_sequences, o.seq_len).to(device)
+        self.seeds = sorted({trial.seed for trial in trials})
         self.make_models()
+        self.make_readers()
         self.make_optimizers()
 
     def make_models(self):
-        """theta and its gradient: (trials, seeds, N, P). The first weights depend on the seed
-        alone."""
+        """theta and its gradient: (runs, N, P). The first weights depend on the seed alone."""
         config = train.config_of(self.o)
-        models = [Llama(config, seed=seed) for seed in self.seeds]
-        first = torch.stack([parameters_to_vector(model.parameters()).detach() for model in models])
-        self.model = models[0].to(self.device)
-        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        self.lengths = [p.numel() for p in self.model.parameters()]
-        first = first.to(self.device)[None, :, None]
-        self.theta = first.repeat(len(self.trials), 1, self.N, 1)
+        models = {seed: Llama(config, seed=seed) for seed in self.seeds}
+        first = {seed: parameters_to_vector(model.parameters()).detach()
+                 for seed, model in models.items()}
+        one = models[self.seeds[0]]
+        self.shapes = {name: p.shape for name, p in one.named_parameters()}
+        self.lengths = [p.numel() for p in one.parameters()]
+        theta = torch.stack([first[trial.seed] for trial in self.trials]).to(self.device)
+        self.theta = theta[:, None].repeat(1, self.N, 1)
         self.grad = torch.zeros_like(self.theta)
-        # A call takes so many sequences of a model. What a model has more is computed in pieces.
-        most = OF_A_MODEL[self.device] // self.o.seq_len
-        self.sequences = largest_divisor(self.o.batch, most)
-        self.pieces = self.o.batch // self.sequences
-        models = self.theta.shape[:-1].numel()
-        self.row_grad = self.grad.view(models, -1)          # of each piece of each model
-        if self.pieces > 1:
-            self.row_grad = self.row_grad.repeat_interleave(self.pieces, 0)
-        is_long = self.o.steps >= LONG[self.device]
+        is_long = self.trials[0].steps >= LONG[self.device]
         self.is_compiled = is_long and finds_compiler(self.device)
         self.loss, self.gradient = loss_and_gradient(astuple(config), self.device,
                                                      self.is_compiled)
 
+    def make_readers(self):
+        """Each seed's batches are the same in all its runs."""
+        readers = []
+        for seed in self.seeds:
+            for place in range(self.N):
+                readers.append(Reader(self.corpus, self.o.seq_len, seed, place, self.N))
+        self.batches = Batches(self.corpus, readers, self.o.seq_len, self.device)
+        places = [self.seeds.index(trial.seed) for trial in self.trials]
+        self.places = torch.tensor(places, device=self.device)
+
     def make_optimizers(self):
-        groups = []
-        for vectors, grads in zip(self.theta, self.grad):
-            vectors.grad = grads
-            groups.append(dict(params=[vectors]))
-        self.adam = torch.optim.Adam(groups, betas=(0.9, self.o.beta2), fused=True)
+        """One group of each optimizer for all runs with the same rate and steps."""
+        alike = {}
+        for i, trial in enumerate(self.trials):
+            alike.setdefault((trial.rate, trial.steps), []).append(i)
+        adam, muon, self.schedules = [], [], []
+        for (rate, steps), runs in alike.items():
+            self.schedules.append(argparse.Namespace(lr=rate, steps=steps, warmup=self.o.warmup))
+            vectors = [with_gradient(self.theta[i], self.grad[i]) for i in runs]
+            adam.append(dict(params=vectors))
+            muon.append(dict(params=self.matrices(vectors)))
+        self.adam = torch.optim.Adam(adam, betas=(0.9, self.o.beta2), fused=True)
         self.muon = None
-        if self.o.optimizer == "muon":
-            theta, grads = self.named(self.theta), self.named(self.grad)
-            inside = [name for name, shape in self.shapes.items()
-                      if "layers" in name and len(shape) == 2]
-            matrices = [theta[name] for name in inside]
-            shares = torch.tensor(self.rates, device=self.device) / self.o.lr
-            rates = shares.repeat_interleave(len(self.seeds) * self.N)
-            self.muon = ManyMuons(matrices, [grads[name] for name in inside], rates)
-        self.outers = []
-        for trial, vectors in zip(self.trials, self.theta):
-            if trial.method in ("diloco", "noloco"):
-                self.outers += outers_of(trial, vectors, self.seeds)
+        if self.trials[0].optimizer == "muon":
+            self.muon = Muon(muon)
+        self.outers = [outers_of(trial, self.theta[i]) for i, trial in enumerate(self.trials)]
+
+    def matrices(self, vectors):
+        """Those of the layers, (N, rows, columns), with their gradients."""
+        found = []
+        for own in vectors:
+            weights, grads = self.named(own), self.named(own.grad)
+            for name, shape in self.shapes.items():
+                if "layers" in name and len(shape) == 2:
+                    found.append(with_gradient(weights[name], grads[name]))
+        return found
 
     def named(self, vectors):
         """{name: (models, *shape)}, views of vectors (..., P)."""
@@ -255,43 +267,45 @@ class Fleet:
         return views
 
     def step(self, number):
-        """One step of all models: gradients, the inner optimizer, the outer steps that are due."""
-        self.fill_gradients()
+        """One step of all runs that go on: gradients, the inner optimizer, the outer steps that are
+        due."""
+        going = sum(trial.steps > number for trial in self.trials)
+        self.fill_gradients(going)
         for trial, g in zip(self.trials, self.grad):
             if trial.method == "ddp":
-                g.copy_(g.mean(1, keepdim=True).expand_as(g))
+                g.copy_(g.mean(0, keepdim=True).expand_as(g))
         norm = torch.linalg.vector_norm(self.grad, dim=-1, keepdim=True)
         self.grad.mul_((self.o.clip / norm).clamp(max=1.0))
-        lr = train.schedule(number, self.o)
         if self.muon:
-            self.muon.step(lr)
-        for group, rate in zip(self.adam.param_groups, self.rates):
-            group["lr"] = lr * (rate / self.o.lr)
+            self.set_rates(self.muon, number)
+            self.muon.step()
+            self.muon.zero_grad(set_to_none=False)      # so that Adam does not move the matrices
+        self.set_rates(self.adam, number)
         self.adam.step()
-        for outer in self.outers:
-            outer.step()
+        for outers in self.outers[:going]:
+            for outer in outers:
+                outer.step()
 
-    def fill_gradients(self):
-        """Each replica's batch is the same in all trials. A row is a piece of a model's batch."""
-        tokens = self.batches.next(self.o.batch)
-        tokens = tokens.expand(len(self.trials), *tokens.shape)
-        tokens = tokens.reshape(-1, self.sequences, self.o.seq_len + 1)
-        room = max(1, AT_ONCE[self.device] // (self.sequences * self.o.seq_len))
+    def set_rates(self, optimizer, number):
+        for group, schedule in zip(optimizer.param_groups, self.schedules):
+            group["lr"] = train.schedule(min(number, schedule.steps - 1), schedule)
+
+    def fill_gradients(self, going):
+        """The mean loss's gradient of each model of the first `going` runs."""
+        tokens = self.batches.next(self.batch)
+        tokens = tokens.unflatten(0, (len(self.seeds), self.N))[self.places[:going]].flatten(0, 1)
+        room = max(1, AT_ONCE[self.device] // (self.batch * self.o.seq_len))
         for start in range(0, len(tokens), room):
-            self.fill_rows(start, tokens[start:start + room], room)
-        if self.pieces > 1:
-            shape = *self.theta.shape[:-1], self.pieces, -1
-            torch.mean(self.row_grad.view(shape), -2, out=self.grad)
+            self.fill_models(start, tokens[start:start + room], room)
 
-    def fill_rows(self, start, tokens, room):
-        """The mean loss's gradients of the rows from `start` on, with tokens (rows, B, T + 1)."""
+    def fill_models(self, start, tokens, room):
+        """Those of the models from `start` on, with tokens (models, B, T + 1)."""
         count = len(tokens)
-        rows = torch.arange(start, start + count, device=self.device)
+        models = torch.arange(start, start + count, device=self.device)
         if self.is_compiled:
-            rows, tokens = filled(rows, room), filled(tokens, room)
-        theta = self.theta.view(-1, self.theta.shape[-1])
-        own = theta[rows // self.pieces]
-        grads = self.named(self.row_grad[start:start + count])
+            models, tokens = filled(models, room), filled(tokens, room)
+        own = self.theta.flatten(0, 1)[models]
+        grads = self.named(self.grad.flatten(0, 1)[start:start + count])
         for name, gradient in self.gradient(self.named(own), tokens).items():
             grads[name].copy_(gradient[:count])
 
@@ -316,20 +330,23 @@ class Fleet:
         return torch.cat(found)
 
     def train(self):
-        """A row for each trial and seed. losses: the last one, the mean over the replicas; merged:
-        that of the model with the mean of their weights."""
-        for number in tqdm(range(self.o.steps), dynamic_ncols=True):
+        """{trial: (mean, merged)}: the mean of the replicas' losses and the loss of the model with
+        their mean weights, in nats per token, once a run has made its steps."""
+        found = {}
+        for number in tqdm(range(self.trials[0].steps), leave=False, dynamic_ncols=True):
             self.step(number)
-        last = self.evaluate(self.theta).mean(-1).cpu()             # (trials, seeds)
-        merged = self.evaluate(self.theta.mean(2)).cpu()            # (trials, seeds)
-        rows = []
-        for i, trial in enumerate(self.trials):
-            for s, seed in enumerate(self.seeds):
-                rows.append(dict(
-                    trial=asdict(trial), seed=seed, replicas=self.N, optimizer=self.o.optimizer,
-                    tokens=self.o.batch * self.o.seq_len, lr=self.rates[i],
-                    losses=[round(float(last[i, s]), 5)], merged=round(float(merged[i, s]), 5)))
-        return rows
+            for i, trial in enumerate(self.trials):
+                if trial.steps == number + 1:
+                    merged = self.evaluate(self.theta[i].mean(0))
+                    found[trial] = float(self.evaluate(self.theta[i]).mean()), float(merged)
+        return found
+
+
+def with_gradient(weights, gradient):
+    """A view of weights whose gradient, for an optimizer, is the other view."""
+    weights = weights.view_as(weights)
+    weights.grad = gradient
+    return weights
 
 
 class Whole(torch.nn.Module):
@@ -380,6 +397,37 @@ def filled(values, count):
     return values[torch.arange(count, device=values.device) % len(values)]
 
 
-def largest_divisor(number, most):
-    """The largest divisor of number that is at most `most`; 1 where there is none."""
-    return next((n for n in range(most, 1, -1) if number % n == 0), 1)
+# ---------------------------------------------------------------- runs that are kept
+
+
+def train_missing(name, trials, models, o):
+    """Train the trials that OUT/results/NAME.json lacks, fleet by fleet, and keep each fleet's
+    records. models: {Trial.model: options of train.py}."""
+
+    def make(together):
+        began = cpu_seconds()
+        options = parse_options(models[together[0].model])
+        fleet = Fleet(options, together, device())
+        found = fleet.train()
+        hours = (cpu_seconds() - began) / 3600 / len(found)
+        records = []
+        for trial, (mean, merged) in found.items():
+            records.append(trial.known | dict(
+                mean=round(mean, 5), merged=round(merged, 5), corpus=fleet.corpus.digest,
+                machine=machine(), torch=torch.__version__, cpu_hours=round(hours, 5)))
+        return records
+
+    make_missing(name, list(dict.fromkeys(trials)), make, o, turn_of=of_one_fleet)
+
+
+def parse_options(options):
+    """Of the model and its evaluation; the rest is each trial's own."""
+    return train.parse(f"{options} --seq-len {LENGTH} --microbatches 1".split())
+
+
+def of_one_fleet(missing):
+    """Of the trials that can train together with the first one, as many as fit: the longest, which
+    are about equally long."""
+    alike = [trial for trial in missing if trial.together == missing[0].together]
+    alike.sort(key=lambda trial: -trial.steps)
+    return alike[:max(1, MODELS[device()] // missing[0].N)]

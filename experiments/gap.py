@@ -3,297 +3,449 @@
     python -m experiments.gap [--scale try|plot|full] [--plot] [--seeds 0 1]
 
 `full` takes 5 minutes of an H100 or some ten hours of two cores, and may be stopped at any moment:
-each chunk's rows are kept once it is trained. Two processes may train into one DIR, with --seeds of
-their own. `plot` has one seed, one rate and 200 steps.
+each fleet's records are kept once it is trained. Two processes may train into one DIR, with --seeds
+of their own. `plot` has one seed, one rate and 60 steps.
 
 Fleets of replicas (experiments/fleet.py) learn the standard library's text, byte by byte, in fp32,
-messages and sums as well. Every gap is the merged model's perplexity over DDP's, paired by seed.
-A setting's rate is the best of three by the mean of seeds that measure nothing else. Where little
-data is trained the rates are chosen after as many steps as are measured, and 4096 tokens for 1200
-steps take the rates of 4096 for 300. The text has about 9 million bytes: a replica of eight reads
-its part 1.1 times in 1200 steps of 1024 tokens and in 300 of 4096, 4.4 times in 1200 of 4096.
-PRIMARY holds the comparisons that were named before the runs.
+messages and sums as well. Every gap is the merged model's perplexity over DDP's, paired by seed. A
+method's rate is the best after as many steps as are measured, by the mean of seeds that measure
+nothing else; fragments and delays take that of NoLoCo every 10. A best rate at the edge of the
+range gets one try beyond it. PRIMARY holds the comparisons that were named before the runs.
 """
-import math
 import statistics
+from dataclasses import asdict, dataclass, field, replace
 
-from experiments.gap_runs import (DDP, DILOCO, LATE, LATE_PARTS, LATER, MAIN, NAMES, NEVER,
-                                  NOLOCO, PAIR, PAPER_DILOCO, PAPER_NOLOCO, SCALES, WIDE, Rows,
-                                  best_rate, measured_lessons, rate_losses, train_all)
-from experiments.harness import Row, command
-from experiments.pictures import COLOURS, WIDTH, bars, counted, frame
-from experiments.tables import Comparison, Expected, Table, holm
+from experiments.fleet import Trial, train_missing
+from experiments.harness import Row, command, records_in, results_file
+from experiments.pictures import COLOURS, GREY, WIDTH, curve, forest, frame
+from experiments.stats import (Expected, Table, less, mean, paired, perplexity,
+                               significant, those)
 
-# ---------------------------------------------------------------- what was found
+# ---------------------------------------------------------------- what is trained
 
-# Its name, the gap (setting, trial, base) and the gap that is taken from it.
-TEN_OVER_DDP = "NoLoCo every 10 over DDP"
-TEN_OVER_DILOCO = "NoLoCo every 10 over DiLoCo every 20"
-PRIMARY = (
-    (TEN_OVER_DDP, (MAIN, NOLOCO[10], DDP), None),
-    (TEN_OVER_DILOCO, (MAIN, NOLOCO[10], DILOCO[20]), None),
-    ("NoLoCo every 2 over DiLoCo every 4", (MAIN, NOLOCO[2], DILOCO[4]), None),
-    ("fragments with D = 1 over whole with D = 5", (MAIN, LATE_PARTS, LATER), None),
-    ("fragments with D = 1 over whole with D = 1", (MAIN, LATE_PARTS, LATE), None),
-    ("gap to DDP: 300 steps of 4096 over 1200 of 1024",
-     (WIDE, NOLOCO[10], DDP), (MAIN, NOLOCO[10], DDP)),
-    ("NoLoCo every 10 over DDP, Muon", ("Muon", NOLOCO[10], DDP), None),
-)
-
-
-def bytes_of_ddp(trial, replicas):
-    """Bytes sent per rank, over DDP's: it reduces the gradient at every step in a ring, which sends
-    2 (N - 1) / N of it; DiLoCo every m steps; NoLoCo's pair sends the weights once."""
-    if trial == NEVER:
-        return 0.0
-    ring = 2 * (replicas - 1) / replicas
-    own = 1.0 if trial.method == "noloco" else ring
-    return own / ring / trial.every
+DDP, NEVER = Trial("ddp"), Trial("local")
+NOLOCO = {m: Trial("noloco", m) for m in (2, 10, 50)}
+DILOCO = {m: Trial("diloco", m) for m in (4, 20, 100)}
+PARTS, LATE_PARTS = Trial("noloco", 10, K=10), Trial("noloco", 10, D=1, K=10)
+LATE, LATER = Trial("noloco", 10, D=1), Trial("noloco", 10, D=5)
+PAPER_NOLOCO = Trial("noloco", 50, alpha=0.5, beta=0.7)
+PAPER_DILOCO = Trial("diloco", 100, alpha=0.3, beta=0.7)
+PAIR = DDP, NOLOCO[10]
+THREE = DDP, NOLOCO[10], DILOCO[20]         # which have more seeds, and two to choose their rates
+ALL = (DDP, NEVER, *NOLOCO.values(), *DILOCO.values(), PARTS, LATE_PARTS, LATE, LATER, PAPER_NOLOCO,
+       PAPER_DILOCO)
+ADAM, MUON = (1e-3, 2e-3, 4e-3, 8e-3), (6e-3, 1.2e-2, 2.4e-2)       # rates
+RATE_SEEDS = 100, 101
 
 
-class Found:
-    """The rows of a scale, read as losses and paired differences."""
+@dataclass(frozen=True)
+class Setting:
+    """Methods that compare. facts: fields of Trial that all share."""
+    name: str
+    methods: tuple = PAIR
+    seeds: int = 3
+    more_seeds: int = 0         # of THREE; 0: as many
+    rates: tuple = ADAM
+    facts: dict = field(default_factory=dict, compare=False)
 
-    def __init__(self, scale, rows):
-        self.scale = scale
-        self.rows = rows
-        self.settings = {setting.name: setting for setting in scale.settings}
+    def trial(self, method, **facts):
+        return replace(method, **self.facts, **facts)
 
-    @classmethod
-    def of(cls, found):
-        """found: results/gap.json, and the name of its scale."""
-        return cls(SCALES[found["scale"]], found["rows"])
+    def selector(self, method, stage="measured"):
+        """The facts of a method's records here, whatever their rate and seed."""
+        facts = asdict(self.trial(method, stage=stage))
+        return {key: value for key, value in facts.items() if key not in ("rate", "seed")}
 
-    def losses(self, name, trial, key="merged"):
-        """{seed: nats per byte} of a setting's trial. key: "merged", or "mean" of the replicas."""
-        setting = self.settings.get(name)
-        if setting is None or trial not in setting.trials:
-            return {}
-        found = {}
-        for lesson in measured_lessons(self.scale, setting, self.rows):
-            if lesson.trial == trial and lesson.label in self.rows:
-                found[lesson.seed] = self.rows[lesson.label][key]
-        return found
+    def measured_seeds(self, method):
+        if method in THREE:
+            return range(self.more_seeds or self.seeds)
+        return range(self.seeds)
 
-    def nats(self, name, trial, base, key="merged"):
-        """{seed: nats over the base's}"""
-        losses, others = self.losses(name, trial, key), self.losses(name, base)
-        return {seed: loss - others[seed] for seed, loss in losses.items() if seed in others}
 
-    def over(self, name, trial, base=DDP, key="merged"):
-        """Perplexity over the base's, as a Comparison; None without a pair."""
-        ratios = [math.exp(nats) - 1 for nats in self.nats(name, trial, base, key).values()]
-        return Comparison(ratios, "+.1%") if ratios else None
+MAIN = Setting("Adam", ALL, 5, 10)
+WITH_MUON = Setting("Muon", (DDP, NOLOCO[2], NOLOCO[10], LATE_PARTS), 5, rates=MUON,
+                    facts=dict(optimizer="muon"))
+LARGER = Setting("1.1M weights", THREE, facts=dict(model="1.1M"))
+SHORT = Setting("300 steps", facts=dict(steps=300))
+TWO = Setting("2 replicas", facts=dict(N=2, steps=600))
+MANY = Setting("32 replicas", facts=dict(N=32, steps=600))
+MIDDLE = DDP, NOLOCO[2], NOLOCO[10], DILOCO[4], DILOCO[20], LATE_PARTS, LATE, LATER
 
-    def primary(self, plus, minus):
-        """Nats of the one gap less the other's, seed by seed; None without a pair."""
-        more = self.nats(*plus)
-        less = dict.fromkeys(more, 0.0)
-        if minus:
-            less = self.nats(*minus)
-        differences = [nats - less[seed] for seed, nats in more.items() if seed in less]
-        return Comparison(differences) if differences else None
 
-    def verdicts(self):
-        """{name of a primary comparison: "better", "worse" or "cannot tell", after Holm}; empty
-        while one has fewer than two seeds."""
-        compared = {name: self.primary(*gaps) for name, *gaps in PRIMARY}
-        if any(one is None or one.p is None for one in compared.values()):
-            return {}
-        survives = holm([one.p for one in compared.values()])
-        found = {}
-        for (name, one), stays in zip(compared.items(), survives):
-            found[name] = one.verdict if stays else "cannot tell"
-        return found
+def tried(setting):
+    """The same in seconds."""
+    facts = setting.facts | dict(N=min(4, setting.facts.get("N", 4)), tokens=128, steps=12)
+    return replace(setting, seeds=2, more_seeds=0, rates=setting.rates[:2], facts=facts)
 
-    def rate(self, name, trial):
-        return best_rate(self.scale, self.settings[name], trial, self.rows)
+
+FULL = MAIN, WITH_MUON, LARGER, SHORT, TWO, MANY
+SETTINGS = {"full": FULL, "try": tuple(map(tried, FULL)),
+            "plot": (replace(MAIN, methods=MIDDLE, seeds=1, more_seeds=0, rates=(4e-3,),
+                             facts=dict(steps=60)),)}
+SMALL, LARGE = "--hidden 64 --mlp 256 --heads 2 --layers 2", "--hidden 128 --mlp 512 --heads 4"
+TINY = "--hidden 16 --mlp 32 --heads 2 --layers 1 --warmup 2 --eval-sequences 8"
+MODELS = {          # options of train.py
+    "full": {"0.16M": f"{SMALL} --warmup 50 --eval-sequences 512",
+             "1.1M": f"{LARGE} --layers 4 --warmup 50 --eval-sequences 512"},
+    "plot": {"0.16M": f"{SMALL} --warmup 20 --eval-sequences 128"},
+    "try": {"0.16M": TINY, "1.1M": TINY},
+}
+
+
+def settings_of(scale):
+    """{name: Setting}"""
+    return {setting.name: setting for setting in SETTINGS[scale]}
 
 
 def measure(o):
-    """Each row is kept as soon as it is trained."""
-    train_all(SCALES[o.scale], Rows(o.out), o.seeds)
+    """Rates first, each with one more beyond its edge, then what is measured."""
+    settings = SETTINGS[o.scale]
+
+    def train(trials):
+        train_missing("gap", trials, MODELS[o.scale], o)
+        return records_in(results_file(o.out, "gap"))
+
+    records = train([trial for setting in settings for trial in rate_trials(setting)])
+    records = train([trial for setting in settings for trial in beyond(setting, records)])
+    train([trial for setting in settings for trial in measured_trials(setting, records)])
+
+
+def lender(method):
+    """Whose rate a method takes."""
+    if method.D or method.K > 1:
+        return NOLOCO[10]
+    return method
+
+
+def rate_trials(setting):
+    """Those by which rates are chosen; none where there is no choice."""
+    found = []
+    for method in setting.methods:
+        if len(setting.rates) > 1 and lender(method) == method:
+            for rate in setting.rates:
+                found += at_rate(setting, method, rate)
+    return found
+
+
+def at_rate(setting, method, rate):
+    """A try of this rate, with each of the method's seeds for that."""
+    seeds = RATE_SEEDS if method in THREE else RATE_SEEDS[:1]
+    return [setting.trial(method, stage="rate", rate=rate, seed=seed) for seed in seeds]
+
+
+def beyond(setting, records):
+    """Tries of one more rate for each method whose best one is at the edge of the range."""
+    found = []
+    for method in {lender(method) for method in setting.methods}:
+        best = best_rate(setting, method, records)
+        if len(setting.rates) > 1 and best == setting.rates[0]:
+            found += at_rate(setting, method, best / 2)
+        elif len(setting.rates) > 1 and best == setting.rates[-1]:
+            found += at_rate(setting, method, 2 * best)
+    return found
+
+
+def best_rate(setting, method, records):
+    """The rate with the lowest mean loss of those that were tried; None where none was."""
+    if len(setting.rates) == 1:
+        return setting.rates[0]
+    losses = rate_losses(setting, method, records)
+    return min(losses, key=losses.get, default=None)
+
+
+def rate_losses(setting, method, records):
+    """{rate: mean loss of its seeds}, of the method or of its lender. Replicas that never average
+    have no merged model to speak of: theirs are their means."""
+    key = "mean" if method == NEVER else "merged"
+    losses = {}
+    for record in those(records, **setting.selector(lender(method), "rate")):
+        losses.setdefault(record["rate"], []).append(record[key])
+    return {rate: statistics.mean(losses[rate]) for rate in sorted(losses)}
+
+
+def measured_trials(setting, records):
+    found = []
+    for method in setting.methods:
+        rate = best_rate(setting, method, records)
+        for seed in setting.measured_seeds(method):
+            found.append(setting.trial(method, rate=rate, seed=seed))
+    return found
+
+
+# ---------------------------------------------------------------- what was found
+
+
+def name_of(method):
+    """In tables."""
+    if method == DDP:
+        return "DDP"
+    if method == NEVER:
+        return "never averaged"
+    words = [{"noloco": "NoLoCo", "diloco": "DiLoCo"}[method.method]]
+    if method.alpha:
+        words.append("its paper's outer step")
+    words.append(f"every {method.m}")
+    if method.K > 1:
+        words.append(f"{method.K} fragments")
+    if method.D:
+        words.append(f"D = {method.D}")
+    return ", ".join(words)
+
+
+def bytes_of_ddp(method, replicas):
+    """Bytes sent per rank, over DDP's: it reduces the gradient at every step in a ring, which sends
+    2 (N - 1) / N of it; DiLoCo every m steps; NoLoCo's pair sends the weights once."""
+    if method == NEVER:
+        return 0.0
+    ring = 2 * (replicas - 1) / replicas
+    own = 1.0 if method.method == "noloco" else ring
+    return own / ring / method.m
+
+
+def over(records, setting, method, base=DDP, key="merged", how=perplexity):
+    """A method's losses over another's in this setting, paired by seed; None without a pair."""
+    return paired(records, setting.selector(method), setting.selector(base), key, how)
+
+
+def nats_over(records, setting, method, base=DDP):
+    return paired(records, setting.selector(method), setting.selector(base))
+
+
+def primary(records, scale):
+    """{name: Comparison, in nats per byte; None while its runs are missing}, as named before the
+    runs."""
+    settings = settings_of(scale)
+    main = settings["Adam"]
+    found = {}
+
+    def compare(name, setting, method, base=DDP):
+        found[name] = nats_over(records, setting, method, base) if setting else None
+
+    compare("NoLoCo every 10 over DDP", main, NOLOCO[10])
+    compare("NoLoCo every 10 over DiLoCo every 20", main, NOLOCO[10], DILOCO[20])
+    compare("NoLoCo every 2 over DiLoCo every 4", main, NOLOCO[2], DILOCO[4])
+    compare("fragments with D = 1 over whole with D = 5", main, LATE_PARTS, LATER)
+    compare("fragments with D = 1 over whole with D = 1", main, LATE_PARTS, LATE)
+    muon = settings.get("Muon")
+    compare("NoLoCo every 10 over DDP, Muon", muon, NOLOCO[10])
+    compare("NoLoCo every 10 in fragments over DDP, Muon", muon, LATE_PARTS)
+    compare("larger", settings.get("1.1M weights"), NOLOCO[10])
+    found["NoLoCo every 10 over DDP: 1.1M less 0.16M weights"] = less(
+        found.pop("larger"), found["NoLoCo every 10 over DDP"])
+    return found
 
 
 def show(found):
     """All tables of what is there."""
-    found = Found.of(found)
-    show_primary(found)
-    for setting in found.scale.settings:
-        if found.losses(setting.name, DDP) and setting.trials != PAIR:
-            show_setting(found, setting)
-    show_pairs(found)
-    show_means(found)
-    show_rates(found)
-
-
-def show_primary(found):
-    table = Table("named before the runs; merged models", "seeds", "nats per byte", "perplexity")
-    for name, *gaps in PRIMARY:
-        compared = found.primary(*gaps)
-        if compared:
-            times = f"{math.exp(compared.mean) - 1:+.1%}"
-            table.add(name, len(compared.differences), compared, times)
-        else:
-            table.add(name, 0, None, None)
+    records, scale = found["records"], found["scale"]
+    table = Table("named before the runs; merged models", "seeds", "nats per byte")
+    for name, one in primary(records, scale).items():
+        table.add(name, len(one.differences) if one else 0, one)
     table.end()
+    for setting in SETTINGS[scale]:
+        if setting.methods != PAIR:
+            show_setting(records, setting)
+    show_pairs(records, scale)
+    show_muon(records, scale)
+    show_fragments(records, scale)
+    show_means(records, scale)
+    for setting in SETTINGS[scale]:
+        show_rates(records, setting)
 
 
-def show_setting(found, setting):
-    head = f"{setting.name}: {setting.replicas} replicas, {setting.tokens} tokens"
-    table = Table(f"{head}, {setting.steps} steps", "bytes of DDP's", "learning rate",
-                  "loss, nats per byte", "perplexity over DDP's")
-    for trial in setting.trials:
-        name, key = NAMES[trial], "merged"
-        if trial == NEVER:
+def show_setting(records, setting):
+    one = setting.trial(DDP)
+    table = Table(f"{setting.name}: {one.N} replicas, {one.tokens} tokens, {one.steps} steps",
+                  "bytes of DDP's", "learning rate", "loss, nats per byte",
+                  "perplexity over DDP's")
+    for method in setting.methods:
+        name, key = name_of(method), "merged"
+        if method == NEVER:
             name, key = f"{name} (replicas' mean)", "mean"
-        losses = found.losses(setting.name, trial, key)
-        if losses:
+        loss = mean(records, setting.selector(method), key)
+        if loss:
             gap = None
-            if trial != DDP:
-                gap = found.over(setting.name, trial, key=key)
-            table.add(name, f"{bytes_of_ddp(trial, setting.replicas):.1%}",
-                      f"{found.rate(setting.name, trial):g}",
-                      f"{statistics.mean(losses.values()):.3f}", gap)
+            if method != DDP:
+                gap = over(records, setting, method, key=key)
+            table.add(name, f"{bytes_of_ddp(method, one.N):.1%}",
+                      mean(records, setting.selector(method), "rate", "g"), loss, gap)
     table.end()
 
 
-def show_pairs(found):
-    """The settings of data and of replicas, beside the main one."""
+def show_pairs(records, scale):
+    """NoLoCo every 10 beside DDP in every setting."""
     table = Table("NoLoCo every 10 beside DDP", "DDP's learning rate", "NoLoCo's",
                   "DDP's loss, nats per byte", "NoLoCo's perplexity over DDP's")
-    for setting in found.scale.settings:
-        base = found.losses(setting.name, DDP)
-        if base and (setting.trials == PAIR or setting.name == MAIN):
-            table.add(f"{setting.replicas} replicas, {setting.tokens} tokens, "
-                      f"{setting.steps} steps", f"{found.rate(setting.name, DDP):g}",
-                      f"{found.rate(setting.name, NOLOCO[10]):g}",
-                      f"{statistics.mean(base.values()):.3f}",
-                      found.over(setting.name, NOLOCO[10]))
+    for setting in SETTINGS[scale]:
+        base, own = setting.selector(DDP), setting.selector(NOLOCO[10])
+        gap = over(records, setting, NOLOCO[10])
+        if gap:
+            name = f"{base['optimizer'].title()}, {base['model']} weights, {base['N']} replicas, "
+            table.add(f"{name}{base['steps']} steps", mean(records, base, "rate", "g"),
+                      mean(records, own, "rate", "g"), mean(records, base), gap)
     table.end()
 
 
-def show_means(found):
-    """What the replicas lose before they are merged."""
-    table = Table("replicas' mean", "loss, nats per byte", "perplexity over DDP's")
-    for trial in NAMES:
-        losses = found.losses(MAIN, trial, "mean")
-        if losses and trial != DDP:
-            table.add(NAMES[trial], f"{statistics.mean(losses.values()):.3f}",
-                      found.over(MAIN, trial, key="mean"))
+def show_muon(records, scale):
+    """Muon beside Adam's DDP, which is what a user has today."""
+    settings = settings_of(scale)
+    if "Muon" not in settings:
+        return
+    base = settings["Adam"].selector(DDP)
+    table = Table("Muon, beside Adam's DDP", "nats per byte", "perplexity")
+    for method in settings["Muon"].methods:
+        own = settings["Muon"].selector(method)
+        table.add(name_of(method), paired(records, own, base),
+                  paired(records, own, base, how=perplexity))
     table.end()
 
 
-def show_rates(found):
-    """The mean loss of the rate seeds with each rate. "At the edge" is said of a best rate that is
-    not the middle one."""
-    scale = found.scale
-    for setting in scale.settings:
-        rates = scale.rates[setting.optimizer]
-        if setting.lender or len(rates) == 1:
-            continue
-        columns = [f"{rate:g}" for rate in rates]
-        table = Table(f"{setting.name}, {setting.rate_steps} steps", *columns, "best")
-        for trial in setting.trials:
-            cells = []
-            for rate in rates:
-                losses = rate_losses(scale, setting, trial, rate, found.rows)
-                cells.append(None if None in losses else f"{statistics.mean(losses):.3f}")
-            best = found.rate(setting.name, trial)
-            edge = ", at the edge" if best in (rates[0], rates[-1]) else ""
-            table.add(NAMES[trial], *cells, best and f"{best:g}{edge}")
-        table.end()
-
-
-# ---------------------------------------------------------------- the picture
-
-LINES = {   # its label: (setting, trials, colour, style)
-    "NoLoCo": (MAIN, NOLOCO.values(), "NoLoCo", dict(ls="-")),
-    "DiLoCo": (MAIN, DILOCO.values(), "DiLoCo", dict(ls="-")),
-    "NoLoCo\nwith Muon": ("Muon", (NOLOCO[2], NOLOCO[10]), "NoLoCo", dict(ls="--")),
-    "NoLoCo with its paper's outer step": (MAIN, (PAPER_NOLOCO,), "NoLoCo", dict(mfc="white")),
-    "DiLoCo with its paper's outer step": (MAIN, (PAPER_DILOCO,), "DiLoCo", dict(mfc="white")),
+FRAGMENTS = {           # the first over the second
+    "fragments, D = 1, over whole, D = 5": (LATE_PARTS, LATER),
+    "fragments, D = 1, over whole, D = 1": (LATE_PARTS, LATE),
+    "fragments, D = 0, over whole, D = 0": (PARTS, NOLOCO[10]),
+    "whole, D = 5, over whole, D = 0": (LATER, NOLOCO[10]),
+    "whole, D = 1, over whole, D = 0": (LATE, NOLOCO[10]),
 }
-ASIDE = 1.4         # points of the papers' outer steps are so much to the right of their bytes
-TICKS = (50, 100), (10, 20), (2, 4)         # NoLoCo's m and DiLoCo's, of about as many bytes
+
+
+def fragments(records, scale):
+    """{name: nats per byte} of what is trained: a tenth of the weights at each step, or all every
+    10 steps, for the same bytes."""
+    main = settings_of(scale)["Adam"]
+    compared = {name: nats_over(records, main, *pair) for name, pair in FRAGMENTS.items()}
+    return {name: one for name, one in compared.items() if one}
+
+
+def show_fragments(records, scale):
+    table = Table("NoLoCo every 10 steps, merged models", "nats per byte")
+    for name, one in fragments(records, scale).items():
+        table.add(name, one)
+    table.end()
+
+
+def show_means(records, scale):
+    """What the replicas lose before they are merged."""
+    main = settings_of(scale)["Adam"]
+    table = Table("replicas' mean", "loss, nats per byte", "perplexity over DDP's")
+    for method in main.methods:
+        gap = over(records, main, method, key="mean")
+        if gap and method != DDP:
+            table.add(name_of(method), mean(records, main.selector(method), "mean"), gap)
+    table.end()
+
+
+def show_rates(records, setting):
+    """The mean loss of the rate seeds with each rate. "At the edge" is said of a best rate that is
+    the first or the last that was tried."""
+    tried = {method: rate_losses(setting, method, records) for method in setting.methods
+             if lender(method) == method}
+    rates = sorted({rate for losses in tried.values() for rate in losses})
+    if not rates:
+        return
+    table = Table(f"{setting.name}: {setting.trial(DDP).steps} steps",
+                  *(f"{rate:g}" for rate in rates), "best")
+    for method, losses in tried.items():
+        cells = [f"{losses[rate]:.3f}" if rate in losses else None for rate in rates]
+        best = best_rate(setting, method, records)
+        edge = ", at the edge" if best in (min(losses), max(losses)) else ""
+        table.add(name_of(method), *cells, f"{best:g}{edge}")
+    table.end()
+
+
+# ---------------------------------------------------------------- the pictures
+
+LINES = {   # its label: (setting, methods, colour, style)
+    "NoLoCo": ("Adam", NOLOCO.values(), "NoLoCo", dict(ls="-")),
+    "DiLoCo": ("Adam", DILOCO.values(), "DiLoCo", dict(ls="-")),
+    "NoLoCo, its paper's\nouter step": ("Adam", [PAPER_NOLOCO], "NoLoCo", dict(mfc="white")),
+    "DiLoCo, its paper's\nouter step": ("Adam", [PAPER_DILOCO], "DiLoCo", dict(mfc="white")),
+    "": ("Muon", [NOLOCO[10], NOLOCO[2]], "NoLoCo", dict(ls="-")),
+}
 
 
 def draw(plt, found):
-    """The merged model's perplexity over DDP's against the bytes that a rank sends."""
-    there = Found.of(found)
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.4))
-    for label, (name, trials, colour, style) in LINES.items():
-        aside = ASIDE if "paper" in label else 1
+    """The merged model's perplexity over DDP's against the bytes that a rank sends, for each
+    optimizer over its own DDP."""
+    records, settings = found["records"], settings_of(found["scale"])
+    kinds = [name for name in ("Adam", "Muon") if name in settings]
+    figure, axes = plt.subplots(1, len(kinds), figsize=(WIDTH, 3.8), sharey=True, squeeze=False)
+    axes = dict(zip(kinds, axes.flat))
+    for label, (kind, methods, colour, style) in LINES.items():
         gaps = {}
-        for trial in trials:
-            gap = there.over(name, trial)
+        for method in methods if kind in settings else ():
+            gap = over(records, settings[kind], method)
             if gap:
-                gaps[100 * bytes_of_ddp(trial, 8) * aside] = gap
+                gaps[100 * bytes_of_ddp(method, settings[kind].trial(DDP).N)] = gap
         if gaps:
-            x = sorted(gaps)
-            bars(axis, x, [gaps[at] for at in x], COLOURS[colour], label=label, **style)
-    axis.plot([100], [0], "s", color=COLOURS["DDP"], ms=6)
-    axis.annotate("DDP", (100, 0), xytext=(0, 8), textcoords="offset points", ha="center")
-    axis.set_xscale("log")
-    places, names = ticks(there)
-    axis.set(xlim=(min(places) / 1.8, 180), ylim=(-4, None), xticks=places, xticklabels=names,
-             xlabel="bytes that a rank sends to synchronise, of DDP's",
-             ylabel="perplexity over DDP's, %")
-    axis.minorticks_off()
-    seeds = counted(len(there.losses(MAIN, DDP)), "seed")
-    frame(figure, found, finding(there), "NoLoCo and DiLoCo beside DDP: perplexity against bytes",
-          f"Each over DDP with its own optimizer (Adam where none is named). Rings: the papers' "
-          f"outer steps, moved to the right, for as many bytes as the points beside them. Merged "
-          f"models, 8 replicas, {there.settings[MAIN].steps} steps of 1024 tokens, fp32; {seeds} "
-          f"(Muon 5), bars: 95% intervals.")
+            curve(axes[kind], gaps, COLOURS[colour], label, times=100, **style)
+    for kind, axis in axes.items():
+        axis.plot([100], [0], "s", color=COLOURS["DDP"], ms=6, label="DDP")
+        axis.set_xscale("log")
+        axis.set(xlim=(0.7, 160), xticks=(1, 5, 25, 100), title=kind,
+                 xticklabels=("1%", "5%", "25%", "100%"), xlabel="bytes sent, of DDP's")
+        axis.minorticks_off()
+    first = axes[kinds[0]]
+    first.set_ylabel("perplexity over DDP's, %")
+    figure.legend(*first.get_legend_handles_labels(), loc="outside right center", frameon=False,
+                  labelcolor="linecolor")
+    frame(figure, found, finding(records, found["scale"]),
+          "NoLoCo and DiLoCo over DDP: perplexity against bytes")
     return figure
 
 
-def ticks(found):
-    """([the bytes of about equal settings, of DDP's], [their labels])."""
-    places, names = [], []
-    for ours, theirs in TICKS:
-        if found.losses(MAIN, NOLOCO[ours]):
-            x = 100 * math.sqrt(bytes_of_ddp(NOLOCO[ours], 8) * bytes_of_ddp(DILOCO[theirs], 8))
-            places.append(x)
-            names.append(f"{x:.0f}%\nNoLoCo every {ours}\nDiLoCo every {theirs}")
-    return [*places, 100], [*names, "100%\nevery 1"]
-
-
-def finding(found):
+def finding(records, scale):
     """The picture's title, where all primary comparisons are there."""
-    verdicts = found.verdicts()
-    if not verdicts:
+    named = primary(records, scale)
+    main = settings_of(scale)["Adam"]
+    if None in named.values():
         return ""
-    far = found.over(MAIN, NOLOCO[10]).mean
-    diloco = {"better": "below DiLoCo", "worse": "above DiLoCo",
-              "cannot tell": "not clearly apart from DiLoCo"}[verdicts[TEN_OVER_DILOCO]]
-    return (f"NoLoCo ends {far:.1%} above DDP for {bytes_of_ddp(NOLOCO[10], 8):.0%} of its bytes, "
-            f"{diloco}")
+    is_significant = dict(zip(named, significant(list(named.values()))))
+    far = over(records, main, NOLOCO[10])
+    beside = "NoLoCo every 10 over DiLoCo every 20"
+    where = "no significant difference from DiLoCo"
+    if is_significant[beside]:
+        where = "lower than DiLoCo" if named[beside].mean < 0 else "higher than DiLoCo"
+    return (f"NoLoCo: perplexity {far.mean:.1%} over DDP's for {bytes_of_ddp(NOLOCO[10], 8):.0%} "
+            f"of its bytes, {where}")
+
+
+def draw_fragments(plt, found):
+    compared = fragments(found["records"], found["scale"])
+    figure, axis = plt.subplots(figsize=(WIDTH, 3.4))
+    named = {name.replace(", over ", "\nover "): one for name, one in compared.items()}
+    colours = [COLOURS["NoLoCo"] if "fragments" in name else GREY for name in named]
+    forest(axis, named, colours)
+    axis.set(xlabel="nats per byte (below zero: the first one is better)")
+    frame(figure, found, "Fragments end lower than whole messages, mostly by their shorter delay",
+          "Fragments and whole messages")
+    return figure
 
 
 # ---------------------------------------------------------------- expected numbers
 
-NUMBERS = {     # (trial, base): {scale: (perplexity over the base's, at most so much off)}
-    (NOLOCO[2], DDP): dict(full=(0.052, 0.01), plot=(0.105, 0.05)),
-    (NOLOCO[10], DDP): dict(full=(0.115, 0.01), plot=(0.12, 0.05)),
-    (DILOCO[20], DDP): dict(full=(0.118, 0.01), plot=(0.12, 0.05)),
-    (NOLOCO[10], DILOCO[20]): dict(full=(0.0, 0.01), plot=(0.0, 0.04)),
+NUMBERS = {     # (method, base): (perplexity over the base's, at most so much off)
+    (NOLOCO[2], DDP): (0.105, 0.05),
+    (NOLOCO[10], DDP): (0.12, 0.05),
+    (DILOCO[20], DDP): (0.12, 0.05),
+    (NOLOCO[10], DILOCO[20]): (0.0, 0.04),
 }
 
 
 def expected(found):
-    there = Found.of(found)
     told = []
-    for (trial, base), numbers in NUMBERS.items():
-        more = there.over(MAIN, trial, base)
-        number = numbers.get(found["scale"], (0.0, 0.0))
-        told.append(Expected(f"{NAMES[trial]} over {NAMES[base]}, perplexity", more and more.mean,
-                             *number, judged=found["scale"] in numbers))
+    main = settings_of(found["scale"])["Adam"]
+    for (method, base), number in NUMBERS.items():
+        more = over(found["records"], main, method, base)
+        told.append(Expected(f"{name_of(method)} over {name_of(base)}, perplexity",
+                             more and more.mean, *number))
+    name = next(iter(FRAGMENTS))
+    more = fragments(found["records"], found["scale"]).get(name)
+    told.append(Expected(f"{name}, nats per byte", more and more.mean, -0.02, 0.04, "+.3f"))
     return told
 
 
-ROW = Row("gap", measure, show, {"gap": draw}, expected)
+ROW = Row("gap", measure, show, {"gap": draw, "fragments": draw_fragments}, expected)
 
 if __name__ == "__main__":
     command(__doc__, ROW)

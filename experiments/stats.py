@@ -56,8 +56,20 @@ def paired(records, one, other, key="merged", how=nats):
     perplexity or ratio.
     """
     own, others = by_seed(records, one, key), by_seed(records, other, key)
-    differences = [how(own[seed], others[seed]) for seed in own if seed in others]
-    return Comparison(differences, FORMS[how]) if differences else None
+    differences = {seed: how(own[seed], others[seed]) for seed in own if seed in others}
+    if not differences:
+        return None
+    return Comparison(list(differences.values()), FORMS[how], tuple(differences))
+
+
+def less(one, other):
+    """One Comparison less another, seed by seed; None without a seed that both have."""
+    if one is None or other is None:
+        return None
+    others = dict(zip(other.seeds, other.differences))
+    found = {seed: own - others[seed] for seed, own in zip(one.seeds, one.differences)
+             if seed in others}
+    return Comparison(list(found.values()), one.form, tuple(found)) if found else None
 
 
 def mean(records, facts, key="merged", form=".3f"):
@@ -75,6 +87,7 @@ class Comparison:
     "+.1%"; as text "+5.2% [3.3, 7.1]"."""
     differences: list
     form: str = "+.3f"
+    seeds: tuple = ()
 
     @property
     def mean(self):

@@ -23,7 +23,7 @@ class Muon(torch.optim.Optimizer):
     Adam's (docs/speed.md). On a GPU it stays bf16. All ranks on CPUs compute alike, whatever their
     processors.
 
-    params: a list of matrices.
+    params: a list of matrices, or of stacks of matrices (..., rows, columns).
     """
 
     def __init__(self, params, lr=1e-3, momentum=0.95):
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
         update = orthogonal(p.grad.lerp(buffer, momentum), dtype_for(p.device))
         # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side); Adam's updates
         # have about 0.2 (arXiv 2502.16982).
-        p.add_(update, alpha=-lr * 0.2 * max(p.shape) ** 0.5)
+        p.add_(update, alpha=-lr * 0.2 * max(p.shape[-2:]) ** 0.5)
 
 
 def dtype_for(device):
@@ -54,20 +54,21 @@ def dtype_for(device):
 
 
 def orthogonal(matrix, dtype):
-    """About U V^T for a matrix U S V^T: five Newton-Schulz steps, with the numbers of Muon's
-    author.
+    """About U V^T for a matrix U S V^T, or for each of a stack (..., rows, columns): five
+    Newton-Schulz steps, with the numbers of Muon's author.
 
     Singular values end near 1, most between 0.7 and 1.2, which is enough. The result has this
     dtype.
     """
     x = matrix.to(dtype)
-    if matrix.shape[0] > matrix.shape[1]:
-        x = x.T                             # so that the Gram matrix is the small one
-    x = x / x.norm().clamp(min=1e-7)
+    rows, columns = matrix.shape[-2:]
+    if rows > columns:
+        x = x.mT                            # so that the Gram matrix is the small one
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.addmm(x, polynomial, x, beta=3.4445)
-    if matrix.shape[0] > matrix.shape[1]:
-        x = x.T
+        gram = x @ x.mT
+        polynomial = 2.0315 * gram @ gram - 4.7750 * gram
+        x = 3.4445 * x + polynomial @ x
+    if rows > columns:
+        x = x.mT
     return x
