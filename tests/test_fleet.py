@@ -17,7 +17,7 @@ from noloco import random_groups
 from tests.harness import SMALL, metrics, options
 from train import Reader, load_corpus
 
-ALIKE = [(Trial("noloco", 2, 1),), (Trial("noloco", 2), "--optimizer", "muon"),(Trial("noloco", 2, 1), "--optimizer", "muon"), (Trial("noloco", 2, K=2),),
+ALIKE = [(Trial("noloco", 2, 1), "--optimizer", "muon"), (Trial("noloco", 2, K=2),),
          (Trial("diloco", 3, 1, K=3),), (Trial("ddp"),)]
 
 
