@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from dataclasses import asdict, astuple, dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -191,8 +192,9 @@ class Fleet:
     step. o: options of train.py, of which a trial's own fields take precedence."""
 
     def __init__(self, o, trials, device):
-        # Runs that end earlier are the last ones, so that those which go on are one slice.
-        self.trials = sorted(trials, key=lambda trial: -trial.steps)
+        # Runs that end earlier are the last ones, so that those which go on are one slice; and so
+        # are those which share a rate.
+        self.trials = sorted(trials, key=lambda trial: (-trial.steps, trial.rate))
         self.o = o
         self.N = trials[0].N
         self.batch = trials[0].tokens // o.seq_len
@@ -232,16 +234,17 @@ class Fleet:
         self.places = torch.tensor(places, device=self.device)
 
     def make_optimizers(self):
-        """One group of each optimizer for all runs with the same rate and steps."""
-        alike = {}
-        for i, trial in enumerate(self.trials):
-            alike.setdefault((trial.rate, trial.steps), []).append(i)
+        """One tensor of all runs with the same rate and steps: on a GPU each call takes long to
+        begin."""
         adam, muon, self.schedules = [], [], []
-        for (rate, steps), runs in alike.items():
+        start = 0
+        for (steps, rate), alike in groupby(self.trials, lambda trial: (trial.steps, trial.rate)):
+            end = start + len(list(alike))
             self.schedules.append(argparse.Namespace(lr=rate, steps=steps, warmup=self.o.warmup))
-            vectors = [with_gradient(self.theta[i], self.grad[i]) for i in runs]
-            adam.append(dict(params=vectors))
+            vectors = with_gradient(self.theta[start:end], self.grad[start:end])
+            adam.append(dict(params=[vectors]))
             muon.append(dict(params=self.matrices(vectors)))
+            start = end
         self.adam = torch.optim.Adam(adam, betas=(0.9, self.o.beta2), fused=True)
         self.muon = None
         if self.trials[0].optimizer == "muon":
@@ -249,14 +252,10 @@ class Fleet:
         self.outers = [outers_of(trial, self.theta[i]) for i, trial in enumerate(self.trials)]
 
     def matrices(self, vectors):
-        """Those of the layers, (N, rows, columns), with their gradients."""
-        found = []
-        for own in vectors:
-            weights, grads = self.named(own), self.named(own.grad)
-            for name, shape in self.shapes.items():
-                if "layers" in name and len(shape) == 2:
-                    found.append(with_gradient(weights[name], grads[name]))
-        return found
+        """Those of the layers, (models, rows, columns), with their gradients."""
+        weights, grads = self.named(vectors), self.named(vectors.grad)
+        return [with_gradient(weights[name], grads[name]) for name, shape in self.shapes.items()
+                if "layers" in name and len(shape) == 2]
 
     def named(self, vectors):
         """{name: (models, *shape)}, views of vectors (..., P)."""

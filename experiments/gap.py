@@ -240,7 +240,8 @@ def show(found):
     records, scale = found["records"], found["scale"]
     table = Table("named before the runs; merged models", "seeds", "nats per byte")
     for name, one in primary(records, scale).items():
-        table.add(name, len(one.differences) if one else 0, one)
+        if one:
+            table.add(name, len(one.differences), one)
     table.end()
     for setting in SETTINGS[scale]:
         if setting.methods != PAIR:
@@ -295,8 +296,9 @@ def show_muon(records, scale):
     table = Table("Muon, beside Adam's DDP", "nats per byte", "perplexity")
     for method in settings["Muon"].methods:
         own = settings["Muon"].selector(method)
-        table.add(name_of(method), paired(records, own, base),
-                  paired(records, own, base, how=perplexity))
+        nats = paired(records, own, base)
+        if nats:
+            table.add(name_of(method), nats, paired(records, own, base, how=perplexity))
     table.end()
 
 

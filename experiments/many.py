@@ -210,17 +210,14 @@ def show(found):
 
 
 def show_tries(scale, records):
-    """All tries at one rate: their steps and losses."""
+    """All tries at one rate: their losses and steps."""
     columns = [f"{WORDS[method]}, {N}" for method in METHODS for N in scale.replicas]
-    table = Table("NoLoCo's m, D as a share of m", *columns)
+    table = Table("tries: NoLoCo's m, D (DiLoCo's are twice that)", *columns)
     for m in scale.intervals:
-        for share in scale.shares:
-            cells = []
-            for method in METHODS:
-                own = m if method == "noloco" else 2 * m
-                for N in scale.replicas:
-                    cells.append(cell_of(scale, records, method, N, own, int(share * own)))
-            table.add(f"{m}, {share:g}", *cells)
+        for D in sorted({int(share * m) for share in scale.shares}):
+            cells = [cell_of(scale, records, "noloco", N, m, D) for N in scale.replicas]
+            cells += [cell_of(scale, records, "diloco", N, 2 * m, 2 * D) for N in scale.replicas]
+            table.add(f"{m}, {D}", *cells)
     table.end()
 
 
