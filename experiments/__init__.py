@@ -1,16 +1,15 @@
 """One program a row of README's table, and what they share.
 
-    harness.py      the command line, runs of train.py that are kept, what is shown
-    tables.py       JSON files, intervals, Holm's correction, tables, expected numbers
+    harness.py      the command line, records of runs, one runner, what is shown
+    stats.py        paired differences, Holm's correction, tables, expected numbers
     pictures.py     drawing
-    fleet.py        many replicas in one process (batches.py: what they read)
+    launch.py       ranks that import torch once, on hosts of their own
     clock.py        runs of train.py between hosts, by the clock
-    turns.py        compared runs one right after the other, with their machine and its load
+    fleet.py        many replicas in one process
 
-    gap.py          NoLoCo beside DDP and DiLoCo, per step and per byte (gap_runs.py: its runs)
-    fragments.py    parts of the weights meet in turn
-    race.py         NoLoCo beside DiLoCo in equal time between hosts (tries.py: their settings)
-    unwaiting.py    pairs that never wait beside both
+    many.py         many replicas, in equal simulated time
+    gap.py          NoLoCo, DDP and DiLoCo, per step and per byte; fragments; Muon
+    race.py         NoLoCo, DiLoCo and pairs that never wait, in equal time between hosts
     routing.py      random routing and the weight spread
     gamma.py        the window of gamma
     sync.py         how long synchronisation takes

@@ -2,17 +2,18 @@
 
     python -m experiments [ROW ...] [--scale try|plot|full] [--plot]
 
-The last lines say each number, what was expected, and whether it is within the tolerance. The exit
-status is 1 where a row failed or a number is outside. experiments/harness.py has the scales.
+At the scale "plot" the last lines say each number, what was expected, and whether it is within the
+tolerance. The exit status is 1 where a row failed or a number is outside. experiments/harness.py
+has the scales.
 """
-from experiments import (cities, failures, fragments, gamma, gap, missing, race, routing, shorter,
-                         skipping, sync, together, unwaiting)
+from experiments import (cities, failures, gamma, gap, many, missing, race, routing, shorter,
+                         skipping, sync, together)
 from experiments.harness import command
 
 # The short ones first.
 ROWS = (shorter.ROW, sync.ROW, gamma.ROW, failures.ROW, routing.ROW, skipping.ROW, missing.ROW,
-        together.ROW, gap.ROW, fragments.ROW)
-BETWEEN_HOSTS = race.ROW, unwaiting.ROW, cities.ROW     # each by its own command, as root
+        together.ROW, many.ROW, gap.ROW)
+BETWEEN_HOSTS = race.ROW, cities.ROW        # each by its own command, as root
 
 if __name__ == "__main__":
     command(__doc__, *ROWS)

@@ -397,14 +397,14 @@ def draw(plt, found):
 
 
 def finding(records, scale):
-    """The picture's title, where all primary comparisons are there."""
-    named = primary(records, scale)
+    """The picture's title, where there is more than one seed."""
+    named = {name: one for name, one in primary(records, scale).items() if one}
     main = settings_of(scale)["Adam"]
-    if None in named.values():
-        return ""
-    is_significant = dict(zip(named, significant(list(named.values()))))
     far = over(records, main, NOLOCO[10])
     beside = "NoLoCo every 10 over DiLoCo every 20"
+    if not far or beside not in named:
+        return ""
+    is_significant = dict(zip(named, significant(list(named.values()))))
     where = "no significant difference from DiLoCo"
     if is_significant[beside]:
         where = "lower than DiLoCo" if named[beside].mean < 0 else "higher than DiLoCo"

@@ -252,8 +252,6 @@ def finding(found):
     """The picture's title."""
     compared = named(found)
     keys = list(compared)
-    if None in compared.values():
-        return ""
     at_many = compared[keys[0]]
     if not significant(list(compared.values()))[0]:
         return "NoLoCo and DiLoCo in equal time: no significant difference with most replicas"
