@@ -49,14 +49,28 @@ def test_a_panels_lines_are_the_numbers_of_metrics_jsonl(write):
     runs = [plot.read_run(write("a", ROWS + EVENTS), "red"), plot.read_run(write("b", later), "blue")]
     losses, seconds, sent, spread = plot.draw(runs).axes
     for axis, x in ((losses, "step"), (seconds, "seconds"), (sent, "sync_bytes")):
-        first, dead, joined, second, ring = (line.get_xydata().tolist() for line in axis.lines)
+        # The run with the highest last loss is drawn first. The first run's events follow its line.
+        lines = [line.get_xydata().tolist() for line in axis.lines]
+        second, ring, first = lines[:3]
         assert first == [[row[x], row["heldout_loss"]] for row in ROWS]
         assert second == [[row[x], 3.0 + row["step"]] for row in ROWS[:-1]]
         assert ring == [[ROWS[2][x], 2.5]]
-        # An event half-way between two evaluations, and one at an evaluation.
-        places = sorted([dead[0][0], joined[0][0]])
-        assert places == pytest.approx([(ROWS[0][x] + ROWS[1][x]) / 2, ROWS[2][x]])
+        places = {start[0] for start, _ in lines[3:]}
+        assert places == ({15, 30} if x == "step" else set())
     assert [line.get_color() for line in spread.lines] == ["red"] * 3       # b has none
+
+
+def test_the_legend_names_the_lines_in_the_order_in_which_they_end(write):
+    pytest.importorskip("matplotlib")
+    other = [row | dict(corpus="d") for row in ROWS[:2]]
+    runs = [plot.read_run(write("a", ROWS + EVENTS + EVENTS[:1]), "red"),
+            plot.read_run(write("ddp", other, "ddp"), "blue")]
+    figure = plot.draw(runs)
+    (legend,) = figure.legends
+    assert [(text.get_text(), text.get_color()) for text in legend.get_texts()] == [
+        ("ddp\n2.2500 at step 20", "blue"), ("a (noloco)\n2.1250 at step 40\ndead: 2\njoined: 1", "red")]
+    assert "do not compare" in figure.get_supxlabel()
+    assert "do not compare" not in plot.draw(runs[:1]).get_supxlabel()
 
 
 def test_one_process_alone_has_no_panel_of_bytes_and_none_of_spread(write):

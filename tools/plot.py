@@ -4,7 +4,8 @@
     python -m tools.plot runs/A runs/B [--out FILE.png]     into runs/plot.png
 
 Held-out loss against steps, seconds and bytes, and the replicas' weight spread. A ring is the loss
-of the merged model, the mean of all replicas. A dashed line is an event, such as a rank that died.
+of the merged model, the mean of all replicas. A dashed line, against steps, is an event, such as a
+rank that died.
 What is not finite is left out: a line that ends early is of a run that diverged.
 This file needs nothing of ours: it reads runs/NAME/config.json and metrics.jsonl (docs/metrics.md).
 """
@@ -13,22 +14,20 @@ import json
 import math
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
 LOSS = "held-out loss, nats per token"
-PANELS = [      # two metrics of metrics.jsonl, and what is written at their axes
-    ("step", "heldout_loss", "inner steps", LOSS),
-    ("seconds", "heldout_loss", "seconds of training", LOSS),
-    ("sync_bytes", "heldout_loss", "bytes sent to synchronise, all ranks", LOSS),
-    ("step", "weight_spread", "inner steps", "weight spread of replicas"),
+PANELS = [      # two metrics of metrics.jsonl, what is written at their axes, and the axes' scales
+    ("step", "heldout_loss", "inner steps", LOSS, "linear", "linear"),
+    ("seconds", "heldout_loss", "seconds of training", LOSS, "linear", "linear"),
+    ("sync_bytes", "heldout_loss", "bytes sent to synchronise, all ranks", LOSS, "log", "linear"),
+    ("step", "weight_spread", "inner steps", "weight spread of replicas", "linear", "log"),
 ]
 # Okabe and Ito's, which the colour-blind can tell apart, in the order of the command line.
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-STYLE = {"font.size": 9.5, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
-         "axes.spines.right": False, "lines.markersize": 4}
-LINE = 0.09         # of an axis' height: what a label needs
 
 
 def main(argv=None):
@@ -47,12 +46,9 @@ def main(argv=None):
     if not a.out and len(folders) > 1:
         out = folders[0].parent / "plot.png"
     try:
-        from matplotlib import rc_context
+        draw(runs).savefig(out, dpi=150)
     except ImportError:
         refuse("no picture without matplotlib: pip install '.[plot]'")
-    try:
-        with rc_context(STYLE):
-            draw(runs).savefig(out, dpi=150)
     except (OSError, ValueError) as error:
         refuse(f"{out} cannot be written: {error}")
     print(out)
@@ -77,6 +73,16 @@ class Run:
         """Two lists, of what was measured of both metrics."""
         rows = [row for row in self.rows if known(row, x) and known(row, y)]
         return [row[x] for row in rows], [row[y] for row in rows]
+
+    def last_loss(self):
+        return self.rows[-1]["heldout_loss"]
+
+    def label(self):
+        """The legend's lines: the name, the last loss, and how often each kind of event came."""
+        told = [self.name, f"{self.last_loss():.4f} at step {self.rows[-1]['step']}"]
+        for kind, times in Counter(event["event"] for event in self.events).items():
+            told.append(f"{kind}: {times}")
+        return "\n".join(textwrap.fill(line, 24) for line in told)
 
 
 def known(row, metric):
@@ -109,24 +115,24 @@ def read_run(folder, colour):
 
 
 def draw(runs):
-    """The figure: two panels in a row, or one beside long names, of what was measured."""
+    """The figure: two panels in a row, of what was measured, and one legend at their right, which
+    names the lines in the order in which they end, the highest loss first."""
     from matplotlib.figure import Figure
+    runs = sorted(runs, key=Run.last_loss, reverse=True)
     panels = [panel for panel in PANELS if measured(runs, panel)]
-    columns = 2
-    if max(len(run.name) for run in runs) > 16:
-        columns = 1
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(9, 1 + 2.5 * rows), layout="constrained")
-    figure.get_layout_engine().set(wspace=0.08, hspace=0.06)
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    rows = math.ceil(len(panels) / 2)
+    figure = Figure(figsize=(11, 1 + 2.5 * rows), layout="constrained")
+    axes = figure.subplots(rows, 2, squeeze=False).flat
     for axis, panel in zip(axes, panels):
-        draw_panel(axis, panel, measured(runs, panel))
+        draw_panel(axis, measured(runs, panel), *panel)
     for axis in axes[len(panels):]:
-        axis.axis("off")
-    figure.suptitle(textwrap.fill(title_of(runs), 110), x=0.01, ha="left", fontsize=10.5)
-    notes = ["ring: the merged model"]
-    notes += [f"dashed, {run.name}: {events_text(run)}" for run in runs if run.events]
-    figure.supxlabel(textwrap.fill("; ".join(notes), 130), x=0.01, ha="left", fontsize=8.5)
+        axis.remove()
+    lines, labels = axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside right upper", labelcolor="linecolor", frameon=False)
+    notes = "Ring: the merged model. Dashed: an event."
+    if len({run.rows[-1].get("corpus") for run in runs}) > 1:
+        notes += " The runs have different corpora: their losses do not compare."
+    figure.supxlabel(notes, x=0.01, ha="left", fontsize=9)
     return figure
 
 
@@ -140,98 +146,24 @@ def measured(runs, panel):
     return found
 
 
-def draw_panel(axis, panel, runs):
-    x_metric, y_metric, x_label, y_label = panel
-    axis.set(xlabel=x_label, ylabel=y_label)
-    ends, seen = [], []
+def draw_panel(axis, runs, x_metric, y_metric, x_label, y_label, x_scale, y_scale):
+    axis.set(xlabel=x_label, ylabel=y_label, xscale=x_scale, yscale=y_scale)
+    axis.grid(alpha=0.3)
+    late = []                   # without the first tenth, whose fall hides how runs differ
     for run in runs:
         x, y = run.points(x_metric, y_metric)
-        axis.plot(x, y, ".-", color=run.colour, lw=1.5)
-        ends.append((x[-1], y[-1]))
-        seen += y[len(y) // 10:]
+        axis.plot(x, y, ".-", color=run.colour, label=run.label())
+        late += y[len(y) // 10:]
         if y_metric == "heldout_loss" and known(run.rows[-1], "merged_loss"):
             merged = run.rows[-1]["merged_loss"]
             axis.plot(x[-1], merged, "o", color=run.colour, ms=8, mfc="none")
-            seen.append(merged)
-        mark_events(axis, run, x_metric)
-    set_scales(axis, x_metric, y_metric, [x for x, _ in ends], seen)
-    label_ends(axis, runs, [y for _, y in ends])
-
-
-def mark_events(axis, run, x_metric):
-    """A vertical at each event, between the evaluations around it by its share of their steps."""
-    from numpy import interp            # it comes with matplotlib
-    steps, places = run.points("step", x_metric)
-    for step in {event["step"] for event in run.events}:
-        place = interp(step, [0, *steps], [0, *places])
-        axis.axvline(place, color=run.colour, lw=0.8, ls="--")
-
-
-def set_scales(axis, x_metric, y_metric, last, seen):
-    """last: each run's greatest x. seen: the y that are to be seen."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-    if x_metric == "sync_bytes" and max(last) > 10 * min(last):
-        axis.set_xscale("log")
-    else:
-        axis.set_xlim(left=0)
-        axis.xaxis.set_major_locator(MaxNLocator(5))
-    if x_metric == "sync_bytes":
-        axis.xaxis.set_major_formatter(EngFormatter("B"))
-    if y_metric == "weight_spread":
-        axis.set_yscale("log")
-    elif max(seen) > min(seen):
-        # Without the first tenth: its fall would hide how runs differ.
-        margin = 0.06 * (max(seen) - min(seen))
-        axis.set_ylim(min(seen) - margin, max(seen) + margin)
-
-
-def label_ends(axis, runs, heights):
-    """Each run's name right of the panel, at the height of its line's end; those that would overlap
-    push each other apart. The limits of the axis must be set."""
-    to_axis = axis.transData + axis.transAxes.inverted()
-    x = axis.get_xlim()[1]
-    wanted = [to_axis.transform((x, height))[1] for height in heights]
-    order = sorted(range(len(runs)), key=lambda i: wanted[i])
-    places = []
-    for i in order:
-        place = max(0, wanted[i])
-        if places:
-            place = max(place, places[-1] + LINE)
-        places.append(place)
-    top = 1
-    for i, place in zip(reversed(order), reversed(places)):
-        place = min(top, place)
-        axis.text(1.02, place, runs[i].name, transform=axis.transAxes, va="center",
-                  color=runs[i].colour)
-        top = place - LINE
-
-
-def title_of(runs):
-    """The losses at the last step that all runs have evaluated, the lowest first."""
-    if len({run.rows[-1].get("corpus") for run in runs}) > 1:
-        return "The runs have different corpora: their losses do not compare"
-    tables = [dict(zip(*run.points("step", "heldout_loss"))) for run in runs]
-    shared = set.intersection(*map(set, tables))
-    if not shared:
-        return "The runs have no evaluation at the same step yet"
-    step = max(shared)
-    losses = sorted((table[step], run.name) for table, run in zip(tables, runs))
-    told = ", ".join(f"{name} {loss:.4f}" for loss, name in losses)
-    return f"Held-out loss at step {step}: {told}"
-
-
-def events_text(run):
-    """Each kind of event, with the steps at which it came first and last."""
-    steps = {}
-    for event in run.events:
-        steps.setdefault(event["event"], []).append(event["step"])
-    told = []
-    for kind, found in steps.items():
-        text = f"{kind} at step {min(found)}"
-        if len(found) > 1:
-            text += f" to {max(found)}, {len(found)} times"
-        told.append(text)
-    return ", ".join(told)
+            late.append(merged)
+        if x_metric == "step":
+            for step in {event["step"] for event in run.events}:
+                axis.axvline(step, color=run.colour, lw=0.8, ls="--")
+    margin = 0.06 * (max(late) - min(late))
+    if y_scale == "linear" and margin > 0:
+        axis.set_ylim(min(late) - margin, max(late) + margin)
 
 
 if __name__ == "__main__":
