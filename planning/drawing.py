@@ -5,8 +5,6 @@
 COLOURS = {"DDP": "#000000", "DiLoCo": "#0072B2", "NoLoCo": "#D55E00", "local": "#CC79A7",
            "groups": "#8C510A", "full": "#000000", "planned": "#777777", "25%": "#009E73",
            "50%": "#882255", "random": "#E69F00"}
-# By --method, as pictures and tables have them.
-NAMES = {"ddp": "DDP", "diloco": "DiLoCo", "noloco": "NoLoCo", "local": "local"}
 WIDTH = 6.6     # inches: on a phone, at 400 pixels, 10.5 points are 9 pixels high
 STYLE = {"font.size": 10.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
          "axes.labelsize": 10.5, "legend.fontsize": 10.5, "figure.titlesize": 11,

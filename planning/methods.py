@@ -115,17 +115,16 @@ def print_table(network, work, rows, bound):
 
 def name_of(network, names, r):
     """A node's city, number and stage."""
-    return f"{names[r] if names else 'node'} {r} ({network.stage_of.get(r, 'no stage')})"
+    return f"{names[r] if names else 'node'} {r} ({network.stage_of[r]})"
 
 
-def print_paths(network, names, paths, dead):
-    """A line per path: how often it is taken, and its nodes. Then the nodes without work."""
+def print_paths(network, names, paths):
+    """A line per path: how often it is taken, and its nodes. Then the nodes that have a stage and
+    no work."""
     print("\nSkipPipe's paths, node by node (and its stage), and how many paths take the same "
           "nodes;\nthen each goes home for its loss, and the same way back:\n")
     for path, times in sorted(Counter(paths).items()):
         print(f"{times:4} x  {' > '.join(name_of(network, names, r) for r in path)}")
-    idle = set(range(len(network.delay))) - set(dead)
-    for path in paths:
-        idle -= set(path)
+    idle = set(network.stage_of).difference(*paths)
     shown = ", ".join(name_of(network, names, r) for r in sorted(idle))
     print(f"\nIdle nodes: {shown or 'none'}\n")

@@ -1,4 +1,4 @@
-"""Pictures of a plan: its simulated timeline, the map of its paths, and a trace for a viewer."""
+"""Pictures of a plan: its simulated timeline, and the map of its paths."""
 from collections import Counter
 
 from planning.drawing import WIDTH, pyplot
@@ -161,30 +161,10 @@ def finding(result, bound):
     return f"This plan takes {result.makespan:.4g} s{words}: a node waits {1 - share:.0%} of it"
 
 
-def write_picture(file, *plan):
+def write_picture(file, network, paths, result, bound, names=None):
     """Write the figure that `draw_plan` makes of the plan. Raises ImportError, in one line, without
     matplotlib."""
     plt = pyplot()
-    figure = draw_plan(plt, *plan)
+    figure = draw_plan(plt, network, paths, result, bound, names)
     figure.savefig(file)
     plt.close(figure)
-
-
-def trace(network, timeline, names=None):
-    """The timeline as a Chrome trace, for Perfetto or chrome://tracing: an object for JSON.
-
-    A stage is a process, a node a thread. ts, dur: whole microseconds, rounded so that tasks of one
-    node never overlap."""
-    events = []
-    for node, stage in network.stage_of.items():
-        place = dict(ph="M", pid=stage, tid=node)
-        name = f"{names[node]} {node}" if names else f"node {node}"
-        events.append(dict(place, name="process_name", args=dict(name=f"stage {stage}")))
-        events.append(dict(place, name="thread_name", args=dict(name=name)))
-    for task in timeline:
-        start, end = round(1e6 * task.start), round(1e6 * task.end)
-        events.append(dict(
-            name=f"{task.kind} {task.microbatch}", cat=task.kind, ph="X", ts=start, dur=end - start,
-            pid=network.stage_of[task.rank], tid=task.rank,
-            args=dict(microbatch=task.microbatch, hop=task.hop)))
-    return dict(traceEvents=events, displayTimeUnit="ms")

@@ -206,9 +206,9 @@ class RegionSearch:
 
 
 def around(plan, network, kept, each, rounds, seed, dead):
-    """(paths, order) of the plan now that nodes are dead, mended node by node.
+    """The Result of the plan now that nodes are dead, mended node by node.
 
-    plan: dict(paths of all rounds, makespan). None where all paths must be planned anew: if `mend`
+    plan: dict(paths of all rounds, makespan). None if all paths must be planned anew: `mend`
     finds no region, or no plan that is valid and at most 5% longer."""
     paths = [tuple(path) for path in plan["paths"][:len(plan["paths"]) // rounds]]
     gone = set()
@@ -227,7 +227,7 @@ def around(plan, network, kept, each, rounds, seed, dead):
     alive = network_without(network, dead)
     if result.makespan > 1.05 * plan["makespan"] or check(alive, paths, kept):
         return None
-    return paths, result.order
+    return result
 
 
 def mend(node, paths, whole, most=1500):

@@ -5,27 +5,23 @@ from functools import partial
 from planning.instance import network_without
 from planning.regions import WHOLE, around
 from planning.search import shorter_plan
-from skippipe import (Deadlock, Infeasible, dispatch, full_paths, plan, rounds_of, simulate,
-                      stages_to_keep, without)
+from skippipe import (Deadlock, Infeasible, dispatch, full_paths, plan, rounds_of, stages_to_keep,
+                      without)
 
 # A budget of work, not of time, so that a plan depends on the network and the seed alone.
 BUDGET = dict(seconds=None, iterations=3000)
 
 
-def planned(search, network, kept, each, rounds, seed, **options):
-    return search(network, kept, each, rounds, seed=seed, **BUDGET, **options)
-
-
 def every_stage(network, kept, each, rounds, seed):
     """The full pipeline, first come, first served."""
-    return full_paths(network.stages, each), None
+    return dispatch(network, full_paths(network.stages, each), rounds)
 
 
-# --routing: (network, kept, each, rounds, seed) -> paths, order (None: first come, first served)
+# --routing: (network, kept, each, rounds, seed) -> a skippipe.Result
 PLANNERS = {
-    "skippipe": partial(planned, plan),                         # the paper's, as train.py plans it
-    "stronger": partial(planned, shorter_plan),
-    "no-swaps": partial(planned, shorter_plan, swaps=0),        # every path in order
+    "skippipe": partial(plan, **BUDGET),                        # the paper's, as train.py plans it
+    "stronger": partial(shorter_plan, **BUDGET),
+    "no-swaps": partial(shorter_plan, swaps=0, **BUDGET),       # every path in order
     "dtfm": every_stage,
 }
 
@@ -67,10 +63,6 @@ def plan_of_work(network, routing, work, seed, dead, before):
     if before and routing == "stronger" and len(network.delay) > WHOLE:
         if len(before["paths"][0]) == kept:
             found = around(before, network, *work, seed, dead)
-    paths, order = found or PLANNERS[routing](alive, *work, seed)
-    if order:
-        result = simulate(network, paths, rounds, order)
-    else:
-        result = dispatch(network, paths, rounds)
-    return dict(paths=paths * rounds, order=result.order, makespan=result.makespan,
+    result = found or PLANNERS[routing](alive, *work, seed=seed)
+    return dict(paths=result.paths * rounds, order=result.order, makespan=result.makespan,
                 network=asdict(network), planned="in regions" if found else "anew")

@@ -1,7 +1,8 @@
-"""Pictures, traces and JSON files of plans, against the simulator's timeline."""
+"""Pictures and JSON files of plans, against the simulator's timeline."""
 
 import json
 import random
+import re
 import sys
 from collections import Counter, defaultdict
 
@@ -13,6 +14,7 @@ from planning.instance import published_network
 from planning.search import shorter_plan
 from planning.drawing import pyplot
 from skippipe import Network, check, full_paths, simulate
+from tests.harness import HERE
 from tests.oracles import random_network
 
 NETWORK, NAMES = published_network()
@@ -86,42 +88,16 @@ def test_nodes_of_one_stage_and_city_stand_side_by_side(plt):
     assert len(set(places)) == 4
 
 
-def test_a_trace_holds_every_task_once_in_microseconds():
-    found = json.loads(json.dumps(pictures.trace(NETWORK, TIMELINE, NAMES)))["traceEvents"]
-    events = [event for event in found if event["ph"] == "X"]
-    assert len(events) == len(TIMELINE) == 30 * 9
-    for event, task in zip(events, TIMELINE, strict=True):
-        assert (event["tid"], event["pid"]) == (task.rank, NETWORK.stage_of[task.rank])
-        assert event["args"] == dict(microbatch=task.microbatch, hop=task.hop) and event["cat"] == task.kind
-        assert abs(event["ts"] - 1e6 * task.start) <= 0.5 and type(event["ts"]) is type(event["dur"]) is int
-        assert abs(event["ts"] + event["dur"] - 1e6 * task.end) <= 0.5
-    for node in range(20):
-        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == node)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:])) and spans
-    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
-    assert names == {node: f"{NAMES[node]} {node}" for node in range(20)}
-
-
-def test_tasks_that_touch_do_not_overlap_in_a_trace():
-    """A third of a second is no whole number of microseconds."""
-    network = Network([[0.0] * 2] * 2, 1 / 3, [[0], [1]])
-    timeline = simulate(network, [(0, 1)] * 3).timeline
-    events = [e for e in pictures.trace(network, timeline)["traceEvents"] if e["ph"] == "X"]
-    for node in (0, 1):
-        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == node)
-        touching = [end == start for (_, end), (start, _) in zip(spans, spans[1:])]
-        assert any(touching) and all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
-
-
 def test_the_command_line_draws_and_writes_the_plan_that_it_made(tmp_path, monkeypatch, capsys, plt):
     monkeypatch.chdir(tmp_path)
-    main("--seconds 0 --picture new/plan.png --trace trace.json --results plan.json".split())
+    main("--seconds 0 --picture new/plan.png --results plan.json".split())
     out = capsys.readouterr().out
-    assert all(f"written to {file}\n" in out for file in ("new/plan.png", "trace.json", "plan.json"))
+    assert all(f"written to {file}\n" in out for file in ("new/plan.png", "plan.json"))
     assert (tmp_path / "new/plan.png").read_bytes().startswith(b"\x89PNG")
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["stages"] == NETWORK.stages and plan["names"] == NAMES
-    assert plan["made"] == dict(by="python -m planning", kept=4, microbatches=3, rounds=2, dead=[])
+    assert Network(**plan["network"]) == NETWORK
+    assert plan["made"] == dict(by="python -m planning", kept=4, microbatches=6)
     # The file alone gives another program the same iteration: all rounds are in it.
     paths = [tuple(path) for path in plan["paths"]]
     result = simulate(NETWORK, paths, order=plan["order"])
@@ -131,26 +107,27 @@ def test_the_command_line_draws_and_writes_the_plan_that_it_made(tmp_path, monke
         for u, hop in tasks:
             path, n = paths[u], len(paths[u])
             assert rank == (path[hop] if hop < n else path[0] if hop == n else path[2 * n - hop])
-    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    seen = {(e["tid"], e["args"]["microbatch"], e["args"]["hop"], e["ts"]) for e in events}
-    assert seen == {(t.rank, t.microbatch, t.hop, round(1e6 * t.start)) for t in result.timeline}
+
+
+def test_the_program_of_the_docs_draws_a_plan_from_its_file(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    main("--seconds 0 --results runs/NAME/plan.json".split())
+    program, = re.findall(r"```python\n(.*?)```", (HERE / "docs/planning.md").read_text(), re.S)
+    exec(program, {})
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("argv, words", [
     ("--picture plan.bmp", "--picture plan.bmp: must end in .png, .svg or .pdf"),
-    ("--picture file/plan.png", "'file'"), ("--trace file/plan.json", "'file'"),
-    ("--trace .", "directory: '.'"),
-    ("--plan old.json", "--plan old.json: give --picture or --trace as well"),
-    ("--plan nowhere.json --trace t.json", "No such file or directory: 'nowhere.json'"),
-    ("--plan old.json --trace t.json", "old.json: is no plan.json of a run")])
+    ("--picture file/plan.png", "'file'"), ("--results file/plan.json", "'file'")])
 def test_a_wrong_file_is_one_line_before_the_search(argv, words, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    (tmp_path / "old.json").write_text('{"paths": []}')
     monkeypatch.setattr("planning.__main__.compare_methods", None)      # calling it would be another error
     with pytest.raises(SystemExit) as stop:
-        main([*argv.split(), "--results", ""])
+        main(argv.split())
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and words in error
 
@@ -158,23 +135,7 @@ def test_a_wrong_file_is_one_line_before_the_search(argv, words, tmp_path, monke
 def test_without_matplotlib_one_line_names_the_extra(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as stop:
-        main(["--picture", str(tmp_path / "plan.png"), "--results", ""])
+        main(["--picture", str(tmp_path / "plan.png")])
     assert stop.value.code == 2
     assert capsys.readouterr().err == "error: no picture without matplotlib: pip install '.[plot]'\n"
     assert not list(tmp_path.iterdir())
-
-
-# ---------------------------------------------------------------- the plans that a run keeps
-
-
-@pytest.mark.parametrize("options, told", [
-    (["--plan", "kept.json", "--trace", "t.json", "--save", "s.json"], "drop --save"),
-    (["--plan", "results.json", "--trace", "t.json"], "results.json: is no plan.json of a run"),
-    (["--picture", "x.png", "--trace", "x.png"], "both name x.png")])
-def test_what_a_kept_plan_cannot_have_is_one_line(options, told, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        main(options)
-    assert ended.value.code == 2 and told in capsys.readouterr().err
-    assert not list(tmp_path.glob("[stx].*"))
