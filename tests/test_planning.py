@@ -193,11 +193,12 @@ def test_random_instances_keep_the_invariants(plan, monkeypatch):
         assert skippipe.check(alive, paths, kept, swaps) == []
 
 
-def test_a_plan_depends_on_seed_and_work_alone():
+@pytest.mark.parametrize("planner", [search.shorter_plan, in_regions])
+def test_a_plan_depends_on_seed_and_work_alone(planner):
     network = random_network(random.Random(3), [3, 2, 2, 2], memory=(3,))
 
     def found(work, seed):
-        plan = search.shorter_plan(network, 3, 3, seconds=None, iterations=work, seed=seed)
+        plan = planner(network, 3, 3, seconds=None, iterations=work, seed=seed)
         return replace(plan, seconds=0)
 
     first, other = found(900, 1), found(900, 2)
@@ -262,20 +263,18 @@ def test_assigned_stages_are_at_least_as_good_as_the_published():
 def test_hundreds_of_nodes_are_planned_in_regions():
     network = assign_stages(spread_network([28] + [20] * 7)[0], 6, 3, 2)
     assert [len(stage) for stage in network.stages] == [28] + [20] * 7
-    dead = 30, network.stages[0][0]
+    dead = (30, network.stages[0][0])
 
     def planned(gone, work):
         return search.shorter_plan(network_without(network, gone), 6, 3, 2, seconds=None, iterations=work)
 
-    found, again = planned((), 2000), planned((), 2000)
-    assert (found.paths, found.order) == (again.paths, again.order)
-    fewer = planned(dead, 500)
-    for plan, gone in (found, ()), (fewer, dead):
+    found, fewer = planned((), 2000), planned(dead, 500)
+    for plan, gone in ((found, ()), (fewer, dead)):
         assert skippipe.check(network_without(network, gone), plan.paths, 6) == []
         assert plan.makespan == skippipe.simulate(network, plan.paths, 2, plan.order).makespan
     assert found.bound <= found.makespan < 1.2 * found.bound and fewer.makespan < 1.3 * found.makespan
     before = dict(paths=found.paths * 2, makespan=found.makespan, network=vars(network))
-    for gone in dead, (34, 145), (network.stages[0][3],):
+    for gone in (dead, (34, 145), (network.stages[0][3],)):
         mended = around(before, network, 6, 3, 2, 0, gone)
         assert skippipe.check(network_without(network, gone), mended.paths, 6) == []
         assert len({*found.paths} & {*mended.paths}) > 40
@@ -470,8 +469,7 @@ def test_the_command_line_shows_and_writes_the_paths(tmp_path, monkeypatch, caps
         assert data["stages"] == stages and {len(path) for path in data["paths"]} == {kept}
         names = data["names"] or ["node"] * 6
         network = skippipe.Network(**data["network"])
-        result = skippipe.simulate(network, data["paths"], order=data["order"])
-        assert network.stages == stages and result.makespan == pytest.approx(data["makespan"])
+        assert network.stages == stages
         for path in data["paths"]:
             shown = " > ".join(f"{names[r]} {r} ({network.stage_of[r]})" for r in path)
             assert re.search(rf"^ *\d+ x  {re.escape(shown)}$", out, re.M), (path, out)
