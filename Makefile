@@ -31,12 +31,10 @@ headline: .venv/ready
 	$(BIN)/python -m planning --picture figures/plan.png --results results/skippipe.json
 	$(BIN)/python -m experiments --scale full
 
-# the rows that run between 8 hosts of this machine, as root: 4.6, 3.6 and 1.3 hours on 2
-# idle cores. What is finished is kept, and not run again. QUICK=1: a try. The race's settings are
-# those that `python -m experiments.tries` chose
+# the rows that run between 8 hosts of this machine, as root: about 5 and 1.3 hours on 2 idle cores.
+# What is finished is kept, and not run again. QUICK=1: a try
 hosts: .venv/ready
 	$(BIN)/python -m experiments.race --scale $(if $(QUICK),try,full)
-	$(BIN)/python -m experiments.unwaiting --scale $(if $(QUICK),try,full)
 	$(BIN)/python -m experiments.cities --scale $(if $(QUICK),try,full)
 
 .venv/ready: requirements.txt

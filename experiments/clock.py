@@ -2,10 +2,10 @@
 
     torchrun ... -m experiments.clock --clock SECONDS ...   train.py's options: as many steps as fit
                                       --by-speed            inner steps by each replica's speed
-                                      --overlapped          ddp by torch's DistributedDataParallel
                                       --never-waits         pairs of gossip/asynchronous.py
                                       --uneven              steps of uneven length
                                       --one-evaluation      nobody evaluates before the end
+                                      --memory N            for the planner of paths
 
 The replicas are on hosts of this machine (tools/hosts.py; root and iproute2), each with CPU of a
 processor; the relay, which is the network, has its own. Each origin evaluates on its own part of
@@ -20,7 +20,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import train
 from gossip import Delayed, Fragments
@@ -31,97 +30,83 @@ from skippipe import Network
 from train import Job, Parser, timed
 
 CPU = 0.2                       # of a processor, that each host has
-EVALUATIONS = 6                 # of a run, and one at the warm-up's end
+EVALUATIONS = 6                 # of a run that evaluates before the end
 PROGRAM = "-m experiments.clock --clock"
+FIXED = 0.7                     # of the time, after which all agree how many outer steps there are
 VARIANCE = 0.5                  # of the logarithm of an uneven step's length (B4)
 
 
 class Clock(train.Log):
     """Gives the run as many outer steps as fit into `limit` seconds at the slowest rank's pace.
 
-    It counts in outer steps (m inner steps each; of a method without any, one), since by speed the
-    ranks' m differ. The pace counts from half of the warm-up on, and is renewed at each evaluation.
+    It counts in outer steps, m inner steps each, which all ranks must make equally many of. A
+    rank's pace counts from half of the warm-up on, and each plans the end by its own, until FIXED
+    of the time has passed. Then each tells what fits at its pace, and the first rank sets the
+    least. Nobody waits for this number, and nobody ends before it has come.
     The clock stands still while replicas evaluate, from when the last one has come until all go on.
 
-    limit: seconds. by_speed: until the warm-up has ended: give each rank steps of its own.
+    limit: seconds. by_speed: at the first outer step after the warm-up, give each rank inner steps
+    of its own, which then evaluate at the end only. evaluates: also before it. Subclasses may
+    override `agree`, `ends_after` and `take_row`.
     """
 
-    def __init__(self, run, limit, by_speed=False):
+    def __init__(self, run, limit, by_speed=False, evaluates=True):
         super().__init__(run)
-        self.limit, self.by_speed = limit, by_speed
-        self.idle = 0.0             # seconds in which this rank waited for the others to evaluate
-        self.begun = ()             # (seconds, of them blocked, steps) since when the pace counts
-        self.rounds = None          # outer steps in total; None before the warm-up has ended
-        self.every = None           # of them between evaluations
+        self.limit, self.by_speed, self.evaluates = limit, by_speed, evaluates
+        self.begun = None           # (seconds, of them blocked, steps) since when the pace counts
+        self.told = False           # whether the others know what fits at this rank's pace
+        self.rounds = None          # outer steps in total, once all have agreed
         self.inner_steps = None     # of each rank, by speed
 
-    @property
-    def seconds(self):
-        """Of this rank's own time."""
-        return self.sums["seconds"] - self.idle
-
     def between_steps(self, before):
-        if not self.begun and before >= self.run.o.warmup // 2:             # first steps are slow
-            self.begun = self.seconds, self.sums["blocked"], self.run.step
+        with timed(self.sums, "seconds"):
+            self.plan()
         super().between_steps(before)
 
-    def take_row(self):
-        came = time.perf_counter()
-        with timed(self.sums, "seconds"):
-            dist.barrier()
-        self.idle += time.perf_counter() - came
-        return super().take_row()
+    def plan(self):
+        """Find the pace, then plan the end, anew after each step: the rate's cosine goes on to it.
+        first: the first outer step after the warm-up."""
+        o, step = self.run.o, self.run.step
+        if not self.begun and step >= o.warmup // 2:                # first steps are slow
+            self.begin()
+        first = math.ceil(o.warmup / o.inner_steps) * o.inner_steps
+        if step == first:
+            self.agree()
+        elif step > first:
+            o.steps = self.ends_after(step + (self.limit - self.sums["seconds"]) * self.pace)
 
-    def report(self, row, ends):
-        super().report(row, ends)
-        if not ends:
-            self.renew()
-        dist.barrier()
+    def begin(self):
+        """The pace counts from here on."""
+        self.begun = self.sums["seconds"], self.sums["blocked"], self.run.step
 
     @property
-    def m(self):
-        return self.run.o.inner_steps or 1
+    def pace(self):
+        """Inner steps per second."""
+        began, _, step = self.begun
+        return (self.run.step - step) / (self.sums["seconds"] - began)
 
-    def renew(self):
-        """At an evaluation, which follows an outer step."""
+    @property
+    def speed(self):
+        """Inner steps per second, as if this rank had never waited."""
         began, blocked, step = self.begun
-        seconds = self.seconds - began
-        steps = self.run.step - step
-        pace = steps / seconds / self.m
+        waited = self.sums["blocked"] - blocked
+        return (self.run.step - step) / (self.sums["seconds"] - began - waited)
+
+    def agree(self):
+        """At the first outer step after the warm-up, to which all come: what each needs of the
+        others."""
+        o = self.run.o
         if self.by_speed:
-            speed = steps / (seconds - (self.sums["blocked"] - blocked))
-            self.take_own_steps(speed)
-            pace = speed / self.m                       # at first as if nobody would wait
-            self.begun = self.seconds, self.sums["blocked"], self.run.step
-        self.fit(pace)
+            self.take_own_steps()
+        elif self.evaluates:
+            slowest = min(self.run.job.share(self.pace / o.inner_steps))
+            o.eval_every = max(1, round(self.limit / EVALUATIONS * slowest)) * o.inner_steps
 
-    def fit(self, pace):
-        """All ranks set the numbers that fit the slowest. pace: outer steps a second."""
-        o, job = self.run.o, self.run.job
-        slowest = min(job.share(pace))
-        self.rounds, self.every = job.share(self.numbers(slowest))[0]
-        o.steps = self.rounds * self.m + o.delay        # the last message has landed
-        o.eval_every = self.every * self.m
-
-    def numbers(self, pace):
-        """(outer steps in all, between evaluations)"""
-        left = self.limit - self.sums["seconds"]
-        gap = self.limit / EVALUATIONS
-        if self.every and 0 < left < 0.75 * gap:        # the last part stays as planned
-            return self.rounds, self.every
-        every = self.every or max(1, round(gap * pace))
-        done = self.run.step // self.m
-        more = round(left * pace - self.run.o.delay / self.m)
-        in_all = done + max(1, more)
-        if self.rounds and left <= 0:   # over its time: an evaluation must not move the end away
-            in_all = min(in_all, self.rounds)
-        return in_all, every
-
-    def take_own_steps(self, speed):
+    def take_own_steps(self):
         """From here on each rank makes inner steps by its speed between outer steps, which keep
         their numbers: so groups are drawn alike."""
         run, o = self.run, self.run.o
-        self.by_speed = False
+        speed = self.speed
         fastest = max(run.job.share(speed))
         done = run.step // o.inner_steps
         o.inner_steps, o.delay = own_steps(o.inner_steps, o.fragments, o.delay, speed / fastest)
@@ -129,6 +114,59 @@ class Clock(train.Log):
         # Steps count as if there had been so many from the first outer step on.
         run.step = run.outer.steps = o.warmup = done * o.inner_steps
         self.inner_steps = run.job.share(o.inner_steps)
+        self.begin()
+
+    def ends_after(self, fitting):
+        """How many steps this rank shall make in total. fitting: as many as fit at its pace."""
+        o = self.run.o
+        next_one = self.run.step // o.inner_steps + 1       # nobody stops between two outer steps
+        fits = max(next_one, round((fitting - o.delay) / o.inner_steps))
+        if self.rounds is None and self.sums["seconds"] > FIXED * self.limit:
+            self.rounds = self.common(fits, next_one)
+        rounds = self.rounds or fits
+        return rounds * o.inner_steps + o.delay             # the last message has landed
+
+    def common(self, fits, next_one):
+        """The outer steps that all make, the least that fits anybody; None while it is not known.
+        Other ranks are told this one's numbers."""
+        job, key = self.run.job, "outer steps in total"
+        if not self.told:
+            job.store.set(f"outer steps of {job.rank}", f"{fits} {next_one}")
+            self.told = True
+        every = [f"outer steps of {rank}" for rank in range(job.world)]
+        if job.leads and job.store.check(every):
+            plans = [text.split() for text in job.store.multi_get(every)]
+            least = min(int(fitting) for fitting, _ in plans)
+            begun = max(int(next_one) for _, next_one in plans)
+            job.store.set(key, str(max(least, begun)))
+        return int(job.store.get(key)) if job.store.check([key]) else None
+
+    def take_row(self):
+        """The time ends when the last rank has come."""
+        with timed(self.sums, "seconds"):
+            dist.barrier()
+        return super().take_row()
+
+    def report(self, row, ends):
+        """All go on together."""
+        super().report(row, ends)
+        dist.barrier()
+
+
+class OwnTime(Clock):
+    """For pairs that never wait: each rank makes as many steps as fit at its own pace, and
+    evaluates once, at the end."""
+
+    def agree(self):
+        """Nothing: for that ranks would wait."""
+
+    def ends_after(self, fitting):
+        return max(self.run.step, round(fitting))
+
+    def take_row(self):
+        """What is under way arrives before the evaluation."""
+        self.run.outer.settle()
+        return train.Log.take_row(self)
 
 
 def own_steps(m, K, D, share):
@@ -152,72 +190,10 @@ def set_steps(outer, m, D):
         for k, fragment in enumerate(outer.outers):
             fragment.late = k * m // len(outer.outers)
             set_steps(fragment, m, D)
-    elif isinstance(outer, Delayed):
-        outer.delay, outer.outer.inner_steps = D, m
-    else:
-        outer.inner_steps = m
-
-
-# ---------------------------------------------------------------- one evaluation, at the end
-
-
-class OwnTime(train.Log):
-    """Gives this rank as many steps as fit into `limit` seconds at its own pace. Ranks evaluate
-    once, at the end: at an evaluation before it they would wait for each other."""
-
-    def __init__(self, run, limit):
-        super().__init__(run)
-        self.limit = limit
-        self.begun = ()             # (seconds, steps) since when the pace counts
-        self.inner_steps = None     # as Clock's: here all ranks have the same
-
-    def between_steps(self, before):
-        o, made, now = self.run.o, self.run.step, self.sums["seconds"]
-        if not self.begun and made >= o.warmup // 2:            # first steps are slow
-            self.begun = now, made
-        if o.warmup <= made < o.steps:
-            began, steps = self.begun
-            if made > steps:
-                pace = (made - steps) / (now - began)
-                self.fit(made, made + max(0, round((self.limit - now) * pace)), now)
-        super().between_steps(before)
-
-    def fit(self, made, fitting, now):
-        """made: steps so far; fitting: those that fit in total."""
-        self.run.o.steps = fitting
-
-    def take_row(self):
-        """What is under way arrives before the evaluation."""
-        self.run.outer.settle()
-        return super().take_row()
-
-
-class CommonEnd(OwnTime):
-    """For replicas that meet: all make equally many outer steps. Each plans by its own pace, until
-    the first rank tells the others how many there will be, once most of the time has passed."""
-
-    def __init__(self, run, limit):
-        super().__init__(run, limit)
-        self.told = False
-
-    def fit(self, made, fitting, now):
-        o, job = self.run.o, self.run.job
-        if self.told:
-            return
-        rounds = max(made // o.inner_steps + 1, round((fitting - o.delay) / o.inner_steps))
-        if now > 0.7 * self.limit:
-            if job.leads:
-                job.store.set("outer steps in all", str(rounds))
-            self.told = job.store.check(["outer steps in all"])
-            if self.told:
-                rounds = int(job.store.get("outer steps in all"))
-        o.steps = rounds * o.inner_steps + o.delay              # the last message has landed
-
-    def take_row(self):
-        """The time ends when the last rank has come."""
-        with timed(self.sums, "seconds"):
-            dist.barrier()
-        return super().take_row()
+        return
+    outer.inner_steps = m
+    if isinstance(outer, Delayed):
+        outer.delay = D
 
 
 def never_waiting(run):
@@ -252,66 +228,6 @@ def compute_until(end):
         square @ square
 
 
-# ---------------------------------------------------------------- DDP as torch does it
-
-
-class Loss(torch.nn.Module):
-    """A Llama's loss as one call, as DistributedDataParallel needs it."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens):
-        x = self.model.blocks(self.model.embed(tokens[:, :-1]))
-        return self.model.loss(x, tokens[:, 1:])
-
-
-class Overlapped(train.Pipeline):
-    """One stage, whose gradients DistributedDataParallel averages while backward goes on.
-
-    held: seconds of the last step that backward waited for messages after its own work.
-    """
-
-    def __init__(self, model, *rest):
-        super().__init__(model, *rest)
-        self.held = self.worked = 0.0
-        self.ddp = DistributedDataParallel(Loss(model))
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(self.note)
-
-    def note(self, _):
-        self.worked = time.perf_counter()
-
-    def run(self, paths, batches, train=True, order=None):
-        if not train:
-            return super().run(paths, batches, train, order)
-        tokens = torch.cat(list(batches.values()))
-        loss = self.ddp(tokens)
-        loss.backward()
-        end = time.perf_counter()
-        self.held = end - self.worked
-        count = tokens[:, 1:].numel()
-        return loss.detach(), count, count
-
-
-class Averaged:
-    """In place of train.Average: backward has averaged the gradients already.
-
-    Each rank's batch has equally many tokens, so a mean of sums over them is what is wanted.
-    """
-    owed = ()
-
-    def __init__(self, run):
-        self.run, self.bytes_sent = run, 0
-
-    def __call__(self, grad, tokens):
-        n = self.run.job.world
-        self.bytes_sent += 2 * (n - 1) * grad.nbytes // n           # a ring's
-        self.run.log.sums["blocked"] += self.run.pipeline.held
-        return tokens
-
-
 # ---------------------------------------------------------------- a run
 
 
@@ -334,16 +250,13 @@ class Measured(train.Routes):
 def parts_of(own):
     """What takes the place of train.Run's parts."""
     parts = dict(Routes=functools.partial(Measured, memory=own.memory))
-    if own.overlapped:
-        parts.update(Pipeline=Overlapped, Average=Averaged)
     if own.uneven:
         parts["Pipeline"] = Uneven
     if own.never_waits:
         parts.update(make_outer=never_waiting, Log=functools.partial(OwnTime, limit=own.clock))
-    elif own.one_evaluation:
-        parts["Log"] = functools.partial(CommonEnd, limit=own.clock)
     else:
-        parts["Log"] = functools.partial(Clock, limit=own.clock, by_speed=own.by_speed)
+        parts["Log"] = functools.partial(Clock, limit=own.clock, by_speed=own.by_speed,
+                                         evaluates=not own.one_evaluation)
     return parts
 
 
@@ -358,7 +271,12 @@ def clocked(argv):
         run = train.built(job, [*argv, "--steps", "1000000"], **parts_of(own))
         check(own, run)
         asked = run.o.inner_steps
-        set_clock(own, run)
+        run.o.eval_every = run.o.steps
+        if run.corpus:
+            test = run.corpus.heldout.chunk(2)[1]
+            run.corpus.heldout = test.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
+        if own.uneven:
+            run.pipeline.draws = random.Random(f"uneven {run.o.seed} {job.rank}")
         train.train(run)
         job.close()
     if job.leads:           # with the steps that fitted
@@ -366,37 +284,18 @@ def clocked(argv):
         train.write_json(run.folder / "config.json", config)
 
 
-def set_clock(own, run):
-    """Give the run its part of the held-out text, and its evaluations."""
-    o, job = run.o, run.job
-    if run.corpus:
-        test = run.corpus.heldout.chunk(2)[1]
-        run.corpus.heldout = test.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
-    if own.uneven:
-        run.pipeline.draws = random.Random(f"uneven {o.seed} {job.rank}")
-    o.eval_every = o.steps
-    if not (own.never_waits or own.one_evaluation):
-        m = o.inner_steps or 1
-        o.eval_every = -(-max(1, o.warmup) // m) * m        # at the warm-up's end
-
-
 def check(own, run):
     """Raises BadInput."""
     o = run.o
-    whole = o.method == "ddp" and o.wire == "fp32" and len(o.stages) == 1
-    train.need(whole or not own.overlapped,
-               "--overlapped is for --method ddp with --wire fp32 and one stage")
-    train.need(not (own.overlapped and own.uneven), "--uneven is not for --overlapped")
+    train.need(run.outer, "--clock is for --method noloco and diloco")
+    train.need(o.warmup >= 4, "--clock needs a --warmup of 4 or more: in it, it finds the pace")
     if own.never_waits:
         plain = o.method == "noloco" and o.wire == "fp32" and not o.delay and o.fragments == 1
         train.need(plain and not own.by_speed and len(o.stages) == 1,
                    "--never-waits is for --method noloco with --wire fp32, without --delay, "
                    "--fragments and --by-speed, and one stage")
-    train.need(not own.one_evaluation or (run.outer and not own.by_speed),
-               "--one-evaluation is for noloco and diloco, without --by-speed")
-    train.need(o.warmup >= 4, "--clock needs a --warmup of 4 or more: in it, it finds the pace")
     if own.by_speed:
-        train.need(run.outer, "--by-speed is for noloco and diloco")
+        train.need(own.one_evaluation, "--by-speed is for --one-evaluation")
         train.need(o.delay < o.inner_steps // o.fragments,
                    "--by-speed needs a --delay below --inner-steps / --fragments")
 
@@ -408,8 +307,6 @@ def clock_parser():
                    help="microbatches that a node holds, for the planner")
     p.add_argument("--by-speed", action="store_true",
                    help="after the warm-up each replica makes inner steps by its speed")
-    p.add_argument("--overlapped", action="store_true",
-                   help="ddp by torch's DistributedDataParallel, during the backward pass")
     p.add_argument("--never-waits", action="store_true",
                    help="pairs that never wait, instead of NoLoCo's")
     p.add_argument("--uneven", action="store_true",

@@ -1,395 +1,315 @@
-"""NoLoCo beside DiLoCo for 90 s between hosts, both at their best: which ends lower?
+"""Who ends lowest in equal time between hosts: NoLoCo, DiLoCo, or pairs that never wait?
 
     python -m experiments.race [--scale try|plot|full] [--plot]         as root
 
-full: 4.6 h of two idle cores. Eight hosts have a fifth of a processor each (CPU); a run takes 90 s
-by the clock (experiments/clock.py). At three points, named before the runs:
+full: about five hours of two idle cores. Eight hosts have a fifth of a processor each (CPU) and 200
+Mbit/s; a run takes 90 s by the clock (experiments/clock.py). Three points, named before the runs:
 
-    one slow host               200 Mbit/s, 5 ms one way; host 5 has a tenth of a processor
-    one slow host, m by speed   the same; each replica makes inner steps by its speed
-    high latency                200 Mbit/s, 50 ms
+    uneven steps    5 ms one way. A step takes f times as long as two plain ones, but no less than
+                    one, by computing longer; f is log-normal with mean 1 and sigma^2 0.5, NoLoCo's
+                    own model (B4), on every host. Sixteen seeds
+    one slow host   5 ms one way. Host 5 has a tenth of a processor; NoLoCo and DiLoCo make inner
+                    steps by each host's speed. Eight seeds
+    50 ms one way   Eight seeds
 
-sixteen seeds, the merged model's loss at each run's own end, NoLoCo minus DiLoCo, paired, Holm's
-correction over the three. Controls have the first eight seeds: DiLoCo by torch's ring all-reduce in
-fp32, which says whether a difference belongs to the method or to our sum in one byte; and short
-messages (1 Gbit/s, 5 ms) with DDP as torch's DistributedDataParallel does it, overlapped. (These
-weights fit into one bucket of it, so there is little that it could overlap.)
+Named before, too: at each point NoLoCo minus DiLoCo, pairs that never wait minus NoLoCo, and minus
+DiLoCo, of the merged model's loss at each run's own end; Holm's correction goes over all nine.
 
-All methods at a point run by turns, one right after the other within a seed; experiments/turns.py
-has the rule on others' load. m, K, D and the rate of both methods are those that
-experiments/tries.py chooses on seeds 100 to 102, with as many tries for each: `full` does not begin
-before they stand here.
+Each method has six tries per point, of m, K fragments, a delay D of up to m / 2 and the rate, all
+on seed 100, then its best two on seed 101; the better mean is raced. These tries are the first
+stage of this program, and the race does not begin before it has them.
 
-164 000 parameters, 1024 tokens a replica and step, a step 0.15 s on a fifth of a processor. One
-byte a weight, but for the controls.
+164 000 parameters, 1024 tokens per replica and step, which takes 0.15 s on a fifth of a processor
+that does nothing else. All messages are fp32, four bytes per weight, since those of pairs that
+never wait are. Nobody evaluates before the end: for that, all would wait for each other.
+All racers of a point and seed run one right after the other, and who is first changes with the
+seed. If others' work takes more than OTHERS of a processor in one of these runs, all of them are
+made again, whatever they have found.
 """
 import itertools
 import json
 import statistics
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from experiments.clock import CPU, PROGRAM
-from experiments.harness import Row, Setting, command
-from experiments.pictures import COLOURS, GREY, WIDTH, counted, differences, frame
-from experiments.tables import Comparison, Expected, Table, sure
-from experiments.turns import counted_rows, take_turns
+from experiments.harness import Row, Run, command, make_runs, records_in, results_file
+from experiments.pictures import COLOURS, GREY, WIDTH, forest, frame
+from experiments.stats import Comparison, Table, by_seed, mean, paired, significant, those
+from train import BadInput
 
-SECONDS = {"try": 4, "plot": 30, "full": 90}     # by the clock
-SEEDS = {"try": 1, "plot": 1, "full": 16}
-CONTROLS = 8            # seeds
+SECONDS = {"try": 4, "plot": 30, "full": 90}        # by the clock
+OTHERS = 0.1            # of a processor; at full, the most that others' work may take
 TOKENS = 1024           # of a replica's step
-LEARN = ("--layers 2 --batch 8 --microbatches 1 --warmup 20 --eval-sequences 64 "
-         "--save-every 1000000")
-
-
-@dataclass(frozen=True)
-class Racer:
-    """A method at its setting: m, K, D and the learning rate. clock: options of
-    experiments.clock."""
-    name: str
-    method: str
-    rate: float
-    m: int = None
-    K: int = 1
-    D: int = 0
-    wire: str = "int8"
-    clock: str = ""
-    control: bool = False
-
-    @property
-    def way(self):
-        """The setting in words."""
-        if not self.m:
-            return f"rate {self.rate}"
-        parts = f", K {self.K}" if self.K > 1 else ""
-        return f"m {self.m}{parts}, D {self.D}, rate {self.rate}"
-
-    @property
-    def options(self):
-        """Of train.py."""
-        words = [LEARN, f"--lr {self.rate} --method {self.method} --wire {self.wire}"]
-        if self.m:
-            words.append(f"--inner-steps {self.m}")
-        if self.K > 1:
-            words.append(f"--fragments {self.K}")
-        if self.D:
-            words.append(f"--delay {self.D}")
-        return " ".join(words)
-
-
-def noloco(rate, m, K=1, D=0):
-    return Racer("NoLoCo", "noloco", rate, m, K, D)
-
-
-def diloco(rate, m, K=1, D=0):
-    return Racer("DiLoCo", "diloco", rate, m, K, D)
-
-
-def ring(diloco):
-    """The raced DiLoCo, but its sum is torch's all-reduce."""
-    return replace(diloco, name="DiLoCo, ring in fp32", wire="fp32", control=True)
-
-
-def ddp(rate):
-    return Racer("DDP by torch", "ddp", rate, wire="fp32", clock="--overlapped", control=True)
+LEARN = "--layers 2 --batch 8 --microbatches 1 --warmup 20 --eval-sequences 64"
+NOLOCO, DILOCO, PAIRS = METHODS = "NoLoCo", "DiLoCo", "pairs that never wait"
+NAMED = (NOLOCO, DILOCO), (PAIRS, NOLOCO), (PAIRS, DILOCO)      # at each point: one minus the other
+TRIED, AGAIN = 100, 101     # seeds of the tries: of all, of the best two
+WIRES = {"fp32": "fp32", "int8": "one byte per weight"}
+SHOWN = {"merged": ".3f", "steps": ".0f", "blocked": ".1f", "sent": ".1f"}
+DRAWN = {NOLOCO: COLOURS["NoLoCo"], DILOCO: COLOURS["DiLoCo"], PAIRS: COLOURS["25%"]}
 
 
 @dataclass(frozen=True)
 class Point:
-    """Who races, and on which network. hosts: options of tools/hosts.py; clock: of
-    experiments.clock. The first two racers are NoLoCo and DiLoCo. control: no point of the
-    question."""
+    """Where methods race. hosts: options of tools/hosts.py; clock: of experiments/clock.py.
+    by_speed: whether those who can make inner steps by speed."""
     name: str
+    seeds: int
     hosts: str
-    racers: tuple
     clock: str = ""
-    control: bool = False
-
-    def label(self, racer):
-        return f"{self.name}: {racer.name}"
-
-    def setting(self, racer, seconds, processes=8):
-        """What to run."""
-        words = [PROGRAM, str(seconds), self.clock, racer.clock]
-        return Setting(self.label(racer), racer.options, processes, after=ended,
-                       program=" ".join(filter(None, words)), hosts=f"--cpu {CPU} {self.hosts}")
+    by_speed: bool = False
 
 
-# What experiments/tries.py chose. At short messages, a control, NoLoCo and DiLoCo have the first
-# race's m, K and D, and the rate that was chosen everywhere else.
-SLOW = f"--mbit 200 --latency 5 --cpu 5={CPU / 2:.3g}"
-DILOCO_SLOW = diloco(0.003, 5, 1, 1)
-DILOCO_LATE = diloco(0.003, 10, 5, 2)
 POINTS = (
-    Point("one slow host", SLOW, (noloco(0.003, 2), DILOCO_SLOW, ring(DILOCO_SLOW))),
-    Point("one slow host, m by speed", SLOW, (noloco(0.003, 2), diloco(0.003, 4, 1, 1)),
-          clock="--by-speed"),
-    Point("high latency", "--mbit 200 --latency 50",
-          (noloco(0.003, 5, 5, 1), DILOCO_LATE, ring(DILOCO_LATE))),
-    Point("short messages", "--mbit 1000 --latency 5",
-          (noloco(0.003, 2, 2, 1), diloco(0.003, 2, 2, 1), ddp(0.003)), control=True),
+    Point("uneven steps", 16, "--mbit 200 --latency 5", clock="--uneven"),
+    Point("one slow host", 8, f"--mbit 200 --latency 5 --cpu 5={CPU / 2:.3g}", by_speed=True),
+    Point("50 ms one way", 8, "--mbit 200 --latency 50"),
 )
-TRY = Point("two hosts, m by speed", f"--mbit 200 --latency 5 --cpu 1={CPU / 2:.3g}",
-            (noloco(0.006, 2),), clock="--by-speed")
+TRY = Point("two hosts", 1, f"--mbit 200 --latency 5 --cpu 1={CPU / 2:.3g}", by_speed=True)
+WAITLESS = ((4, 1, 0, 0.003), (8, 1, 0, 0.003), (16, 1, 0, 0.003),
+            (4, 1, 0, 0.0015), (8, 1, 0, 0.0015), (8, 1, 0, 0.006))
+TRIES = {                   # {(point, method): settings}: m, K, D and the rate
+    ("uneven steps", NOLOCO): ((10, 1, 1, 0.003), (10, 1, 5, 0.003), (10, 5, 5, 0.003),
+                               (4, 1, 2, 0.003), (20, 1, 10, 0.003), (10, 1, 5, 0.0015)),
+    ("uneven steps", DILOCO): ((20, 1, 1, 0.003), (20, 1, 10, 0.003), (20, 4, 10, 0.003),
+                               (10, 1, 5, 0.003), (40, 1, 20, 0.003), (20, 1, 10, 0.0015)),
+    ("uneven steps", PAIRS): WAITLESS,
+    ("one slow host", NOLOCO): ((2, 1, 0, 0.003), (4, 1, 1, 0.003), (4, 1, 2, 0.003),
+                                (10, 1, 5, 0.003), (10, 2, 4, 0.003), (4, 1, 2, 0.0015)),
+    ("one slow host", DILOCO): ((4, 1, 1, 0.003), (4, 1, 2, 0.003), (10, 1, 2, 0.003),
+                                (10, 1, 5, 0.003), (10, 2, 4, 0.003), (4, 1, 2, 0.0015)),
+    ("one slow host", PAIRS): WAITLESS,
+    ("50 ms one way", NOLOCO): ((4, 1, 2, 0.003), (5, 5, 1, 0.003), (5, 5, 2, 0.003),
+                                (10, 5, 5, 0.003), (10, 1, 5, 0.003), (5, 5, 2, 0.0015)),
+    ("50 ms one way", DILOCO): ((10, 1, 5, 0.003), (10, 2, 5, 0.003), (20, 1, 10, 0.003),
+                                (20, 2, 10, 0.003), (20, 4, 10, 0.003), (10, 1, 5, 0.0015)),
+    ("50 ms one way", PAIRS): WAITLESS,
+}
 
 
 # ---------------------------------------------------------------- the runs
 
 
-def points(scale):
-    """A try: one run between two hosts."""
-    if scale == "try":
-        return (TRY,)
-    if scale == "plot":
-        return POINTS[:3]
-    return POINTS
-
-
-def turns(scale):
-    return turns_at(points(scale), scale)
-
-
-def turns_at(points, scale):
-    """[(Settings of all that race at a point, seed)], in the order in which they run: points of the
-    question first."""
-    found = []
-    for control in (False, True):
-        for seed in range(SEEDS[scale]):
-            for point in points:
-                settings = settings_at(point, seed, scale)
-                if settings and point.control == control:
-                    found.append((settings, seed))
-    return found
-
-
-def settings_at(point, seed, scale):
-    """Who is first changes from seed to seed."""
-    racers = point.racers
-    if seed >= CONTROLS or scale == "plot":
-        racers = [racer for racer in racers if not (racer.control or point.control)]
+def a_run(stage, point, method, setting, seed, scale):
+    """The Run of a method with its setting (m, K, D, rate)."""
+    m, K, D, rate = setting
+    by_speed = point.by_speed and method != PAIRS       # they need none
+    facts = dict(stage=stage, point=point.name, method=method, **named(setting), wire="fp32",
+                 by_speed=by_speed, seed=seed)
+    clock = [PROGRAM, str(SECONDS[scale]), "--one-evaluation", point.clock]
+    if by_speed:
+        clock.append("--by-speed")
+    if method == PAIRS:
+        clock.append("--never-waits")
+    options = (f"{LEARN} --method {'diloco' if method == DILOCO else 'noloco'} --lr {rate} "
+               f"--inner-steps {m} --fragments {K} --delay {D}")
     processes = 2 if scale == "try" else 8
-    settings = [point.setting(racer, SECONDS[scale], processes) for racer in racers]
-    first = seed % len(settings) if settings else 0
-    return settings[first:] + settings[:first]
-
-
-def settings(scale):
-    """All different ones."""
-    found = {}
-    for some, _ in turns(scale):
-        found |= {setting.label: setting for setting in some}
-    return list(found.values())
-
-
-def measure(o):
-    if o.scale == "full":
-        from experiments.tries import refuse_unchosen       # here, since it imports this file
-        refuse_unchosen(o)
-    take_turns("race", of_seeds(turns(o.scale), o), o)
-
-
-def of_seeds(turns, o):
-    """The turns of the seeds that the command line asks for."""
-    return [(some, seed) for some, seed in turns if not o.seeds or seed in o.seeds]
+    return Run(facts, options, processes, " ".join(filter(None, clock)),
+               f"--cpu {CPU} {point.hosts}", after=ended)
 
 
 def ended(folder):
-    """What the run's row gets of its end: the merged model's loss, nats per byte; each replica's
-    mean steps, seconds held by synchronisation, and megabytes sent."""
-    last = json.loads(Path(folder, "metrics.jsonl").read_text().splitlines()[-1])
-    config = json.loads(Path(folder, "config.json").read_text())
-    ranks = last["ranks"]
-    return dict(corpus=last["corpus"], merged=round(last["merged_nats_per_byte"], 5),
-                seconds=round(last["seconds"], 2), steps=last["tokens"] / TOKENS / ranks,
-                held=round(last["blocked"] * last["seconds"], 2),
-                sent=round(last["sync_bytes"] / ranks / 1e6, 3),
+    """What the record gets of the run's end: each replica's mean steps, and seconds in which it was
+    blocked by synchronisation; the inner steps of each, where they differ."""
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    config = json.loads((folder / "config.json").read_text())
+    return dict(steps=last["tokens"] / TOKENS / last["ranks"],
+                blocked=round(last["blocked"] * last["seconds"], 2),
                 inner_steps=config["inner_steps_by_rank"])
+
+
+def measure(o):
+    """On the full scale first the tries. At others the first try of each list races."""
+    if o.scale == "try":
+        runs = [a_run("race", TRY, method, (2, 1, 0, 0.003), 0, o.scale)
+                for method in (NOLOCO, PAIRS)]
+        make_runs("race", runs, o)
+    elif o.scale == "plot":
+        settings = {raced: tries[0] for raced, tries in TRIES.items()}
+        make_runs("race", race_runs(settings, 1, o.scale), o, turn_of=turn)
+    else:
+        make_tries(o)
+        if not o.seeds or min(o.seeds) < TRIED:
+            make_runs("race", race_runs(chosen(o), 16, o.scale), o, turn_of=turn,
+                      most_others=OTHERS)
+
+
+def race_runs(settings, most, scale):
+    """All runs of the race, in their order: who is first changes with the seed. settings: {(point,
+    method): its setting}; most: seeds of a point."""
+    runs = []
+    for seed in range(most):
+        for point in POINTS:
+            if seed < point.seeds:
+                first = seed % len(METHODS)
+                for method in METHODS[first:] + METHODS[:first]:
+                    setting = settings[point.name, method]
+                    runs.append(a_run("race", point, method, setting, seed, scale))
+    return runs
+
+
+def turn(missing):
+    """All racers of a point and seed, one right after the other."""
+    return [run for run in missing if place(run) == place(missing[0])]
+
+
+def place(run):
+    return run.facts["point"], run.facts["seed"]
+
+
+# ---------------------------------------------------------------- the tries
+
+
+def make_tries(o):
+    """All on the first seed, then the best two of each list on the second."""
+    make_runs("race", tries(TRIED, TRIES, o), o, most_others=OTHERS)
+    make_runs("race", tries(AGAIN, best_two(o), o), o, most_others=OTHERS)
+
+
+def tries(seed, lists, o):
+    """Their Runs. lists: {(point, method): settings}."""
+    runs = []
+    for point in POINTS:
+        for method in METHODS:
+            for setting in lists[point.name, method]:
+                runs.append(a_run("try", point, method, setting, seed, o.scale))
+    return runs
+
+
+def best_two(o):
+    """{(point, method): the two tries that end lowest on the first seed}. Raises BadInput where one
+    is missing."""
+    return {raced: ranked(raced, settings, (TRIED,), o)[:2] for raced, settings in TRIES.items()}
+
+
+def chosen(o):
+    """{(point, method): the try that races}: of these two the one with the lower mean. Raises
+    BadInput where one is missing."""
+    return {raced: ranked(raced, settings, (TRIED, AGAIN), o)[0]
+            for raced, settings in best_two(o).items()}
+
+
+def ranked(raced, settings, seeds, o):
+    """The tries in the order of their mean loss on these seeds. Raises BadInput where one is
+    missing."""
+    point, method = raced
+    records = records_in(results_file(o.out, "race"))
+    means = {}
+    for setting in settings:
+        facts = dict(stage="try", point=point, method=method, **named(setting))
+        losses = by_seed(records, facts, "merged")
+        for seed in seeds:
+            if seed not in losses:
+                raise BadInput(f"the race needs its tries first, and none is there of {method} at "
+                               f"{point} with {named(setting)}: --seeds {seed}")
+        means[setting] = statistics.mean(losses[seed] for seed in seeds)
+    return sorted(settings, key=means.get)
+
+
+def named(setting):
+    """The facts of a setting."""
+    return dict(zip(("m", "K", "D", "rate"), setting))
 
 
 # ---------------------------------------------------------------- what was found
 
 
-def compared(rows, one, other):
-    """Nats per byte of one label's runs minus the other's, seed by seed; None without any."""
-    own, others = rows.get(one, {}), rows.get(other, {})
-    differences = [own[seed]["merged"] - others[seed]["merged"] for seed in own if seed in others]
-    return Comparison(differences) if differences else None
+class Race(NamedTuple):
+    """One method minus another one at a point. survives: Holm's correction."""
+    point: str
+    one: str
+    other: str
+    measured: Comparison
+    survives: bool
+
+    @property
+    def name(self):
+        return f"{self.point}: {self.one} minus {self.other}"
+
+    @property
+    def colour(self):
+        """That of the method that ended lower."""
+        if not self.survives:
+            return GREY
+        return DRAWN[self.one if self.measured.mean < 0 else self.other]
 
 
-def counted_in(found):
-    return counted_at(points(found["scale"]), found)
+def wires(found):
+    """Those of the records. Up to 2026-11-28 two programs raced, one with one byte per weight."""
+    there = {record["wire"] for record in found["records"]}
+    return [wire for wire in WIRES if wire in there]
 
 
-def counted_at(points, found):
-    """{label: {seed: row}} of the turns at these points that count."""
-    scale = found["scale"]
-    return counted_rows(found, turns_at(points, scale), judged=scale == "full")
+def points(found):
+    return (TRY,) if found["scale"] == "try" else POINTS
 
 
-def main_races(found):
-    """[(point, NoLoCo minus DiLoCo)] of the points of the question that have runs."""
-    rows, races = counted_in(found), []
-    for point in points(found["scale"]):
-        if len(point.racers) > 1 and not point.control:
-            measured = compared(rows, *map(point.label, point.racers[:2]))
+def races(found, wire):
+    """The Races named before that have runs with this wire."""
+    named_before = []
+    for point in points(found):
+        facts = dict(stage="race", point=point.name, wire=wire)
+        for one, other in NAMED:
+            measured = paired(found["records"], facts | dict(method=one),
+                              facts | dict(method=other))
             if measured:
-                races.append((point, measured))
-    return races
-
-
-def control_races(found):
-    """[(its name, one minus the other)] of the controls that have runs."""
-    rows, races = counted_in(found), []
-    for point in points(found["scale"]):
-        for one, other in itertools.combinations(point.racers, 2):
-            if other.control or point.control:
-                measured = compared(rows, point.label(one), point.label(other))
-                if measured:
-                    races.append((f"{point.name}: {one.name} minus {other.name}", measured))
-    return races
-
-
-def speed_races(found):
-    """[(its name, one minus the other)] of what m by speed changes; not named before the runs."""
-    if found["scale"] != "full":
-        return []
-    rows, races = counted_in(found), []
-    equal, by_speed = POINTS[:2]
-    for own, other in (0, 0), (1, 1), (1, 0):       # 0: NoLoCo, 1: DiLoCo
-        one, two = by_speed.racers[own], equal.racers[other]
-        measured = compared(rows, by_speed.label(one), equal.label(two))
-        if measured:
-            races.append((f"{one.name}, m by speed, minus {two.name}, equal m", measured))
-    return races
-
-
-def machine_races(found):
-    """[(point, machine, NoLoCo minus DiLoCo on it)] where machines of several kinds made the runs;
-    not named before them."""
-    rows, races = counted_in(found), []
-    if len({kind_of(row) for of in rows.values() for row in of.values()}) < 2:
-        return []
-    for point, _ in main_races(found):
-        one, other = map(point.label, point.racers[:2])
-        for kind in sorted({kind_of(row) for row in rows[one].values()}):
-            own = {seed: row for seed, row in rows[one].items() if kind_of(row) == kind}
-            races.append((point, kind, compared(rows | {one: own}, one, other)))
-    return races
-
-
-def kind_of(row):
-    """The processor's name."""
-    return row["machine"].split(",")[0]
+                named_before.append((point.name, one, other, measured))
+    survive = significant([measured for *_, measured in named_before])
+    return [Race(*race, stays) for race, stays in zip(named_before, survive)]
 
 
 def show(found):
-    seconds = SECONDS[found["scale"]]
-    races = main_races(found)
-    if races:
-        table = Table(f"{seconds} s between hosts", "NoLoCo", "DiLoCo", "NoLoCo minus DiLoCo")
-        for point, measured in races:
-            table.add(point.name, point.racers[0].way, point.racers[1].way, measured)
+    for wire in wires(found):
+        table = Table(f"{SECONDS[found['scale']]} s between hosts, {WIRES[wire]}", "nats per byte")
+        for race in races(found, wire):
+            table.add(race.name, race.measured)
         table.end()
-    by_machine = [(f"{point.name}, {kind}", measured)
-                  for point, kind, measured in machine_races(found)]
-    for title, races in (("controls", control_races(found)),
-                         ("not named before: m by speed", speed_races(found)),
-                         ("not named before: NoLoCo minus DiLoCo by machine", by_machine)):
-        if races:
-            table = Table(title, "nats per byte")
-            for name, measured in races:
-                table.add(name, measured)
-            table.end()
-    rows = counted_in(found)
-    show_reasons(rows, points(found["scale"]))
-    show_load(found, rows)
+        show_means(found, wire)
 
 
-def show_reasons(rows, points):
-    """A row a method: why. Then the controls, beside the others on their seeds. rows: {label:
-    {seed: row}}."""
-    question, controlled = [], []
-    for point in points:
-        has_controls = point.control or any(racer.control for racer in point.racers)
-        for racer in point.racers:
-            if not (point.control or racer.control):
-                question.append((point, racer))
-            if has_controls:
-                controlled.append((point, racer))
-    show_means("a replica's mean", rows, question, SEEDS["full"])
-    show_means("a replica's mean, seeds of the controls", rows, controlled, CONTROLS)
-
-
-def show_means(title, rows, raced, seeds):
-    """raced: [(point, racer)]; seeds: how many of the first."""
-    table = Table(title, "seeds", "merged, nats per byte", "steps", "seconds held", "MB sent")
-    for point, racer in raced:
-        by_seed = rows.get(point.label(racer), {})
-        runs = [row for seed, row in by_seed.items() if seed < seeds]
-        if runs:
-            table.add(f"{point.label(racer)}, {racer.way}", len(runs),
-                      mean(runs, "merged", ".3f"), mean(runs, "steps", ".0f"),
-                      mean(runs, "held", ".1f"), mean(runs, "sent", ".1f"))
-    if table.rows:
-        table.end()
-
-
-def mean(rows, key, form):
-    return f"{statistics.mean(row[key] for row in rows):{form}}"
-
-
-def show_load(found, rows):
-    counted = [row for runs in rows.values() for row in runs.values()]
-    made = sum(map(len, found["runs"].values()))
-    if counted:
-        others = max(row["others"] for row in counted)
-        print(f"Runs that count: {len(counted)}; others' work took at most {others:.3f} of a "
-              f"processor in them. Runs of turns that were made again or are not complete: "
-              f"{made - len(counted)}.\n")
+def show_means(found, wire):
+    """What each racer did."""
+    table = Table(f"a replica's mean, {WIRES[wire]}", "merged, nats per byte", "steps",
+                  "seconds blocked", "MB sent")
+    for point, method in itertools.product(points(found), METHODS):
+        facts = dict(stage="race", point=point.name, method=method, wire=wire)
+        raced = those(found["records"], **facts)
+        if raced:
+            setting = "m {m}, K {K}, D {D}, rate {rate}".format(**raced[0])
+            cells = [mean(raced, facts, key, form) for key, form in SHOWN.items()]
+            table.add(f"{point.name}: {method}, {setting}", *cells)
+    table.end()
 
 
 def draw(plt, found):
-    """NoLoCo's loss minus DiLoCo's at each point, with intervals; grey where it is not sure."""
-    races = main_races(found)
-    measured = [one for _, one in races]
-    figure, axis = plt.subplots(figsize=(WIDTH, 2.2 + 0.45 * len(measured)))
-    colours = [colour_of(one, stays) for one, stays in zip(measured, sure(measured))]
-    differences(axis, measured, colours, [point.name for point, _ in races])
-    axis.set(xlabel="nats per byte, NoLoCo minus DiLoCo")
-    seeds = max((len(one.differences) for one in measured), default=0)
-    frame(figure, found, finding(measured), "NoLoCo beside DiLoCo between hosts",
-          f"{SECONDS[found['scale']]} s between eight hosts of one machine, one byte a weight. "
-          f"Merged models, {counted(seeds, 'seed')}; bars: 95% intervals.")
+    """All comparisons named before, with intervals; grey where they are not significant."""
+    drawn = []
+    for wire in wires(found):
+        drawn += races(found, wire)
+    figure, axis = plt.subplots(figsize=(WIDTH, 1.4 + 0.45 * len(drawn)))
+    lines = {race.name.replace(": ", ":\n"): race.measured for race in drawn}
+    forest(axis, lines, [race.colour for race in drawn])
+    axis.set(xlabel="nats per byte after equal time")
+    frame(figure, found, finding(drawn), "Three methods in equal time between hosts")
     return figure
 
 
-def colour_of(measured, is_sure):
-    """That of the method that ended lower."""
-    if not is_sure:
-        return GREY
-    return COLOURS["NoLoCo" if measured.mean < 0 else "DiLoCo"]
+def finding(drawn):
+    """In how many comparisons the first one ended lower, after Holm's correction."""
+    never = [race for race in drawn if race.one == PAIRS]
+    pairs = [race for race in drawn if race.one == NOLOCO]
+    return (f"Pairs that never wait end lower in {wins(never)} of {len(never)} cases, NoLoCo than "
+            f"DiLoCo in {wins(pairs)} of {len(pairs)}")
 
 
-def finding(measured):
-    """At how many points each method ended lower beyond doubt."""
-    if not measured or any(one.p is None for one in measured):
-        return ""                   # one seed
-    lower = [one.mean < 0 for one, stays in zip(measured, sure(measured)) if stays]
-    if not lower:
-        return f"In equal time neither ended lower beyond doubt at any of {len(measured)} points"
-    return (f"In equal time NoLoCo ended lower beyond doubt at {lower.count(True)} of "
-            f"{len(measured)} points, DiLoCo at {lower.count(False)}")
+def wins(drawn):
+    return sum(1 for race in drawn if race.survives and race.measured.mean < 0)
 
 
-EXPECTED = {"one slow host": -0.024, "one slow host, m by speed": -0.005, "high latency": -0.014}
-
-
-def expected(found):
-    judged = found["scale"] == "full"
-    return [Expected(f"{point.name}: NoLoCo minus DiLoCo, nats per byte", measured.mean,
-                     EXPECTED[point.name], 0.05, "+.3f", judged)
-            for point, measured in main_races(found) if point.name in EXPECTED]
+def expected(_):
+    """Of 30 s and one seed nothing is expected: seeds differ by more than methods do."""
+    return []
 
 
 ROW = Row("race", measure, show, {"race": draw}, expected)

@@ -1,4 +1,5 @@
-"""Races between hosts: the clock, inner steps by speed, torch's DDP, turns and their load, the tries."""
+"""The race between hosts: the clock, inner steps by speed, uneven steps, its turns and their load, its tries
+and what it compares."""
 
 import itertools
 import json
@@ -11,23 +12,86 @@ import torch
 import torch.distributed as dist
 
 import train
-from experiments import clock, harness, race, tables, tries, turns
+from experiments import clock, harness, race
 from gossip import Fragments
 from noloco import NoLoCo
-from tests.harness import HERE, SMALL, checkpoint, metrics, processes
+from tests.harness import SMALL, checkpoint, metrics, processes
 from tools.hosts import Hosts
 
 # ---------------------------------------------------------------- the clock
 
 
-def metered(step, seconds, begun, limit, delay, m=3):
-    """A Clock of a rank that has made so many steps, alone."""
-    o = types.SimpleNamespace(inner_steps=m, delay=delay, steps=10**6, eval_every=10**6)
-    job = mock.Mock(share=mock.Mock(side_effect=lambda value: [value]))
-    meter = clock.Clock(types.SimpleNamespace(o=o, job=job, step=step), limit)
-    meter.begun = begun
-    meter.sums["seconds"] = seconds
-    return meter, o
+class OnTime:
+    """A rank that only tells its clock how late it is. pace: seconds of a step."""
+
+    def __init__(self, pace, limit=100.0, kind=clock.Clock, rank=0, world=1, store=None, m=3, D=1, **asked):
+        self.pace, self.planned = pace, []
+        o = types.SimpleNamespace(warmup=4, steps=10**6, eval_every=10**6, inner_steps=m, delay=D,
+                                  fragments=1)
+        job = types.SimpleNamespace(leads=rank == 0, rank=rank, world=world, store=store or dist.HashStore(),
+                                    share=mock.Mock(side_effect=lambda value: [value]))
+        self.run = types.SimpleNamespace(o=o, job=job, step=0)
+        self.clock = kind(self.run, limit, **asked)
+
+    @property
+    def ended(self):
+        return self.run.step >= self.run.o.steps
+
+    @property
+    def seconds(self):
+        return self.clock.sums["seconds"]
+
+    def step(self, blocked=0.0):
+        self.run.step += 1
+        self.clock.sums["seconds"] += self.pace
+        self.clock.sums["blocked"] += blocked
+        self.clock.plan()
+        self.planned.append(self.run.o.steps)
+
+
+def run_together(*ranks):
+    """The rank whose clock is furthest behind makes the next step, until all have ended."""
+    while not all(rank.ended for rank in ranks):
+        min((rank for rank in ranks if not rank.ended), key=lambda rank: rank.seconds).step()
+
+
+def test_a_rank_that_never_waits_makes_the_steps_that_fit():
+    """Steps of 2 s, from the 21st on of 4 s: it ends at the one after which another would be over 100 s."""
+    rank = OnTime(2.0, kind=clock.OwnTime)
+    for made in range(60):
+        if not rank.ended:
+            rank.pace = 2.0 if made < 20 else 4.0
+            rank.step()
+    assert rank.planned[6:20] == [50] * 14                      # at first all of 2 s
+    assert abs(rank.seconds - 100.0) <= 4.0
+
+
+@pytest.mark.parametrize("paces", [(2.0, 2.5), (2.5, 2.0), (2.0, 2.0, 2.5)])
+def test_all_end_after_the_outer_steps_that_fit_the_slowest(paces):
+    """m = 3, D = 1, 100 s: 50 or 40 steps fit, 16 and 13 outer steps and a landing. At first each plans by
+    its own pace."""
+    store = dist.HashStore()
+    ranks = [OnTime(pace, rank=rank, world=len(paces), store=store) for rank, pace in enumerate(paces)]
+    run_together(*ranks)
+    for rank, pace in zip(ranks, paces):
+        assert rank.planned[10] == (49 if pace == 2.0 else 40) and rank.planned[-1] == rank.run.step == 40
+
+
+def test_nobody_ends_before_all_have_told_what_fits():
+    """The first rank stands still: the other goes on for ever, and ends with the first one's number."""
+    store = dist.HashStore()
+    late, early = [OnTime(2.0, rank=rank, world=2, store=store) for rank in range(2)]
+    while early.seconds < 300:
+        assert not early.ended
+        early.step()
+    run_together(late, early)
+    assert early.run.o.steps == late.run.o.steps and early.run.o.steps % 3 == 1
+
+
+def test_a_run_that_is_over_its_time_ends_after_the_next_outer_step():
+    rank = OnTime(20.0, limit=30.0)
+    run_together(rank)
+    assert rank.run.step == 10      # 6 is the first outer step after the warm-up: it finds the time over
 
 
 def first_shared(value):
@@ -36,44 +100,32 @@ def first_shared(value):
     return lambda own: [own, value] if next(calls) == 0 else [own]
 
 
-def test_waiting_for_others_before_an_evaluation_is_no_work():
-    """12 steps in 20 s, of which 6 s in outer steps and 2 s at the evaluation were waits: one in 1 s. The
-    fastest makes 2 a second."""
-    meter, o = metered(12, 21.0, (1.0, 0.0, 0), limit=100.0, delay=0, m=4)
-    meter.by_speed, meter.idle, meter.sums["blocked"], o.fragments = True, 2.0, 6.0, 1
-    meter.run.outer = types.SimpleNamespace(inner_steps=4)
-    meter.run.job.share.side_effect = first_shared(2.0)         # the speed
-    meter.renew()
-    assert (o.inner_steps, meter.run.outer.inner_steps, meter.run.step) == (2, 2, 6)
-    assert meter.begun == (19.0, 6.0, 6)
+def test_waiting_for_others_is_no_work_where_steps_go_by_speed():
+    """A step in 2 s, of which one is a wait. The fastest makes 2 per second, so this one half as many."""
+    rank = OnTime(2.0, m=4, D=0, by_speed=True, evaluates=False)
+    rank.run.outer = types.SimpleNamespace(inner_steps=4, steps=0)
+    rank.run.job.share.side_effect = first_shared(2.0)
+    for _ in range(4):
+        rank.step(blocked=1.0)
+    assert rank.run.o.inner_steps == rank.run.outer.inner_steps == 2
+    assert rank.run.step == rank.run.outer.steps == 2           # one outer step, as if of 2 inner ones
+    rank.step(blocked=1.0)
+    assert rank.planned[-1] == 48                   # 3 made in 10 s, and 45 more fit
 
 
-def test_a_clock_gives_the_steps_that_fit():
-    """11 steps in 30 s, then steps of 2.5 s, m = 3, D = 2; at a slower pace, here or elsewhere, fewer."""
-    meter, o = metered(21, 55.0, (30.0, 0.0, 11), limit=100.0, delay=2)
-    meter.renew()
-    assert (o.steps, o.eval_every) == (38, 6)       # 21 and 17 in 45 s, with D; a sixth is 6.7 steps, so 6
-    for meter.run.step, meter.sums["seconds"] in ((24, 69.0), (30, 90.0)):
-        meter.renew()                               # steps of 3 s; then it is too late to change
-        assert (o.steps, o.eval_every) == (35, 6)
-    meter.run.job.share.side_effect = first_shared(1 / 15)      # the pace
-    meter.run.step, meter.sums["seconds"] = 24, 60.0
-    meter.renew()
-    assert o.steps == 32                            # two outer steps in the 40 s
-
-
-def test_a_run_that_is_over_its_time_ends():
-    """Each evaluation finds the time over: the end stays where it was."""
-    meter, o = metered(6, 3.0, (1.0, 0.0, 4), limit=2.0, delay=1)
-    for meter.run.step, meter.sums["seconds"] in ((6, 3.0), (9, 4.0)):
-        meter.renew()
-        assert (o.steps, o.eval_every) == (10, 3)
+def test_evaluations_follow_outer_steps_about_six_times():
+    """A step in 1 s, elsewhere in 2.5: in a sixth of 100 s there fit 6.7 steps, so two outer steps."""
+    rank = OnTime(1.0)
+    rank.run.job.share.side_effect = first_shared(1 / 2.5 / 3)
+    for _ in range(6):
+        rank.step()
+    assert rank.run.o.eval_every == 6
 
 
 def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing(trained, tmp_path):
     trained(2, "--clock", 2.0, "--inner-steps", 3, "--delay", 1, "--warmup", 5, main=clock.clocked)
     *steps, last = [row["step"] for row in metrics(tmp_path / "runs/x")]
-    assert steps[0] == 6 and last % 3 == 1 and not any(step % 3 for step in steps)
+    assert steps and last % 3 == 1 and not any(step % 3 for step in steps)
     part = checkpoint(tmp_path / "runs/x", last, 1)
     assert part["step"] == last and not part["outer"]["group"]
     assert json.loads((tmp_path / "runs/x/config.json").read_text())["steps"] == last
@@ -131,8 +183,8 @@ def half_as_fast(rank, world, *argv):
 
 
 def test_replicas_of_unequal_steps_end_after_equally_many_outer_steps(corpus, tmp_path):
-    argv = [*SMALL, "--data", corpus, "--name", "x", "--clock", 3, "--by-speed", "--warmup", 8,
-            "--inner-steps", 8, "--fragments", 2, "--delay", 1, "--wire", "int8"]
+    argv = [*SMALL, "--data", corpus, "--name", "x", "--clock", 3, "--by-speed", "--one-evaluation",
+            "--warmup", 8, "--inner-steps", 8, "--fragments", 2, "--delay", 1, "--wire", "int8"]
     own = processes(4, half_as_fast, *map(str, argv), cwd=tmp_path)
     assert own == [(8, 1), (4, 1), (4, 1), (8, 1)]
     last = metrics(tmp_path / "runs/x")[-1]
@@ -146,43 +198,7 @@ def test_replicas_of_unequal_steps_end_after_equally_many_outer_steps(corpus, tm
     assert config["inner_steps_by_rank"] == [8, 4, 4, 8]
 
 
-# ---------------------------------------------------------------- one evaluation, at the end
-
-
-def made(meter, seconds):
-    """The steps that this log plans after each step that it makes. seconds: so far, after each."""
-    planned = []
-    for now in seconds:
-        if meter.run.step == meter.run.o.steps:
-            return planned
-        meter.run.step += 1
-        meter.sums["seconds"] = now
-        meter.between_steps(meter.run.step - 1)
-        planned.append(meter.run.o.steps)
-
-
-def test_a_rank_by_itself_makes_the_steps_that_fit(monkeypatch):
-    """A step in 2 s, then steps of 4 s: it ends at the one after which another would be over 100 s."""
-    monkeypatch.setattr(train.Log, "between_steps", lambda self, before: None)
-    run = types.SimpleNamespace(o=types.SimpleNamespace(warmup=4, steps=10**6), step=0)
-    times = [2.0 * min(made, 20) + 4.0 * max(0, made - 20) for made in range(1, 60)]
-    planned = made(clock.OwnTime(run, 100.0), times)
-    assert planned[:3] == [10**6] * 3 and planned[3:20] == [50] * 17        # at first all of 2 s
-    assert abs(times[run.step - 1] - 100.0) <= 4.0
-
-
-def test_replicas_that_meet_end_after_the_outer_steps_that_the_first_rank_tells(monkeypatch):
-    """Rank 0 makes a step in 2 s, rank 1 in 2.5 s. After 70 of 100 s the first one's number counts for both:
-    16 outer steps of 3, and a landing."""
-    monkeypatch.setattr(train.Log, "between_steps", lambda self, before: None)
-    ends = {}
-    store = dist.HashStore()
-    for rank, pace in ((0, 2.0), (1, 2.5)):
-        o = types.SimpleNamespace(warmup=4, steps=10**6, inner_steps=3, delay=1)
-        run = types.SimpleNamespace(o=o, step=0, job=types.SimpleNamespace(leads=rank == 0, store=store))
-        planned = made(clock.CommonEnd(run, 100.0), itertools.count(pace, pace))
-        ends[rank] = planned[10], planned[-1]
-    assert ends == {0: (49, 49), 1: (40, 49)}
+# ---------------------------------------------------------------- steps of uneven length, and who never waits
 
 
 def test_an_uneven_step_computes_longer(monkeypatch):
@@ -215,255 +231,219 @@ def test_a_clocked_run_of_uneven_steps_that_evaluates_once(method, trained, tmp_
     assert row["step"] > 5 and row["step"] % 3 == 1 and row["merged_loss"] > 0
 
 
-# ---------------------------------------------------------------- torch's DDP
-
-
-def stepped(rank, world, corpus):
-    """The weights after two steps of train.py's ddp, and after two by DistributedDataParallel."""
-    job, found = train.Job(), []
-    argv = [*SMALL, "--data", str(corpus), "--method", "ddp", "--steps", "2", "--warmup", "0"]
-    o = train.parse(argv, world)
-    job.connect(o)
-    for parts in ({}, dict(Pipeline=clock.Overlapped, Average=clock.Averaged)):
-        run = train.Run(job, o, **parts)
-        for step in range(2):
-            run.step = step
-            train.inner_step(run, *run.routes.at(step))
-        found.append((run.theta.tolist(), run.average.bytes_sent))
-    job.close()
-    return found
-
-
-def test_overlapped_ddp_makes_train_pys_steps(corpus, tmp_path):
-    for (plain, sent), (overlapped, also_sent) in processes(2, stepped, corpus, cwd=tmp_path):
-        torch.testing.assert_close(torch.tensor(overlapped), torch.tensor(plain), atol=1e-5, rtol=1e-4)
-        assert sent == also_sent > 0
-
-
 # ---------------------------------------------------------------- turns, and the rule on load
 
 
 @pytest.fixture
 def told(monkeypatch):
-    """Runs are told: a list of [others' work, machine] to fill, which gives the names of those that ran."""
+    """Runs are only told: a list of others' work in each to fill, and the names of those that ran."""
     coming, ran = [], []
 
-    def measured_run(setting, name, seed):
-        others, where = coming.pop(0)
-        ran.append(name)
-        if others is None:
-            raise train.BadInput("the run failed")
-        command = f"{setting.program} --name {name} {harness.SMALL} {setting.options} --seed {seed}"
-        return dict(command=command, others=others, machine=where, merged=1.0)
+    def train_once(name, run):
+        ran.append(f"{run.facts['point']} {run.facts['method']} {run.facts['seed']}")
+        known = dict(corpus="text", machine="here", cpu_hours=0.0, others=coming.pop(0), merged=1.0)
+        return run.known | known
 
-    monkeypatch.setattr(turns, "measured_run", measured_run)
-    monkeypatch.setattr(turns, "machine", lambda: coming[0][1])
+    monkeypatch.setattr(harness, "train_once", train_once)
     return coming, ran
 
 
-TWO = [harness.Setting("a", "--lr 1"), harness.Setting("b", "--lr 2")]
-CALM, LOADED = turns.OTHERS, turns.OTHERS + 0.01
+def asked(tmp_path, scale="full", seeds=None):
+    return types.SimpleNamespace(out=tmp_path, scale=scale, seeds=seeds)
 
 
-def take(tmp_path, seed, scale="full"):
-    o = types.SimpleNamespace(out=tmp_path, scale=scale)
-    turns.take_turns("x", [(TWO, seed)], o)
-    return json.loads((tmp_path / "results/x.json").read_text())
+CALM, LOADED = race.OTHERS, race.OTHERS + 0.01
+FIRST = {raced: settings[0] for raced, settings in race.TRIES.items()}
+
+
+def take(tmp_path, **kwargs):
+    """Make the first seed's first turn."""
+    runs = race.race_runs(FIRST, 1, "full")[:3]
+    harness.make_runs("race", runs, asked(tmp_path), turn_of=race.turn, **kwargs)
+    return harness.records_in(tmp_path / "results/race.json")
 
 
 def test_a_turn_under_load_is_made_again_with_all_its_runs(told, tmp_path):
     coming, ran = told
-    coming += [(CALM, "here"), (LOADED, "here"), (LOADED, "here"), (CALM, "here"), (CALM, "here")]
-    found = take(tmp_path, 7)
-    assert ran == ["x-a-7-1", "x-b-7-1", "x-a-7-2", "x-a-7-3", "x-b-7-3"] and not coming
-    rows = turns.counted_rows(found, [(TWO, 7), (TWO, 8)])
-    assert {label: {seed: row["turn"] for seed, row in of.items()} for label, of in rows.items()} == {
-        "a": {7: 3}, "b": {7: 3}}
-    assert sum(map(len, found["runs"].values())) == 5       # nothing is thrown away
-    take(tmp_path, 7)
-    assert len(ran) == 5                                    # nor run again
+    coming += [CALM, LOADED, CALM, CALM, CALM, CALM]
+    records = take(tmp_path, most_others=race.OTHERS)
+    assert ran == 2 * [f"uneven steps {method} 0" for method in race.METHODS] and not coming
+    assert [record["others"] for record in records] == [CALM] * 3
+    take(tmp_path, most_others=race.OTHERS)
+    assert len(ran) == 6                                    # nor run again
 
 
-def test_a_turn_goes_on_where_it_was_begun_and_begins_anew_elsewhere(told, tmp_path):
+def test_a_machine_that_stays_busy_ends_the_program_and_small_scales_take_any_load(told, tmp_path):
     coming, ran = told
-    for seed, elsewhere in ((0, "here"), (1, "there")):
-        coming[:] = [(CALM, "here")]
-        with pytest.raises(IndexError):                     # cut off before the second run
-            take(tmp_path, seed)
-        coming[:] = [(CALM, elsewhere)] * (1 + seed)
-        take(tmp_path, seed)
-    assert ran == ["x-a-0-1", "x-b-0-1", "x-a-1-1", "x-a-1-2", "x-b-1-2"]
-
-
-def test_a_run_that_fails_is_run_again(told, tmp_path):
-    coming, ran = told
-    coming += [(CALM, "here"), (None, "here"), (CALM, "here")]
-    take(tmp_path, 3)
-    assert ran == ["x-a-3-1", "x-b-3-1", "x-b-3-1"]
-
-
-def test_a_machine_that_stays_busy_ends_the_program_and_a_try_takes_any_load(told, tmp_path):
-    coming, ran = told
-    coming += [(LOADED, "here")] * (turns.AGAIN + 2)
-    with pytest.raises(train.BadInput, match="5 turns were disturbed"):
-        take(tmp_path / "busy", 0)
-    take(tmp_path, 0, scale="try")
-    assert len(ran) == turns.AGAIN + 2
+    coming += [LOADED] * 3 * (harness.ATTEMPTS + 1)
+    with pytest.raises(train.BadInput, match="disturbed"):
+        take(tmp_path, most_others=race.OTHERS)
+    assert len(ran) == 3 * harness.ATTEMPTS and not (tmp_path / "results/race.json").exists()
+    assert len(take(tmp_path)) == 3
 
 
 def test_others_work_is_what_is_neither_idle_nor_ours(monkeypatch, tmp_path):
-    before = turns.not_idle()
-    assert 0 < before and turns.not_idle() >= before - 0.1
+    """In 100 s all processors were busy for 160 s, ours for 144."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(turns, "not_idle", mock.Mock(side_effect=[1000.0, 1160.0]))
-    monkeypatch.setattr(turns.time, "perf_counter", mock.Mock(side_effect=[5.0, 105.0]))
-    monkeypatch.setattr(turns, "train_once", lambda *_: dict(curves={}, cpu_hours=0.04))
-    row = turns.measured_run(TWO[0], "x", 0)
-    assert row["others"] == pytest.approx(0.16) and row["wall"] == 100.0        # 160 s less 144, in 100 s
+    before = harness.not_idle()
+    assert 0 < before <= harness.not_idle() + 0.1
+    monkeypatch.setattr(harness, "not_idle", mock.Mock(side_effect=[1000.0, 1160.0]))
+    monkeypatch.setattr(harness, "cpu_seconds", mock.Mock(side_effect=[7.0, 151.0]))
+    monkeypatch.setattr(harness.time, "perf_counter", mock.Mock(side_effect=[5.0, 105.0]))
+
+    def run_logged(run, words, folder):
+        last = dict(corpus="text", step=3, heldout_loss=1.0, merged_nats_per_byte=None, seconds=1.0,
+                    sync_bytes=0, ranks=8)
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps(last))
+
+    monkeypatch.setattr(harness, "run_logged", run_logged)
+    record = harness.train_once("x", harness.Run(dict(seed=0), ""))
+    assert record["others"] == pytest.approx(0.16) and record["cpu_hours"] == 0.04
 
 
-# ---------------------------------------------------------------- the race and its settings
+def test_a_turn_is_all_racers_of_a_point_and_seed_and_each_is_first_as_often():
+    missing = race.race_runs(FIRST, 16, "full")
+    first, seeds = {}, {}
+    while missing:
+        turn = race.turn(missing)
+        assert {run.facts["method"] for run in turn} == set(race.METHODS) and len(turn) == 3
+        (point,) = {run.facts["point"] for run in turn}
+        first.setdefault(point, []).append(turn[0].facts["method"])
+        seeds.setdefault(point, []).append(turn[0].facts["seed"])
+        missing = missing[3:]
+    assert seeds == {point.name: list(range(point.seeds)) for point in race.POINTS}
+    for methods in first.values():
+        counts = [methods.count(method) for method in race.METHODS]
+        assert max(counts) - min(counts) <= 1
 
 
-def rows_of(setting, losses):
-    """What a results file would hold of a setting. losses: {seed: loss}"""
-    found = []
-    for seed, loss in losses.items():
-        command = f"{setting.program} --name x {harness.SMALL} {setting.options} --seed {seed}"
-        found.append(dict(command=command, hosts=setting.hosts, seed=seed, turn=1, others=0.0, machine="m",
-                          merged=loss, seconds=90.0, steps=400, held=3.0, sent=2.0))
-    return found
+# ---------------------------------------------------------------- the tries
 
 
-def test_a_race_compares_the_same_seeds(capsys):
-    """NoLoCo is 0.1 nats lower with each seed at the first point; the others are missing."""
-    point, runs = race.POINTS[0], {}
-    for racer, more in zip(point.racers, (0.0, 0.1, 0.3)):
-        seeds = range(race.CONTROLS if racer.control else race.SEEDS["full"])
-        losses = {seed: 1.5 + seed / 100 + more for seed in seeds}
-        runs[point.label(racer)] = rows_of(point.setting(racer, race.SECONDS["full"]), losses)
-    found = dict(runs=runs, scale="full")
-    ((only, measured),) = race.main_races(found)
-    assert only is point and measured.differences == pytest.approx([-0.1] * 16)
-    (name, control), (other, diloco) = race.control_races(found)
-    assert name.endswith(": NoLoCo minus DiLoCo, ring in fp32")
-    assert other.endswith(": DiLoCo minus DiLoCo, ring in fp32")
-    assert control.differences == pytest.approx([-0.3] * 8)
-    assert diloco.differences == pytest.approx([-0.2] * 8)
-    race.show(found)
-    assert "| one slow host: DiLoCo, m" in capsys.readouterr().out
+def test_each_method_has_six_tries_and_each_is_a_run_that_train_takes(tmp_path):
+    for (point, method), settings in race.TRIES.items():
+        assert len(set(settings)) == 6
+    for run in race.tries(race.TRIED, race.TRIES, asked(tmp_path)):
+        facts = run.facts
+        assert facts["D"] <= facts["m"] / 2 or facts["m"] <= 2
+        argv = f"--name x {harness.SMALL} {run.options} --seed 1".split()
+        o = train.parse(argv, 8)
+        assert (o.inner_steps, o.fragments, o.delay, o.wire) == (facts["m"], facts["K"], facts["D"], "fp32")
+        words = run.program.removeprefix("-m experiments.clock").split()
+        own, rest = clock.clock_parser().parse_known_args(words)
+        clock.check(own, types.SimpleNamespace(o=o, outer=object()))
+        assert own.one_evaluation and own.uneven == (facts["point"] == "uneven steps") and not rest
+        assert own.never_waits == (facts["method"] == race.PAIRS)
+        by_speed = facts["point"] == "one slow host" and not own.never_waits
+        assert own.by_speed == facts["by_speed"] == by_speed
 
 
-def test_a_race_on_two_machines_says_what_each_found_and_what_m_by_speed_changes():
-    """By speed NoLoCo is 0.25 nats lower, and there DiLoCo is as low."""
-    runs = {}
-    for point, losses in zip(race.POINTS, [(2.0, 2.125, 2.0), (1.75, 1.75)]):
-        for racer, loss in zip(point.racers, losses):
-            rows = rows_of(point.setting(racer, race.SECONDS["full"]), dict.fromkeys(range(4), loss))
-            for row in rows:
-                row["machine"] = f"{'one' if row['seed'] < 3 else 'other'}, started as {row['seed']}"
-            runs[point.label(racer)] = rows
-    found = dict(runs=runs, scale="full")
-    by_machine = [(point.name, kind, one.differences) for point, kind, one in race.machine_races(found)]
-    assert by_machine == [("one slow host", "one", [-0.125] * 3), ("one slow host", "other", [-0.125]),
-                          ("one slow host, m by speed", "one", [0.0] * 3),
-                          ("one slow host, m by speed", "other", [0.0])]
-    assert [one.differences for _, one in race.speed_races(found)] == [[-0.25] * 4, [-0.375] * 4, [-0.25] * 4]
+def kept(run, loss):
+    return run.known | dict(corpus="text", machine="here", cpu_hours=0.0, others=0.0, merged=loss)
 
 
-def test_a_finding_counts_what_is_beyond_doubt():
-    def of(mean):
-        return tables.Comparison([mean - 0.01, mean, mean + 0.01])
-
-    assert race.finding([of(-0.005), of(0.005), of(0.0)]).endswith("lower beyond doubt at any of 3 points")
-    assert race.finding([of(-0.5), of(0.4), of(0.0), of(0.3)]).endswith("at 1 of 4 points, DiLoCo at 2")
-    assert race.finding([tables.Comparison([0.1])]) == race.finding([]) == ""
-
-
-def test_each_method_is_first_equally_often_and_controls_have_fewer_seeds():
-    first, counts = {}, {}
-    for settings, seed in race.turns("full"):
-        first.setdefault(settings[0].label, []).append(seed)
-        for setting in settings:
-            counts[setting.label] = counts.get(setting.label, 0) + 1
-    assert len(first["high latency: NoLoCo"]) == len(first["high latency: DiLoCo"]) == 7       # the ring: 2
-    assert len(first["one slow host, m by speed: NoLoCo"]) == 8
-    assert sorted(counts.values()) == 5 * [8] + 6 * [16]
-
-
-def tried(losses_of):
-    """What results/race_tuning.json would hold."""
-    runs = {}
-    for contest in tries.contests():
-        for number, racer in enumerate(contest.tries):
-            setting = contest.setting(racer)
-            runs[setting.label] = rows_of(setting, losses_of(number, contest))
-    return dict(runs=runs)
+def test_the_best_two_tries_run_again_and_the_better_mean_races(told, tmp_path):
+    """On the first seed the fourth try is best, then the second; on the other the second is far better."""
+    o = asked(tmp_path)
+    on_first = 1.5, 1.2, 1.6, 1.1, 1.4, 1.3
+    with pytest.raises(train.BadInput, match="needs its tries first"):
+        race.best_two(o)
+    runs = race.tries(race.TRIED, race.TRIES, o)
+    harness.keep("race", [kept(run, loss) for run, loss in zip(runs, itertools.cycle(on_first))], o)
+    again = race.best_two(o)
+    for raced, settings in race.TRIES.items():
+        assert again[raced] == [settings[3], settings[1]]
+    with pytest.raises(train.BadInput, match=f"--seeds {race.AGAIN}"):
+        race.measure(asked(tmp_path, seeds=[0]))            # the race does not begin
+    assert not told[1]
+    runs = race.tries(race.AGAIN, again, o)
+    assert len(runs) == 18
+    harness.keep("race", [kept(run, loss) for run, loss in zip(runs, itertools.cycle((1.5, 1.2)))], o)
+    assert race.chosen(o) == {raced: settings[1] for raced, settings in race.TRIES.items()}
+    told[0].extend([CALM] * 9)
+    race.measure(asked(tmp_path, seeds=[0]))
+    assert len(told[1]) == 9                                # all at three points, and no try again
 
 
-def test_the_best_of_the_tries_is_chosen():
-    """On the first seed the first is best of the lower rate, the second of the higher one; over all three
-    seeds that one is. The third, second on the first seed, has the lower rate and does not go on."""
-    def losses(number, contest):
-        by_number = (1.0, 3.0, 1.0), (1.2, 1.0, 1.0), (1.1, 0.0, 0.0), (1.3, 0.0, 0.0)
-        return dict(zip(contest.seeds, by_number[min(number, 3)]))
-
-    found = tried(losses)
-    counts = {}
-    for contest in tries.contests():
-        place = 1 if len(contest.seeds) > 1 else 0          # a control has one seed
-        assert contest.chosen(found) is contest.tries[place]
-        counts.setdefault(contest.point.name, []).append(len(contest.tries))
-    assert list(counts.values()) == [[6, 6]] * 3 + [[2]]    # as many for both
-    with pytest.raises(train.BadInput, match="no run yet"):
-        tries.contests()[0].chosen(dict(runs={}))
+# ---------------------------------------------------------------- what is compared
 
 
-def test_every_try_is_a_run_that_train_takes():
-    for contest in tries.contests():
-        for racer in contest.tries:
-            setting = contest.setting(racer)
-            argv = f"--name x {harness.SMALL} {setting.options} --seed 1".split()
-            o = train.parse(argv, 8)
-            if "--by-speed" in setting.program:
-                run = types.SimpleNamespace(o=o, outer=object())
-                own = types.SimpleNamespace(overlapped=False, by_speed=True, never_waits=False, uneven=False,
-                                            one_evaluation=False)
-                clock.check(own, run)
+def found(tmp_path, losses, **facts):
+    """What a results file would hold. losses: {method: its mean over seeds, of which every other one lies
+    10% above the rest}"""
+    records = []
+    for run in race.race_runs(FIRST, 16, "full"):
+        method, seed = run.facts["method"], run.facts["seed"]
+        if method in losses:
+            more = dict(steps=400, blocked=3.0, sent=2.0) | facts
+            records.append(kept(run, losses[method] * (1 + 0.05 * (-1)**seed)) | more)
+    return dict(records=records, scale="full", out=tmp_path)
 
 
-def test_the_race_begins_with_the_settings_that_the_tries_chose(monkeypatch, tmp_path):
-    o = types.SimpleNamespace(scale="full", out=tmp_path, seeds=None)
-    monkeypatch.setattr(race, "take_turns", mock.Mock())
-    for losses in (None, lambda number, contest: dict.fromkeys(contest.seeds, float(number))):
-        if losses:
-            tables.save_result(tmp_path, "race_tuning", tried(losses))
-        with pytest.raises(train.BadInput, match="into experiments/race.py" if losses else "no run yet"):
-            race.measure(o)
-    assert not race.take_turns.called
-    monkeypatch.setattr(tries.Contest, "chosen", lambda self, found: self.point.racers[0])
-    race.measure(o)
-    assert race.take_turns.called
+def test_all_three_are_compared_at_each_point_on_the_same_seeds(tmp_path):
+    losses = {race.PAIRS: 1.0, race.NOLOCO: 1.1, race.DILOCO: 1.4}
+    races = race.races(found(tmp_path, losses), "fp32")
+    assert [len(one.measured.differences) for one in races] == 3 * [16] + 6 * [8]
+    for one in races:
+        assert one.measured.mean == pytest.approx(losses[one.one] - losses[one.other])
+    assert {one.point for one in races} == {point.name for point in race.POINTS}
+    assert len({(one.one, one.other) for one in races}) == 3
 
 
-def test_this_repositorys_race_has_the_settings_that_its_tries_chose():
-    if tables.kept_result(HERE, "race")["runs"]:
-        tries.refuse_unchosen(types.SimpleNamespace(out=HERE))
+def test_tries_and_other_wires_are_not_compared(tmp_path):
+    both = found(tmp_path, {race.NOLOCO: 1.0, race.DILOCO: 1.1})
+    both["records"] += found(tmp_path, {race.PAIRS: 1.5, race.NOLOCO: 1.7}, wire="int8")["records"]
+    both["records"] += found(tmp_path, dict.fromkeys(race.METHODS, 9.0), stage="try")["records"]
+    for wire, pair, difference in (("fp32", (race.NOLOCO, race.DILOCO), -0.1),
+                                   ("int8", (race.PAIRS, race.NOLOCO), -0.2)):
+        races = race.races(both, wire)
+        assert {(one.one, one.other) for one in races} == {pair} and len(races) == 3
+        assert all(one.measured.mean == pytest.approx(difference) for one in races)
+
+
+def test_holms_correction_goes_over_all_nine(tmp_path):
+    """Differences whose own p is 0.016: in one table of nine none of them survives."""
+    def noisy(method):
+        records = found(tmp_path, {method: 1.0})["records"]
+        return [record for record in records if record["seed"] < 4]
+
+    records = []
+    for method in race.METHODS:
+        records += noisy(method)
+    for record in records:
+        if record["method"] == race.NOLOCO:
+            record["merged"] += (-0.01, -0.02, -0.03, -0.02)[record["seed"]]
+    races = race.races(dict(records=records, scale="full"), "fp32")
+    alone = [one for one in races if one.measured.p == pytest.approx(0.0163, abs=1e-4)]
+    assert len(races) == 9 and len(alone) == 6 and not any(one.survives for one in races)
+
+
+def test_a_winners_colour_is_that_of_the_lower_one_and_grey_where_none_is(tmp_path):
+    def colour(mean, survives):
+        measured = mock.Mock(mean=mean)
+        return race.Race("here", race.NOLOCO, race.DILOCO, measured, survives).colour
+
+    assert colour(-0.1, True) == race.DRAWN[race.NOLOCO] != colour(0.1, True) == race.DRAWN[race.DILOCO]
+    assert colour(-0.1, False) == race.GREY
 
 
 # ---------------------------------------------------------------- between hosts
 
 
 @pytest.mark.alone
-def test_a_try_runs_between_two_hosts(tmp_path, monkeypatch):
+def test_a_try_runs_between_two_hosts(tmp_path, monkeypatch, capsys):
     try:
         with Hosts(2, cpu={(): 0.5}):
             pass
     except OSError as error:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
     monkeypatch.chdir(tmp_path)
-    race.measure(types.SimpleNamespace(out=tmp_path, scale="try", seeds=None))
-    found = tables.kept_result(tmp_path, "race") | dict(scale="try")
-    ((row,),) = found["runs"].values()
-    assert row["merged"] > 0 and row["steps"] > 20 and row["inner_steps"] == [2, 1]
-    race.show(found)
+    o = asked(tmp_path, scale="try")
+    race.measure(o)
+    noloco, pairs = harness.records_in(tmp_path / "results/race.json")
+    assert noloco["inner_steps"] == [2, 1] and pairs["inner_steps"] is None
+    for record in (noloco, pairs):
+        assert record["merged"] > 0 and record["steps"] > 20 and record["sent"] > 0
+    race.show(dict(records=[noloco, pairs], scale="try", out=tmp_path))
+    assert "two hosts" in capsys.readouterr().out
