@@ -80,7 +80,8 @@ def test_all_end_after_the_outer_steps_that_fit_the_slowest(paces):
 def test_nobody_ends_before_all_have_told_what_fits():
     """The first rank stands still: the other goes on for ever, and ends with the first one's number."""
     store = dist.HashStore()
-    late, early = [OnTime(2.0, rank=rank, world=2, store=store) for rank in range(2)]
+    late = OnTime(2.0, rank=0, world=2, store=store)
+    early = OnTime(2.0, rank=1, world=2, store=store)
     while early.seconds < 300:
         assert not early.ended
         early.step()
