@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import types
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import train
 from experiments import clock, harness, race
 from gossip import Fragments
+from gossip.due import Due
 from noloco import NoLoCo
 from tests.harness import SMALL, checkpoint, metrics, processes
 from tools.hosts import Hosts
@@ -28,7 +30,7 @@ class OnTime:
         self.pace, self.planned = pace, []
         o = types.SimpleNamespace(warmup=4, steps=10**6, eval_every=10**6, inner_steps=m, delay=D,
                                   fragments=1)
-        job = types.SimpleNamespace(leads=rank == 0, rank=rank, world=world, store=store or dist.HashStore(),
+        job = types.SimpleNamespace(leads=rank == 0, rank=rank, world=world, store=store or a_store(),
                                     share=mock.Mock(side_effect=lambda value: [value]))
         self.run = types.SimpleNamespace(o=o, job=job, step=0)
         self.clock = kind(self.run, limit, **asked)
@@ -51,8 +53,12 @@ class OnTime:
 
 def run_together(*ranks):
     """The rank whose clock is furthest behind makes the next step, until all have ended."""
-    while not all(rank.ended for rank in ranks):
-        min((rank for rank in ranks if not rank.ended), key=lambda rank: rank.seconds).step()
+    for _ in range(500):
+        going = [rank for rank in ranks if not rank.ended]
+        if not going:
+            return
+        min(going, key=lambda rank: rank.seconds).step()
+    pytest.fail("they never end")
 
 
 def test_a_rank_that_never_waits_makes_the_steps_that_fit():
@@ -66,20 +72,34 @@ def test_a_rank_that_never_waits_makes_the_steps_that_fit():
     assert abs(rank.seconds - 100.0) <= 4.0
 
 
+def a_store():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))        # an error where a rank waits for a number
+    return store
+
+
 @pytest.mark.parametrize("paces", [(2.0, 2.5), (2.5, 2.0), (2.0, 2.0, 2.5)])
 def test_all_end_after_the_outer_steps_that_fit_the_slowest(paces):
     """m = 3, D = 1, 100 s: 50 or 40 steps fit, 16 and 13 outer steps and a landing. At first each plans by
     its own pace."""
-    store = dist.HashStore()
+    store = a_store()
     ranks = [OnTime(pace, rank=rank, world=len(paces), store=store) for rank, pace in enumerate(paces)]
     run_together(*ranks)
     for rank, pace in zip(ranks, paces):
         assert rank.planned[10] == (49 if pace == 2.0 else 40) and rank.planned[-1] == rank.run.step == 40
 
 
+def test_nobody_is_told_a_number_that_it_has_passed():
+    """After 70 of 100 s the first one has begun its 13th outer step, and only 6 fit the other."""
+    store = a_store()
+    ranks = [OnTime(pace, rank=rank, world=2, store=store) for rank, pace in enumerate((2.0, 5.0))]
+    run_together(*ranks)
+    assert [rank.run.step for rank in ranks] == [13 * 3 + 1] * 2
+
+
 def test_nobody_ends_before_all_have_told_what_fits():
     """The first rank stands still: the other goes on for ever, and ends with the first one's number."""
-    store = dist.HashStore()
+    store = a_store()
     late = OnTime(2.0, rank=0, world=2, store=store)
     early = OnTime(2.0, rank=1, world=2, store=store)
     while early.seconds < 300:
@@ -167,11 +187,22 @@ def test_with_own_inner_steps_groups_are_drawn_alike():
     def make(vector, lengths, late):
         return NoLoCo(vector, range(8), inner_steps=8, seed=f"0 {late}")
 
-    fast, slow = [Fragments(make, torch.zeros(64), [64], 2, 8) for _ in range(2)]
+    fast = Fragments(make, torch.zeros(64), [64], 2, 8)
+    slow = Fragments(make, torch.zeros(64), [64], 2, 8)
     assert meetings(fast, 24) == meetings(slow, 24)
     clock.set_steps(slow, 4, 0)
     slow.steps = 3 * 4
     assert len(met := meetings(fast, 40)) == 10 and met == meetings(slow, 20)
+
+
+def test_fragments_take_other_intervals_and_delays():
+    """m = 4, D = 1, and the second fragment's messages leave two steps after the first one's."""
+    def make(vector, lengths, late):
+        return NoLoCo(vector, [0], inner_steps=8)
+
+    fragments = Fragments(make, torch.zeros(64), [64], 2, 8, delay=3)
+    clock.set_steps(fragments, 4, 1)
+    assert [outer.timing for outer in fragments.outers] == [Due(4, 1, 0), Due(4, 1, 2)]
 
 
 def half_as_fast(rank, world, *argv):
