@@ -39,6 +39,7 @@ from experiments.stats import Comparison, Table, by_seed, mean, paired, signific
 from train import BadInput
 
 SECONDS = {"try": 4, "plot": 30, "full": 90}        # by the clock
+SEEDS = {"plot": 1, "full": 16}                     # of a point, at most
 OTHERS = 0.1            # of a processor; at full, the most that others' work may take
 TOKENS = 1024           # of a replica's step
 LEARN = "--layers 2 --batch 8 --microbatches 1 --warmup 20 --eval-sequences 64"
@@ -127,19 +128,18 @@ def measure(o):
         make_runs("race", runs, o)
     elif o.scale == "plot":
         settings = {raced: tries[0] for raced, tries in TRIES.items()}
-        make_runs("race", race_runs(settings, 1, o.scale), o, turn_of=turn)
+        make_runs("race", race_runs(settings, o.scale), o, turn_of=turn)
     else:
         make_tries(o)
         if not o.seeds or min(o.seeds) < TRIED:
-            make_runs("race", race_runs(chosen(o), 16, o.scale), o, turn_of=turn,
-                      most_others=OTHERS)
+            make_runs("race", race_runs(chosen(o), o.scale), o, turn_of=turn, most_others=OTHERS)
 
 
-def race_runs(settings, most, scale):
+def race_runs(settings, scale):
     """All runs of the race, in their order: who is first changes with the seed. settings: {(point,
-    method): its setting}; most: seeds of a point."""
+    method): its setting}."""
     runs = []
-    for seed in range(most):
+    for seed in range(SEEDS[scale]):
         for point in POINTS:
             if seed < point.seeds:
                 first = seed % len(METHODS)

@@ -290,7 +290,7 @@ FIRST = {raced: settings[0] for raced, settings in race.TRIES.items()}
 
 def take(tmp_path, **kwargs):
     """Make the first seed's first turn."""
-    runs = race.race_runs(FIRST, 1, "full")[:3]
+    runs = race.race_runs(FIRST, "full")[:3]
     harness.make_runs("race", runs, asked(tmp_path), turn_of=race.turn, **kwargs)
     return harness.records_in(tmp_path / "results/race.json")
 
@@ -335,7 +335,7 @@ def test_others_work_is_what_is_neither_idle_nor_ours(monkeypatch, tmp_path):
 
 
 def test_a_turn_is_all_racers_of_a_point_and_seed_and_each_is_first_as_often():
-    missing = race.race_runs(FIRST, 16, "full")
+    missing = race.race_runs(FIRST, "full")
     first, seeds = {}, {}
     while missing:
         turn = race.turn(missing)
@@ -405,7 +405,7 @@ def found(tmp_path, losses, **facts):
     """What a results file would hold. losses: {method: its mean over seeds, of which every other one lies
     10% above the rest}"""
     records = []
-    for run in race.race_runs(FIRST, 16, "full"):
+    for run in race.race_runs(FIRST, "full"):
         method, seed = run.facts["method"], run.facts["seed"]
         if method in losses:
             more = dict(steps=400, blocked=3.0, sent=2.0) | facts
