@@ -1,162 +1,197 @@
-"""What the experiments count with: the stability recursion, their clocks, their tables."""
+"""experiments/: what all rows share: records of runs and their runner, statistics, tables, pictures, docs."""
 
-import copy
-import functools
 import itertools
 import json
 import math
+import multiprocessing
 import sys
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
-import torch
 
 import train
-from experiments import (__main__, cities, failures, fleet, gamma, harness, pictures, race, routing,
-                         skipping, tables, together)
-from noloco import outer_update
-from train import layout
-from gossip.window import gamma_bound
-from tests.harness import HERE, SMALL, error_of, metrics, options
+from experiments import __main__, harness, pictures, stats
+from tests.harness import HERE, error_of
+
+ROWS = {row.name: row for row in (*__main__.ROWS, *__main__.BETWEEN_HOSTS)}
 
 
-@pytest.mark.parametrize("replicas, n", [(4, 2), (5, 2), (6, 3), (4, 4)])
-def test_moment_recursion_equals_the_average_over_all_groupings(replicas, n):
-    """One outer step of N2 and N3 with Delta = -p phi, for every order that replicas can be drawn
-    in."""
-    alpha, beta, pull_together, pull = 0.6, 0.8, 1.1, 0.3
-    draw = torch.randn(2, replicas, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
-    x, d = draw - draw.mean(1, keepdim=True)
-    moments = lambda x, d: torch.stack([x @ x, x @ d, d @ d])
-    total = torch.zeros(3, dtype=torch.float64)
-    for order in itertools.permutations(range(replicas)):
-        phi, delta = x + 7, d - 2  # what all share is no difference
-        for g in (list(order[i :: replicas // n]) for i in range(replicas // n)):
-            p, q = phi[g], delta[g]
-            outer_update(p, q, (1 - pull) * p.mean(0), p.mean(0), alpha, beta, pull_together)
-            phi[g], delta[g] = p, q
-        total += moments(phi - phi.mean(), delta - delta.mean()) / math.factorial(replicas)
-    matrix = gamma.moment_matrix(alpha, gamma.contraction(replicas, n), beta,
-                                pull_together, pull)
-    assert torch.allclose(matrix @ moments(x, d), total, rtol=1e-12)
+# ---------------------------------------------------------------- statistics
 
 
-def test_spectral_radius_crosses_one_exactly_at_the_bound():
-    radius = lambda *settings: torch.linalg.eigvals(gamma.moment_matrix(*settings)).abs().max()
-    for alpha, n, pull in itertools.product((0.0, 0.5, 0.9), (2, 4, 16), (0.0, 0.3)):
-        for k in (1 - 1 / n, gamma.contraction(16, n)):
-            bound = gamma.exact_bound(alpha, k, pull)
-            low, high = 0.999 * bound, 1.001 * bound
-            assert radius(alpha, k, low, low, pull) < 1 < radius(alpha, k, high, high, pull)
-            assert bound >= gamma.exact_bound(alpha, k)         # gamma = beta: a pull widens the window
-        assert gamma.exact_bound(alpha, 1 - 1 / n) == pytest.approx(gamma_bound(alpha, n))
-        for count in (2, 3, 4, 5, 16, 17):
-            if n <= count:
-                exact = gamma.exact_bound(alpha, gamma.contraction(count, n))
-                assert gamma_bound(alpha, n, count) == pytest.approx(exact)
-    assert gamma_bound(0.9, 2) > 0.1 and radius(0.9, 0.5, 0.7, 0.1, 1.0) > 1         # another beta, full pull
-    # heavy ball: 2 (1 + alpha); one replica has nothing to hold together
-    assert gamma.exact_bound(0.5, gamma.contraction(16, 16)) == pytest.approx(3)
-    assert gamma_bound(0.5, 2, 1) == gamma_bound(0.5, 2, 2) == pytest.approx(3)
-
-
-def test_all_reduce_seconds_by_hand():
-    whole = [[0, 9, 2], [9, 0, 3], [2, 3, 0]]
-    part = lambda by: [[x / by for x in row] for row in whole]
-    # Two rounds of 9 / 3, or of (9 + 3) / 3 where a rank's messages queue; a ring: four of 3. Then
-    # mostly latency: whole vectors, once.
-    cases = ([0, 1, 2], 3, max), ([0, 1, 2], 3, sum), ([0, 1, 2], 1.5, max), ([0, 2], 2, max)
-    assert [together.all_reduce_seconds(r, whole, part(by), way) for r, by, way in cases] == [6, 8, 9, 2]
-    slow = [[400 if {i, j} == {0, 2} else 4 for j in range(4)] for i in range(4)]
-    # the ring goes round the slow link
-    assert together.all_reduce_seconds([0, 1, 2, 3], slow, [[x / 4 for x in row] for row in slow]) == 6
-
-
-def test_steps_take_what_they_hold_and_losses_lie_on_straight_lines():
-    curves = dict(step=[1, 2, 3], seconds=[10, 20, 30], heldout_loss=[3.0, 2.0, 1.0], sync_bytes=[0, 0, 0])
-    run = tables.RunResult(dict(command="--seed 1 --seed 3", ranks=1, curves=curves))
-    assert run.seed == 3
-    found = {"half": 10.0, "DDP, int8": 12.0, "NoLoCo, int8": 14.0}
-    assert [together.a_step(found, "half", m) for m in [*together.METHODS][1:]] == [22, 16, 17, 24, 10, 10]
-    assert [tables.loss_at(second, run) for second in (5, 15, 40)] == pytest.approx([3.0, 2.5, 1.0])
-
-
-def test_half_widths_are_those_of_the_printed_table():
+def test_intervals_are_those_of_the_printed_table():
     """Student's t at 97.5%, by degrees of freedom, as printed in any textbook."""
-    printed = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262,
-               10: 2.228, 11: 2.201, 12: 2.179, 15: 2.131, 19: 2.093, 24: 2.064, 29: 2.045, 60: 2.000,
-               120: 1.980}
-    assert {n: round(tables.half_width(n), 3) for n in printed} == printed
-    assert tables.share_within(2.228, 10) == pytest.approx(0.95, abs=1e-4)
-    assert tables.share_within(2.0, 3) == pytest.approx(1 - 0.1393, abs=1e-4)
-    many = tables.Comparison([0.1 * (-1) ** i + 1 for i in range(40)])     # any number of seeds
-    assert many.interval[0] == pytest.approx(1 - 2.0227 * many.error, rel=1e-4)
+    for freedom, t in {1: 12.706, 2: 4.303, 4: 2.776, 9: 2.262, 15: 2.131, 29: 2.045}.items():
+        values = [0.1 * (-1) ** i + i / 100 for i in range(freedom + 1)]
+        one = stats.Comparison(values)
+        mean = sum(values) / len(values)
+        error = math.sqrt(sum((v - mean) ** 2 for v in values) / freedom / (freedom + 1))
+        assert one.interval == pytest.approx((mean - t * error, mean + t * error), rel=1e-3)
 
 
 def test_comparisons_by_hand():
-    three = tables.Comparison([1.0, 2.0, 3.0], ".3f")
-    assert str(three) == "2.000 [-0.484, 4.484]" and three.verdict == "cannot tell"     # t is 4.303
-    four = tables.Comparison([-1.0, -2.0, -3.0, -2.0], ".1f")
+    three = stats.Comparison([1.0, 2.0, 3.0], ".3f")
+    assert str(three) == "2.000 [-0.484, 4.484]" and three.verdict == stats.NOT_SIGNIFICANT     # t is 4.303
+    four = stats.Comparison([-1.0, -2.0, -3.0, -2.0], ".1f")
     assert str(four) == "-2.0 [-3.3, -0.7]" and four.verdict == "better"
     assert four.p == pytest.approx(0.0163, abs=1e-4)                    # t = 4.899, 3 degrees of freedom
-    assert str(tables.Comparison([0.01, 0.02, 0.03], "+.1%")) == "+2.0% [-0.5, 4.5]"
-    one = tables.Comparison([0.25])
+    assert str(stats.Comparison([0.01, 0.02, 0.03], "+.1%")) == "+2.0% [-0.5, 4.5]"
+    one = stats.Comparison([0.25])
     assert str(one) == "+0.250" and one.p is None and one.interval is None and one.verdict == "one seed"
-    assert tables.Comparison([1.0, 1.0]).p == 0 and tables.Comparison([0.0, 0.0]).p == 1
+    assert stats.Comparison([0.0, 0.0]).p == 1
 
 
 def test_holm_against_a_worked_example():
     """At 5%: 0.005 <= 0.05/4, 0.01 <= 0.05/3, 0.03 > 0.05/2 ends it, so 0.04 <= 0.05 no longer
     counts."""
-    assert tables.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
-    assert tables.holm([0.04]) == [True] and tables.holm([]) == []
-    assert tables.holm([0.02, 0.02, 0.02]) == [False] * 3
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
+    assert stats.holm([0.04]) == [True] and stats.holm([]) == []
+    assert stats.holm([0.02, 0.02, 0.02]) == [False] * 3
 
 
 def test_a_tables_verdicts_are_those_after_holms_correction_over_a_column(capsys):
-    table = tables.Table("method", "over DDP's")
+    table = stats.Table("method", "over DDP's")
     table.add("DDP", None)
-    table.add("sure", tables.Comparison([1.00, 1.01, 0.99, 1.00]))
-    table.add("alone", tables.Comparison([-1.0, -2.0, -3.0, -2.0]))      # p is 0.016, of six
-    table.add("one seed", tables.Comparison([1.0]))
+    table.add("sure", stats.Comparison([1.00, 1.01, 0.99, 1.00]))
+    table.add("alone", stats.Comparison([-1.0, -2.0, -3.0, -2.0]))      # p is 0.016, of six
+    table.add("one seed", stats.Comparison([1.0]))
     for _ in range(4):
-        table.add("neither", tables.Comparison([1.0, -1.0, 0.5, -0.5]))
+        table.add("neither", stats.Comparison([1.0, -1.0, 0.5, -0.5]))
     table.end()
     _, _, ddp, sure, alone, one, neither, *_ = capsys.readouterr().out.splitlines()
     assert sure.endswith("], worse |") and alone.endswith("], better alone |")
     assert ddp == "| DDP |  |" and one == "| one seed | +1.000 |" and neither.endswith("] |")
 
 
-ROWS = {row.name: row for row in (*__main__.ROWS, *__main__.BETWEEN_HOSTS)}
-TRAINED = {"failures": failures, "routing": routing, "skipping": skipping, "together": together, "race": race,
-           "cities": cities}
+RECORDS = [dict(method="noloco", rate=1, seed=0, merged=1.0),
+           dict(method="noloco", rate=1, seed=2, merged=1.5),
+           dict(method="ddp", rate=1, seed=2, merged=1.2), dict(method="ddp", rate=1, seed=0, merged=0.9),
+           dict(method="ddp", rate=1, seed=7, merged=9.0), dict(method="ddp", rate=2, seed=0, merged=0.1)]
 
 
-def given(command):
-    """{option: its last value}, without the steps, which depend on the planner. What results/ calls
-    skippipe is the search that is now called stronger."""
-    command = command.replace("--routing skippipe", "--routing stronger")
-    pairs = dict(part.partition(" ")[::2] for part in command.split(" --"))
-    return {option: value for option, value in pairs.items() if option not in ("name", "seed", "steps")}
+def test_records_are_paired_by_their_facts_and_seeds():
+    ddp = dict(method="ddp", rate=1)
+    one = stats.paired(RECORDS, dict(method="noloco"), ddp)
+    assert one.differences == pytest.approx([0.1, 0.3]) and one.seeds == (0, 2)
+    assert stats.paired(RECORDS, dict(method="noloco"), ddp, how=stats.perplexity).differences == \
+        pytest.approx([math.exp(0.1) - 1, math.exp(0.3) - 1])
+    double = stats.paired(RECORDS, dict(method="noloco"), ddp, lambda one: 2 * one["merged"], stats.ratio)
+    assert double.differences == pytest.approx([1.0 / 0.9 - 1, 1.5 / 1.2 - 1])
+    assert stats.paired(RECORDS, dict(method="noloco"), dict(method="ddp", rate=3)) is None
+    with pytest.raises(ValueError, match="two records of seed 0"):
+        stats.paired(RECORDS, dict(method="noloco"), dict(method="ddp"))
 
 
-@pytest.mark.parametrize("name", TRAINED)
-@pytest.mark.parametrize("scale", harness.FOLDERS)
-def test_every_run_is_one_that_train_takes_and_has_a_name_of_its_own(name, scale, monkeypatch):
-    for module in (skipping, together):
-        monkeypatch.setattr(module, "makespan", lambda *_: 50.0)        # planning takes seconds
-        monkeypatch.setattr(module, "keep_links", lambda network, name: f"runs/headline-{name}")
-    kinds = list(TRAINED[name].settings(scale))
-    assert len({kind.label for kind in kinds}) == len(kinds) >= 1
-    rows = tables.kept_result(HERE, name)["runs"] if scale == "full" else {}
-    for kind in kinds:
-        argv = f"--name x {harness.SMALL} {kind.options} --seed 1".split()
-        layout(train.parse(argv, kind.processes), kind.processes)
-        for row in rows.get(kind.label, [])[:1]:
-            now = given(" ".join([kind.program, *argv]))
-            assert now == given(row["command"]), kind.label     # as what results/ was made with
-            assert kind.hosts == row.get("hosts", ""), kind.label
+def test_less_takes_one_difference_from_another_seed_by_seed():
+    one = stats.Comparison([1.0, 2.0, 5.0], seeds=(0, 1, 3))
+    other = stats.Comparison([0.5, 4.0, 9.0], seeds=(1, 3, 4))
+    assert stats.less(one, other).differences == [1.5, 1.0]
+    assert stats.less(one, stats.Comparison([1.0], seeds=(7,))) is None
+
+
+def test_a_number_outside_of_its_tolerance_is_told():
+    for number, is_outside in ((0.101, False), (0.199, False), (0.09, True), (0.21, True), (None, True),
+                               (math.nan, True)):
+        assert stats.Expected("a number", number, 0.15, 0.05).is_outside == is_outside, number
+
+
+# ---------------------------------------------------------------- records and their runner
+
+
+@pytest.fixture
+def o(tmp_path):
+    return types.SimpleNamespace(seeds=None, scale="try", out=tmp_path, plot=False)
+
+
+def run_of(seed, **facts):
+    return harness.Run(dict(facts, seed=seed), "--steps 4")
+
+
+def record_of(run, **more):
+    return run.known | dict(corpus="x", machine="m", cpu_hours=0.5) | more
+
+
+def test_what_is_there_is_not_made_again_and_a_stopped_row_goes_on(o):
+    wanted = [run_of(seed, method=method) for seed in (0, 1) for method in ("a", "b")]
+    made = []
+
+    def make(turn):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.extend(turn)
+        return [record_of(run) for run in turn]
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.make_missing("x", wanted, make, o)
+    made.append(None)                       # from here on nothing is stopped
+    harness.make_missing("x", wanted, make, o)
+    assert [run for run in made if run] == wanted
+    changed = replace(wanted[0], options="--steps 5")
+    harness.make_missing("x", [changed], make, o)
+    assert made[-1] == changed              # other options are another run
+    found = json.loads((o.out / "results/x.json").read_text())
+    assert len(found["records"]) == 5 and found["made"]["cpu_hours"] == 2.5
+    assert found["made"]["machine"] == "m"
+
+
+def test_a_turn_is_made_again_until_others_work_is_below_the_limit(o):
+    others = iter([0.3, 0.05, 0.2, 0.0])
+    turns = []
+
+    def make(turn):
+        turns.append(len(turn))
+        return [record_of(run, others=next(others)) for run in turn]
+
+    wanted = [run_of(0, method=method) for method in ("a", "b")]
+    harness.make_missing("x", wanted, make, o, turn_of=lambda missing: missing, most_others=0.2)
+    assert turns == [2, 2]
+    assert [record["others"] for record in harness.records_in(o.out / "results/x.json")] == [0.2, 0.0]
+    with pytest.raises(train.BadInput, match="disturbed 5 attempts"):
+        harness.undisturbed([run_of(1)], lambda turn: [record_of(turn[0], others=1.0)], 0.1)
+
+
+def keep_one(out, number):
+    o = types.SimpleNamespace(scale="try", out=out)
+    harness.keep("x", [record_of(run_of(number))], o)
+
+
+def test_processes_that_keep_records_at_the_same_time_lose_none(tmp_path, o):
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        pool.starmap(keep_one, [(tmp_path, number) for number in range(20)])
+    file = tmp_path / "results/x.json"
+    assert sorted(record["seed"] for record in harness.records_in(file)) == list(range(20))
+    with pytest.raises(train.BadInput, match="another text"):
+        harness.keep("x", [record_of(run_of(20), corpus="y")], o)
+    assert len(harness.records_in(file)) == 20
+
+
+def test_a_run_of_train_becomes_a_flat_record(tmp_path, monkeypatch):
+    """The run is only told: its last line of metrics.jsonl, and what the row finds in its folder."""
+    monkeypatch.chdir(tmp_path)
+    told = []
+
+    def run_ranks(processes, *words, hosts, **_):
+        told.append((processes, words, hosts))
+        folder = tmp_path / "runs" / words[words.index("--name") + 1]
+        folder.mkdir(parents=True)
+        row = dict(step=4, heldout_loss=2.0, merged_nats_per_byte=1.5, seconds=7.0, sync_bytes=8e6, ranks=2,
+                   corpus="c")
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+
+    monkeypatch.setattr(harness, "run_ranks", run_ranks)
+    run = harness.Run(dict(method="noloco", seed=3), "--steps 4", 2, hosts="--mbit 8",
+                      after=lambda folder: dict(lines=len(harness.metrics(folder))))
+    record = harness.train_once("row", run)
+    assert record.items() >= dict(method="noloco", seed=3, mean=2.0, merged=1.5, steps=4, seconds=7.0,
+                                  sent=4.0, corpus="c", lines=1, hosts="--mbit 8").items()
+    ((processes, words, hosts),) = told
+    assert processes == 2 and hosts == ["--mbit", "8"] and words[words.index("--seed") + 1] == "3"
+    assert not list((tmp_path / "runs").iterdir())
+
+
+# ---------------------------------------------------------------- what is shown
 
 
 def printed_tables(capsys):
@@ -189,39 +224,6 @@ def test_the_docs_tables_are_what_the_results_print(capsys):
     assert checked["speed.md"] >= 3 and checked["results.md"] >= 12, checked
 
 
-@pytest.fixture
-def pretended(monkeypatch, tmp_path):
-    """Runs are only told, in tmp_path: a function that gives the losses of a command's
-    evaluations."""
-    monkeypatch.chdir(tmp_path)
-
-    def run_ranks(processes, *words, **_):
-        folder = tmp_path / "runs" / words[words.index("--name") + 1]
-        folder.mkdir(parents=True)          # an error where it runs again
-        given = dict(zip(words, words[1:]))         # of an option given twice the last
-        steps = int(given.get("--steps", 4))        # runs by the clock have none
-        with open(folder / "metrics.jsonl", "w") as file:
-            for share in (1.0,) if steps < 10 else (0.5, 1.0):
-                row = dict.fromkeys(harness.KEPT, 1.0) | dict(step=steps * share)
-                print(json.dumps(row | dict(heldout_loss=5.0 - share, tokens=100 * share)), file=file)
-
-    monkeypatch.setattr(harness, "run_ranks", run_ranks)
-
-
-def test_a_scale_keeps_to_folders_of_its_own_and_is_not_run_twice(pretended, tmp_path):
-    """Two runs of two seeds, of which only the commands are told."""
-    kinds = [harness.Setting("a b", "--steps 4"),
-             harness.Setting("c", "--steps 4", after=lambda folder: dict(mean=2.0))]
-    o = types.SimpleNamespace(seeds=None, scale="try")
-    found = harness.run_all("x", kinds, (0, 5), o)
-    assert harness.run_all("x", kinds, (0, 5), o)["runs"] == found["runs"]
-    names = [f"try-x-{run}" for run in ("a-b-0", "a-b-5", "c-0", "c-5")]
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()) == names
-    assert [row["mean"] for row in found["runs"]["c"]] == [2.0, 2.0]
-    read = [tables.RunResult(row) for row in found["runs"]["a b"]]
-    assert [(run.seed, run.steps[-1]) for run in read] == [(0, 4), (5, 4)]
-
-
 def crowded(figure):
     """The texts that leave the figure or lie on another one; of ticks none is looked at."""
     figure.draw_without_rendering()
@@ -239,7 +241,7 @@ def test_every_row_shows_this_repositorys_results_as_expected(name, monkeypatch,
     """Tables, pictures and numbers of the full scale; no text of a picture is cut or covered."""
     pytest.importorskip("matplotlib")
     plt, drawn = pictures.pyplot(), []
-    monkeypatch.setattr(harness, "picture", lambda out, name, draw, found: drawn.append(draw(plt, found)))
+    monkeypatch.setattr(pictures, "picture", lambda out, name, draw, found: drawn.append(draw(plt, found)))
     o = types.SimpleNamespace(plot=True, seeds=None, scale="full", out=HERE)
     assert harness.run_rows([ROWS[name]], o) == 0
     assert len(drawn) == len(ROWS[name].pictures) and all(figure.axes for figure in drawn)
@@ -252,11 +254,11 @@ def test_one_failing_row_says_so_and_the_others_go_on(tmp_path, capsys):
         raise train.BadInput("a run failed (see x.log): one\ntwo")
 
     def expected(found):
-        return [tables.Expected("x", found["x"], 1.0, 0.1, ".1f")]
+        return [stats.Expected("x", found["x"], 1.0, 0.1, ".1f")]
 
     bad = harness.Row("bad", break_down, print, {}, expected)
     good = harness.Row("good", lambda o: dict(x=1.0), lambda found: None, {}, expected)
-    o = types.SimpleNamespace(plot=False, seeds=None, scale="try", out=tmp_path)
+    o = types.SimpleNamespace(plot=False, seeds=None, scale="plot", out=tmp_path)
     assert harness.run_rows([bad, good], o) == 1
     out, err = capsys.readouterr()
     assert "bad: a run failed (see x.log): one" in err and "two" not in err and "pass: x: 1.0" in out
@@ -287,69 +289,3 @@ def test_a_picture_of_what_was_not_run_is_one_line(name, tmp_path, monkeypatch, 
     assert err == f"error: {name}: no {file}: first run the row without --plot\n"
 
 
-def test_a_number_outside_of_its_tolerance_is_told():
-    for number, is_outside in ((0.101, False), (0.199, False), (0.09, True), (0.21, True), (None, True),
-                               (math.nan, True)):
-        assert tables.Expected("a number", number, 0.15, 0.05).is_outside == is_outside, number
-        assert not tables.Expected("a number", number, 0.15, 0.05, judged=False).is_outside
-
-
-def test_losing_drops_what_visits_the_victim(trained, tmp_path):
-    """In every iteration one of the two replicas of stage 1 dies, and half of the 4 microbatches
-    with it."""
-    trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failures.lose, 1.0))
-    row = metrics(tmp_path / "runs/x")[-1]
-    assert row["tokens"] == 5 * 2 * 2 * 32 and math.isfinite(row["heldout_loss"])
-
-
-ALIKE = [(fleet.Trial("noloco", 2, 1), "--optimizer", "muon"), (fleet.Trial("noloco", 2, fragments=2),),
-         (fleet.Trial("diloco", 3, 1, fragments=3),), (fleet.Trial("ddp"),)]
-
-
-@pytest.mark.parametrize("case", ALIKE, ids=lambda case: case[0].method)
-def test_replicas_in_one_process_lose_what_processes_lose(case, trained, corpus, tmp_path):
-    """Delayed, in fragments, Adam and Muon: train.py's held-out loss."""
-    trial, *optimizer = case
-    small = ["--microbatches", 1, "--warmup", 2, "--steps", 6, "--layers", 1, *optimizer]
-    o = options(*SMALL, "--data", corpus, *small)
-    (found,) = fleet.Fleet(o, [trial], 4, [0], "cpu").train()
-    outer = []
-    if trial.method != "ddp":
-        outer = ["--inner-steps", trial.every, "--delay", trial.delay, "--fragments", trial.fragments]
-    trained(4, *small, "--method", trial.method, *outer)
-    told = metrics(tmp_path / "runs/x")[-1]["heldout_loss"]
-    assert found["losses"][-1] == pytest.approx(told, abs=2e-4)
-
-
-@pytest.mark.parametrize("most, own, long", [(1 << 20, 1 << 20, 99), (128, 64, 99), (48, 48, 99),
-                                             (128, 32, 1)])
-def test_a_fleet_has_the_gradients_of_plain_autograd_however_it_cuts_them(most, own, long, corpus,
-                                                                          monkeypatch):
-    """All models and sequences in one call, or few; compiled, with a last call that is filled up.
-
-    Traced as for torch's compiler, but run as it is: that torch's C++ is right is torch's own test.
-    """
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(fleet, "finds_compiler", lambda device: True)
-    monkeypatch.setitem(fleet.AT_ONCE, "cpu", most)
-    monkeypatch.setitem(fleet.OF_A_MODEL, "cpu", own)
-    monkeypatch.setitem(fleet.LONG, "cpu", long)
-    found = small_fleet(corpus, [fleet.Trial("noloco", 4), fleet.Trial("ddp")], 3, layers=1)
-    found.theta += 0.02 * torch.randn_like(found.theta)
-    batches = [reader.next(found.o.batch) for reader in copy.deepcopy(found.readers)]
-    found.fill_gradients()
-    for weights, gradient in zip(found.theta, found.grad):
-        for own, g, batch in zip(weights[0], gradient[0], batches):
-            torch.nn.utils.vector_to_parameters(own, found.model.parameters())
-            loss = fleet.Whole(found.model)(batch)
-            expected = torch.autograd.grad(loss, list(found.model.parameters()))
-            torch.testing.assert_close(g, torch.cat([e.flatten() for e in expected]), atol=1e-6, rtol=1e-4)
-
-
-# ---------------------------------------------------------------- fragments in one process
-
-
-def small_fleet(corpus, trials, replicas=4, steps=4, layers=4):
-    small = [*SMALL, "--data", corpus, "--microbatches", 1, "--warmup", 2, "--steps", steps,
-             "--layers", layers]
-    return fleet.Fleet(options(*small), trials, replicas, [0], "cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from experiments import fleet, gap, many, stats
+from experiments import fleet, gap, many
 from experiments.fleet import Batches, Fleet, ManyOuters, Trial
 from gossip.muon import orthogonal
 from noloco import random_groups
@@ -254,10 +254,3 @@ def test_what_is_chosen_is_lowest_among_all_or_without_a_delay():
     assert more.rate == 1e-3
     chosen = many.chosen(scale, "noloco", 4, "no delay", records)
     assert (chosen.m, chosen.D, chosen.rate) == (2, 0, 2e-3)
-
-
-def test_less_takes_one_difference_from_another_seed_by_seed():
-    one = stats.Comparison([1.0, 2.0, 5.0], seeds=(0, 1, 3))
-    other = stats.Comparison([0.5, 4.0, 9.0], seeds=(1, 3, 4))
-    assert stats.less(one, other).differences == [1.5, 1.0]
-    assert stats.less(one, stats.Comparison([1.0], seeds=(7,))) is None
