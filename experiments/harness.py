@@ -350,6 +350,15 @@ def metrics(folder):
     return [line for line in lines if line.get("heldout_loss") is not None]
 
 
+def curves(folder, **columns):
+    """Lists for a record: {name: a column of metrics.jsonl at each evaluation, in six digits}."""
+    lines = metrics(folder)
+    found = {}
+    for name, column in columns.items():
+        found[name] = [float(f"{line[column]:.6g}") for line in lines]
+    return found
+
+
 # ---------------------------------------------------------------- the machine
 
 

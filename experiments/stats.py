@@ -32,6 +32,20 @@ def by_seed(records, facts, key):
     return found
 
 
+def final(record):
+    """The loss of the merged model; of the replicas' mean where the merged model's is unknown."""
+    if record["merged"] is None:
+        return record["mean"]
+    return record["merged"]
+
+
+def tell_means(records):
+    """Say whether `final` is the replicas' mean."""
+    if any(record["merged"] is None for record in records):
+        print("Losses are the mean over the replicas: these runs have no loss of the merged "
+              "model.\n")
+
+
 def nats(own, other):
     return own - other
 
@@ -49,17 +63,19 @@ def ratio(own, other):
 FORMS = {nats: "+.3f", perplexity: "+.1%", ratio: "+.1%"}
 
 
-def paired(records, one, other, key="merged", how=nats):
+def paired(records, one, other, key="merged", how=nats, other_key=None):
     """The Comparison of all seeds that both have; None without any.
 
-    one, other: the facts of the records of each side. key: as `by_seed` has it. how: nats,
-    perplexity or ratio.
+    one, other: the facts of the records of each side. key: as `by_seed` has it; other_key: of the
+    other side, if it is another one. how: nats, perplexity or ratio, or a function of a value of
+    each side that returns nats.
     """
-    own, others = by_seed(records, one, key), by_seed(records, other, key)
+    own, others = by_seed(records, one, key), by_seed(records, other, other_key or key)
     differences = {seed: how(own[seed], others[seed]) for seed in own if seed in others}
     if not differences:
         return None
-    return Comparison(list(differences.values()), FORMS[how], tuple(differences))
+    return Comparison(list(differences.values()), FORMS.get(how, FORMS[nats]),
+                      tuple(differences))
 
 
 def less(one, other):
