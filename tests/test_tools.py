@@ -80,7 +80,7 @@ def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monke
     rho = [second.count(2) / 8, (second.count(3) + second.count(4)) / 8]
     assert states[0]["rho"] == [1.0, *rho] and sum(rho) == 1.0 and min(rho) > 0
     config = json.loads(Path("runs/x/config.json").read_text())
-    losses = []
+    losses, parts = [], []
     for unscaled in (False, True):
         Path("runs/x/config.json").write_text(json.dumps({**config, "unscaled": unscaled}))
         for rank, state in enumerate(states):
@@ -94,11 +94,12 @@ def test_what_is_exported_has_the_scale_in_its_weights(skip_run, tmp_path, monke
             for name, w in loaded(states[rank]["theta"], layers).named_parameters():
                 last = ("o_proj" in name or "down_proj" in name) and not unscaled
                 assert torch.equal(weights[name], w.detach() * (share if last else 1.0))
-    run(5, "runs/x", "--shares", "1", cwd=".", main=partial.main)
-    unscaled = json.loads(Path("runs/x/partial.json").read_text())[0]["heldout_loss"]
+        given = [] if unscaled else ["--unscaled"]              # to the run, or here
+        run(5, "runs/x", "--shares", "1", *given, cwd=".", main=partial.main)
+        parts.append(json.loads(Path("runs/x/partial.json").read_text())[0]["heldout_loss"])
     assert sum(losses[0]) / 2 == pytest.approx(line["heldout_loss"], abs=2e-6)
-    assert unscaled == pytest.approx(sum(losses[1]) / 2, abs=2e-6)
-    assert abs(unscaled - line["heldout_loss"]) > 1e-4
+    assert parts == pytest.approx([sum(losses[1]) / 2] * 2, abs=2e-6)
+    assert abs(parts[0] - line["heldout_loss"]) > 1e-4
 
 
 def test_dead_ranks_must_leave_an_origin_of_this_run(skip_run):

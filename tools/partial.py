@@ -4,7 +4,8 @@
 
 It needs as many processes as the run has ranks; each loads its part of the newest checkpoint. Stage
 0 always runs. Of the others all choices run, or 16 drawn ones, with the scale of
-`with_stages_missing` unless the run was --unscaled. The numbers are kept in runs/NAME/partial.json.
+`with_stages_missing`; without any scale if the run was --unscaled, or if --unscaled is given here.
+The numbers are kept in runs/NAME/partial.json.
 """
 import math
 import random
@@ -29,8 +30,10 @@ def infer(job, argv):
     parser.add_argument("--shares", type=shares, default=[1.0, 0.75, 0.5],
                         help="of the stages")
     parser.add_argument("--dead", type=integers, default=[], help="ranks that no path visits")
+    parser.add_argument("--unscaled", action="store_true", help="evaluate as the papers do")
     a = parser.parse_args(argv)
     run = built(job, ["--resume", a.run], Checkpoints=ReadOnly, make_outer=lambda run: None)
+    run.o.unscaled |= a.unscaled
     alive = []                                                  # the ranks of each stage that run
     for ranks in run.stages:
         alive.append([r for r in ranks if r not in a.dead])
