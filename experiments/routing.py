@@ -2,140 +2,140 @@
 
     python -m experiments.routing [--scale try|plot|full] [--plot]
 
-full: 70 minutes of two cores. 4 replicas of 2 stages; "never" has no outer step, NoLoCo one every
-10 steps. Losses are the mean over the replicas, which still differ.
+full: two hours of two cores. 4 replicas of 2 stages; "never averaged" has no outer step, NoLoCo one
+every 10 steps. Losses are the mean over the replicas, as in the paper. Named before the runs: the
+spread without outer steps, random over fixed routing.
 """
+import functools
+import itertools
 import statistics
 
-from experiments.harness import Row, Setting, command, run_all
-from experiments.pictures import COLOURS, WIDTH, aside, bars, counted, frame
-from experiments.tables import (Comparison, Expected, Table, mean_final, over_runs, results,
-                                same_seeds, sure)
+from experiments.harness import Row, Run, command, curves, make_runs
+from experiments.pictures import COLOURS, WIDTH, curve, frame, legend
+from experiments.stats import (Expected, Table, mean, paired, perplexity, ratio, significant,
+                               those)
 
 LEARN = "--layers 2 --lr 6e-3 --batch 8 --microbatches 2"
-WORDS = {"NoLoCo": "NoLoCo", "local": "never averaged"}
-METHODS = {"NoLoCo": "--method noloco --inner-steps 10", "local": "--method local"}
-SCALES = {      # (options, processes, seeds)
-    # without what never averages: it would take as many processes again
-    "try": ("--stages 2,2 --warmup 2 --steps 12 --eval-every 4 --eval-sequences 8 --batch 1", 4,
-            (0,)),
-    "plot": ("--stages 4,4 --warmup 20 --steps 100 --eval-every 50 --eval-sequences 64", 8, (0,)),
-    "full": ("--stages 4,4 --warmup 50 --steps 600 --eval-every 100", 8, (0, 1, 2)),
+METHODS = {     # method: (its name, options)
+    "NoLoCo": ("NoLoCo", "--method noloco --inner-steps 10"),
+    "local": ("never averaged", "--method local"),
 }
+SCALES = {      # (options, processes, methods, seeds)
+    "try": ("--stages 2,2 --warmup 2 --steps 12 --eval-every 4 --eval-sequences 8 --batch 1", 4,
+            ("NoLoCo",), (0,)),
+    "plot": ("--stages 4,4 --warmup 20 --steps 100 --eval-every 50 --eval-sequences 64", 8,
+             tuple(METHODS), (0,)),
+    "full": ("--stages 4,4 --warmup 50 --steps 600 --eval-every 100", 8, tuple(METHODS), range(5)),
+}
+# Of each record: lists with a number for each evaluation.
+read_curves = functools.partial(curves, at="step", spreads="weight_spread", rates="lr")
 
 
-def settings(scale):
-    options, processes, _ = SCALES[scale]
-    for name, method in METHODS.items():
-        if scale == "try" and name == "local":
-            continue
-        for routing in "random", "fixed":
-            yield Setting(f"4x2 {name}, {routing} routing",
-                          f"{LEARN} {options} {method} --routing {routing}", processes)
+def wanted(scale):
+    options, processes, methods, seeds = SCALES[scale]
+    runs = []
+    for seed, method, routing in itertools.product(seeds, methods, ("random", "fixed")):
+        facts = dict(method=method, routing=routing, seed=seed)
+        of_method = METHODS[method][1]
+        runs.append(Run(facts, f"{LEARN} {options} {of_method} --routing {routing}", processes,
+                        after=read_curves))
+    return runs
 
 
 def measure(o):
-    return run_all("routing", settings(o.scale), SCALES[o.scale][2], o)
+    make_runs("routing", wanted(o.scale), o)
 
 
 # ---------------------------------------------------------------- what was found
 
 
-def pairs(found):
-    """{method: (runs with random routing, with fixed)}"""
-    runs = results(found)
-    return {name: (runs[f"4x2 {name}, random routing"], runs[f"4x2 {name}, fixed routing"])
-            for name in METHODS if f"4x2 {name}, fixed routing" in runs}
+def last_spread(record):
+    return record["spreads"][-1]
 
 
-def spread_over(runs, others, at=-1):
-    """The weight spread over the others', seed by seed, less 1. at: which evaluation."""
-    ratios = []
-    for run, other in zip(runs, same_seeds(runs, others)):
-        ratios.append(run.curves["weight_spread"][at] / other.curves["weight_spread"][at] - 1)
-    return Comparison(ratios, "+.1%")
+def random_over_fixed(records, method, key, how):
+    """The Comparison of the two kinds of routing; None without such runs."""
+    random = dict(method=method, routing="random")
+    fixed = dict(method=method, routing="fixed")
+    return paired(records, random, fixed, key, how)
 
 
-def spread_follows_rate(runs):
-    """Pearson's correlation of the weight spread with the learning rate after the warm-up, the mean
-    over the seeds; None with too few evaluations."""
+def follows_rate(records):
+    """Pearson's correlation of NoLoCo's weight spread with the learning rate after the warm-up, the
+    mean over the seeds; None with too few evaluations."""
     found = []
-    for run in runs:
-        spread, rate = run.curves["weight_spread"], run.curves["lr"]
-        top = rate.index(max(rate))
-        if len(rate) - top < 4:
+    for record in those(records, method="NoLoCo", routing="random"):
+        spreads, rates = record["spreads"], record["rates"]
+        top = rates.index(max(rates))
+        if len(rates) - top < 4:
             return None
-        found.append(statistics.correlation(spread[top:], rate[top:]))
+        found.append(statistics.correlation(spreads[top:], rates[top:]))
     return statistics.mean(found)
 
 
-def times_noloco(found):
+def times_noloco(records):
     """The weight spread without outer steps over NoLoCo's, with random routing (Fig. 4); None
-    where NoLoCo's alone is there."""
-    by_method = pairs(found)
-    if "local" not in by_method:
-        return None
-    return spread_over(by_method["local"][0], by_method["NoLoCo"][0]).mean + 1
+    if one was not run."""
+    never = dict(method="local", routing="random")
+    more = paired(records, never, dict(method="NoLoCo", routing="random"), last_spread, ratio)
+    return more and more.mean + 1
 
 
 def show(found):
+    records = found["records"]
     table = Table("random routing over fixed", "loss, nats per byte", "perplexity",
                   "weight spread at the end")
-    for name, (random, fixed) in pairs(found).items():
-        table.add(WORDS[name], mean_final(random), over_runs(random, fixed),
-                  spread_over(random, fixed))
+    for method, (name, _) in METHODS.items():
+        if those(records, method=method):
+            table.add(name, mean(records, dict(method=method, routing="random"), "mean"),
+                      random_over_fixed(records, method, "mean", perplexity),
+                      random_over_fixed(records, method, last_spread, ratio))
     table.end()
-    follows = spread_follows_rate(pairs(found)["NoLoCo"][0])
+    follows, times = follows_rate(records), times_noloco(records)
     if follows is not None:
         print("* NoLoCo's weight spread and the learning rate: correlation "
               f"{follows:.2f} (Fig. 3B)")
-    times = times_noloco(found)
     if times is not None:
         print(f"* The spread without outer steps is {times:.0f} times NoLoCo's (Fig. 4)\n")
 
 
 def draw(plt, found):
     """The weight spread with random routing over that with fixed, along the training (Fig. 4)."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 3.8))
+    records, ends = found["records"], []
+    figure, axis = plt.subplots(figsize=(WIDTH, 3.6))
     axis.axhline(0, color="#000000", lw=1)
-    for place, (name, (random, fixed)) in enumerate(pairs(found).items()):
-        steps = random[0].steps
-        ratios = [spread_over(random, fixed, at) for at in range(len(steps))]
-        bars(axis, aside(steps, place), ratios, COLOURS[name], label=WORDS[name].replace(" ", "\n"))
+    for method, (name, _) in METHODS.items():
+        runs, points = those(records, method=method), {}
+        if not runs:
+            continue
+        for number, step in enumerate(runs[0]["at"]):
+            spread = spread_at(number)
+            points[step] = random_over_fixed(records, method, spread, ratio)
+        curve(axis, points, COLOURS[method], name.replace(" ", "\n"), times=100)
+        ends.append(list(points.values())[-1])
+    legend(axis)
     axis.set(xlabel="steps", ylabel="weight spread,\nrandom over fixed routing, %")
-    ends = [spread_over(*both) for both in pairs(found).values()]
-    verb = "lowers" if sure(ends)[-1] else "may lower"
-    seeds = counted(len(next(iter(found["runs"].values()))), "seed")
-    frame(figure, found, f"Random routing {verb} the spread, by {-ends[-1].mean:.0%} without "
-          "outer steps",
-          "The weight spread with random over fixed routing", f"4 replicas of 2 stages; never "
-          f"averaged as in the NoLoCo paper's Fig. 4, or NoLoCo every 10 steps, just after an "
-          f"outer step. {seeds}, bars: 95% intervals.")
+    lower = f"Without outer steps random routing lowers the spread by {-ends[-1].mean:.0%}"
+    if not significant(ends)[-1]:
+        lower += ", not significantly"
+    frame(figure, found, lower, "The weight spread with random over fixed routing")
     return figure
 
 
-# {scale: (expected, at most so much off)}. In the 100 steps of a plot the spread is not lower yet.
-NUMBERS = {
-    "spread": dict(full=(-0.088, 0.03), plot=(0.05, 0.1)),
-    "rate": dict(full=(0.9, 0.1)),
-    "never": dict(full=(104, 30), plot=(23, 10)),
-}
+def spread_at(number):
+    """A function of a record: its spread at that evaluation."""
+    return lambda record: record["spreads"][number]
 
 
 def expected(found):
-    def one(key, text, number, form):
-        known = NUMBERS[key].get(found["scale"])
-        return Expected(text, number, *(known or (0, 0)), form, judged=known is not None)
-
-    by_method = pairs(found)
-    without = by_method.get("local")
+    """In the 100 steps of a plot the spread is not lower yet."""
+    records = found["records"]
+    spread = random_over_fixed(records, "local", last_spread, ratio)
     return [
-        one("spread", "weight spread, random over fixed routing, without outer steps (paper: -10 "
-            "to -15%)", without and spread_over(*without).mean,
-            "+.1%"),
-        one("rate", "NoLoCo's weight spread and the learning rate, correlation (Fig. 3B; paper: "
-            "0.91 to 0.97)", spread_follows_rate(by_method["NoLoCo"][0]), ".2f"),
-        one("never", "weight spread, never over NoLoCo (Fig. 4)", times_noloco(found), ".0f"),
+        Expected("weight spread, random over fixed routing, without outer steps", spread.mean,
+                 0.05, 0.1),
+        Expected("weight spread, never averaged over NoLoCo (Fig. 4)", times_noloco(records), 23,
+                 10, ".0f"),
     ]
 
 
