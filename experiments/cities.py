@@ -2,48 +2,63 @@
 
     python -m experiments.cities [--scale try|plot|full] [--plot]       as root
 
-full: 1 h 20 of two idle cores. 4 stages of 2 hosts, with the links published beside SkipPipe's
+full: 2.7 hours of two idle cores. 4 stages of 2 hosts, with the links published with SkipPipe's
 code; the hosts are network namespaces of this machine, and the runs go by the clock
-(experiments/clock.py). Losses are the mean over the replicas.
+(experiments/clock.py). Losses are the mean over the replicas. "Memory" is how many microbatches the
+planner lets a host hold at once. Named before the runs: half skipped over the planned full
+pipeline, with memory 3 and with memory 6, in seconds of an iteration and in loss.
 """
+import functools
 import itertools
 import statistics
 
+import numpy as np
+
 from experiments.clock import CPU, PROGRAM
-from experiments.harness import Row, Setting, command, run_all
-from experiments.pictures import COLOURS, WIDTH, aside, bars, counted, frame
-from experiments.tables import (MEANS_ONLY, Comparison, Expected, Table, mean_final, more_than,
-                                results, same_seeds)
+from experiments.harness import Row, Run, command, curves, make_runs, metrics
+from experiments.pictures import COLOURS, WIDTH, curve, frame, legend
+from experiments.stats import Expected, Table, mean, paired, ratio, those
 from planning.instance import city_links
 
 TINY = "--hidden 128 --mlp 512 --heads 4"       # train.py's own
-SECONDS = {"try": 10, "plot": 30, "full": 100}  # by the clock
-SEEDS = {"try": (0,), "plot": (0,), "full": (0, 1, 2)}
-FIRST = 20                                      # steps of warm-up
+SECONDS = {"try": 5, "plot": 30, "full": 100}   # by the clock
+SEEDS = {"try": (0,), "plot": (0,), "full": range(5)}
+MORE = {"try": "--warmup 4 --eval-sequences 8", "plot": "", "full": ""}     # options
+MOST_OTHERS = {"full": 0.1}                     # of a processor, that others' work may take
 # Two for each stage, in turn.
 CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon".split()
 FAST = "Belgium Canada Iowa LA Oregon".split()      # the origins, and those which add least latency
+
+
+def plan(routing, skip, memory=3, rule="rho", nodes=8):
+    """A plan's facts. rule: by which it is evaluated, "rho" or "unscaled"; nodes: 8, or the 5 of
+    FAST."""
+    return dict(routing=routing, skip=skip, memory=memory, rule=rule, nodes=nodes)
+
+
 UNPLANNED, FULL = "full, in the order of ranks", "full, planned"
-HALF = "50% skipped, rho rule, memory 3"
-PLANS = {               # name: (options, the planner's memory)
-    UNPLANNED: ("--routing dtfm", 3),
-    FULL: ("--routing no-swaps", 3),
-    "full, planned, memory 6": ("--routing no-swaps", 6),
-    "full, planned, five fast hosts alone": ("--routing no-swaps", 3),
-    "25% skipped, rho rule, memory 3": ("--routing stronger --skip 0.25", 3),
-    "25% skipped, rho rule, memory 4": ("--routing stronger --skip 0.25", 4),
-    "25% skipped, rho rule, memory 5": ("--routing stronger --skip 0.25", 5),
-    "25% skipped, rho rule, memory 6": ("--routing stronger --skip 0.25", 6),
-    "25% skipped, memory 3": ("--routing stronger --skip 0.25 --unscaled", 3),
-    HALF: ("--routing stronger --skip 0.5", 3),
+FULL_OF_6 = "full, planned, memory 6"
+QUARTER, HALF = "25% skipped, rho rule, memory 3", "50% skipped, rho rule, memory 3"
+PLANS = {
+    UNPLANNED: plan("dtfm", 0.0),
+    FULL: plan("no-swaps", 0.0),
+    FULL_OF_6: plan("no-swaps", 0.0, memory=6),
+    "full, planned, only five fast hosts": plan("no-swaps", 0.0, nodes=5),
+    QUARTER: plan("stronger", 0.25),
+    "25% skipped, rho rule, memory 4": plan("stronger", 0.25, memory=4),
+    "25% skipped, rho rule, memory 5": plan("stronger", 0.25, memory=5),
+    "25% skipped, rho rule, memory 6": plan("stronger", 0.25, memory=6),
+    "25% skipped, memory 3": plan("stronger", 0.25, rule="unscaled"),
+    HALF: plan("stronger", 0.5),
 }
-SMALL = UNPLANNED, FULL, HALF                   # plans of a small copy
-DRAWN = {               # beside FULL: (in the picture, colour)
+AT_SCALE = {"try": (FULL, HALF), "plot": (UNPLANNED, FULL, HALF), "full": tuple(PLANS)}
+DRAWN = {               # compared with FULL: (in the picture, colour)
     UNPLANNED: ("none skipped,\nunplanned", "full"),
-    "25% skipped, rho rule, memory 3": ("25% skipped", "25%"),
+    FULL_OF_6: ("none skipped,\nplanned, memory 6", "planned"),
+    QUARTER: ("25% skipped", "25%"),
     HALF: ("50% skipped", "50%"),
 }
-MOMENTS = 0.4, 0.6, 0.8, 1.0    # of SECONDS; before them some runs have no evaluation
+MOMENTS = 0.4, 0.6, 0.8, 1.0    # of the time; before them some runs have no evaluation
 
 
 def between_cities(names):
@@ -55,56 +70,89 @@ def between_cities(names):
     return " ".join(options)
 
 
-def settings(scale):
-    plans = PLANS if scale == "full" else SMALL
-    for name in plans:
-        options, memory = PLANS[name]
-        names, stages = CITIES, "2,2,2,2"
-        if "alone" in name:
-            names, stages = FAST, "2,1,1,1"
-        yield Setting(name, f"{TINY} --stages {stages} --microbatches 3 --batch 2 "
-                      f"--eval-sequences 256 --warmup {FIRST} --method noloco --inner-steps 10 "
-                      f"{options}", len(names),
-                      program=f"{PROGRAM} {SECONDS[scale]} --memory {memory}",
-                      hosts=between_cities(names))
+def wanted(scale):
+    runs = []
+    for seed, name in itertools.product(SEEDS[scale], AT_SCALE[scale]):
+        runs.append(run_of(PLANS[name], seed, SECONDS[scale], MORE[scale]))
+    return runs
+
+
+def run_of(facts, seed, seconds, more):
+    names, stages = CITIES, "2,2,2,2"
+    if facts["nodes"] == 5:
+        names, stages = FAST, "2,1,1,1"
+    options = (f"{TINY} --stages {stages} --microbatches 3 --batch 2 --eval-sequences 256 "
+               f"--warmup 20 --method noloco --inner-steps 10 --routing {facts['routing']} "
+               f"--skip {facts['skip']:g} {more}")
+    if facts["rule"] == "unscaled":
+        options += " --unscaled"
+    return Run(facts | dict(seed=seed), options, len(names),
+               program=f"{PROGRAM} {seconds} --memory {facts['memory']}",
+               hosts=between_cities(names), after=read_times)
+
+
+def read_times(folder):
+    """The median of an iteration's seconds, and the loss at the seconds of each evaluation."""
+    iterations = [line["iteration_seconds"] for line in metrics(folder)]
+    found = curves(folder, at="seconds", losses="heldout_loss")
+    return found | dict(iteration=statistics.median(iterations))
 
 
 def measure(o):
-    return run_all("cities", settings(o.scale), SEEDS[o.scale], o)
+    make_runs("cities", wanted(o.scale), o, most_others=MOST_OTHERS.get(o.scale))
 
 
 # ---------------------------------------------------------------- the tables
 
 
-def iteration_seconds(runs):
-    """Each run's median of an iteration."""
-    return [statistics.median(run.curves["iteration_seconds"]) for run in runs]
+def time_over(records, name, other):
+    """Seconds of an iteration over the other plan's, seed by seed, less 1; None without the other,
+    or if it is the same."""
+    if name == other:
+        return None
+    return paired(records, PLANS[name], PLANS[other], "iteration", ratio)
 
 
-def time_over(runs, others):
-    """Seconds of an iteration over the others', seed by seed, less 1."""
-    pairs = zip(iteration_seconds(runs), iteration_seconds(same_seeds(runs, others)))
-    return Comparison([own / other - 1 for own, other in pairs], "+.0%")
+def more_than(records, name, other, share=1.0):
+    """Nats per byte over the other plan's, after this share of the time at which the first of the
+    two runs ends; None without the other, or if it is the same."""
+    if name == other:
+        return None
+    return paired(records, PLANS[name], PLANS[other], whole_record,
+                  functools.partial(in_equal_time, share))
+
+
+def whole_record(record):
+    return record
+
+
+def in_equal_time(share, own, other):
+    moment = share * min(own["at"][-1], other["at"][-1])
+    return loss_at(moment, own) - loss_at(moment, other)
+
+
+def loss_at(second, record):
+    """The run's loss then, on straight lines between evaluations as measured; after its end, the
+    last."""
+    return float(np.interp(second, record["at"], record["losses"]))
 
 
 def show(found):
-    runs = results(found)
+    records = found["records"]
+    there = [name for name, facts in PLANS.items() if those(records, **facts)]
     table = Table("paths", "seconds of an iteration", "over the planned full pipeline's",
                   "loss, nats per byte", "over the planned full pipeline's, in equal time")
-    for name, seeds in runs.items():
-        seconds = f"{statistics.mean(iteration_seconds(seeds)):.3f}"
-        time, more = None, None
-        if name != FULL:
-            time, more = time_over(seeds, runs[FULL]), more_than(seeds, runs[FULL])
-        table.add(name, seconds, time, mean_final(seeds), more)
+    for name in there:
+        table.add(name, mean(records, PLANS[name], "iteration"), time_over(records, name, FULL),
+                  mean(records, PLANS[name], "mean"), more_than(records, name, FULL))
     table.end()
-    unplanned = runs[UNPLANNED]
-    table = Table("paths", "seconds of an iteration over the unplanned")
-    for name, seeds in runs.items():
-        if seeds is not unplanned:
-            table.add(name, time_over(seeds, unplanned))
+    table = Table("paths", "seconds of an iteration over the unplanned",
+                  "over the planned with memory 6",
+                  "nats per byte over the planned with memory 6, in equal time")
+    for name in there:
+        table.add(name, time_over(records, name, UNPLANNED), time_over(records, name, FULL_OF_6),
+                  more_than(records, name, FULL_OF_6))
     table.end()
-    print(MEANS_ONLY)
 
 
 # ---------------------------------------------------------------- the picture
@@ -112,36 +160,34 @@ def show(found):
 
 def draw(plt, found):
     """Nats per byte over the planned full pipeline's, at moments of the runs."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.0))
-    runs, moments = results(found), [SECONDS[found["scale"]] * share for share in MOMENTS]
-    axis.plot(moments, [0] * len(moments), color=COLOURS["planned"],
-              label="none skipped,\nplanned")
-    for place, name in enumerate(name for name in DRAWN if name in runs):
-        text, colour = DRAWN[name]
-        more = [more_than(runs[name], runs[FULL], share) for share in MOMENTS]
-        bars(axis, aside(moments, place), more, COLOURS[colour], times=1, label=text)
-    axis.set(xlabel="measured seconds", ylabel="nats per byte over\nnone skipped, planned",
+    records, seconds = found["records"], SECONDS[found["scale"]]
+    figure, axis = plt.subplots(figsize=(WIDTH, 3.8))
+    moments = [seconds * share for share in MOMENTS]
+    axis.plot(moments, len(moments) * [0], color=COLOURS["planned"],
+              label="none skipped,\nplanned, memory 3")
+    for name, (text, colour) in DRAWN.items():
+        if not those(records, **PLANS[name]):
+            continue
+        points = {}
+        for share in MOMENTS:
+            points[seconds * share] = more_than(records, name, FULL, share)
+        curve(axis, points, COLOURS[colour], text, ls="--" if name == FULL_OF_6 else "-")
+    axis.set(xlabel="measured seconds", ylabel="nats per byte minus\nnone skipped, planned",
              xticks=moments)
-    seconds = SECONDS[found["scale"]]
-    lower = -more_than(runs[HALF], runs[FULL]).mean
-    frame(figure, found,
-          f"Half skipped: {lower:.2f} nats lower than none skipped after {seconds} s",
-          "A pipeline between cities: loss in equal time",
-          f"8 hosts of one machine with links as between eight cities, 4 stages of 2, 1.1M "
-          f"weights, replicas' means; {counted(len(runs[FULL]), 'seed')}, bars: 95% intervals.")
+    legend(axis)
+    lower = -more_than(records, HALF, FULL).mean
+    frame(figure, found, f"Half skipped: {lower:.2f} nats lower than none skipped after "
+          f"{seconds} s", "A pipeline between cities: loss in equal time")
     return figure
 
 
 def expected(found):
-    runs = results(found)
-    time = time_over(runs[HALF], runs[FULL]).mean
-    planned = time_over(runs[FULL], runs[UNPLANNED]).mean
-    judged = found["scale"] != "try"
+    records = found["records"]
     return [
-        Expected("planned over in the order of ranks, seconds of an iteration", planned, -0.21,
-                 0.05, "+.0%", judged),
-        Expected("half skipped over planned, seconds of an iteration", time, -0.48, 0.12, "+.0%",
-                 judged),
+        Expected("planned over in the order of ranks, seconds of an iteration",
+                 time_over(records, FULL, UNPLANNED).mean, -0.21, 0.05, "+.0%"),
+        Expected("half skipped over planned, seconds of an iteration",
+                 time_over(records, HALF, FULL).mean, -0.48, 0.12, "+.0%"),
     ]
 
 
