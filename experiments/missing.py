@@ -2,80 +2,79 @@
 
     python -m experiments.missing [--scale try|plot|full] [--plot]
 
-The runs are those of skipping, after equal steps and under the rho rule. A model runs with 75 or
-50% of its stages, in each choice of so many; its loss is the mean over the choices.
+The runs are those of skipping. A model runs with 75 or 50% of its stages, in each choice of so
+many; its loss is the mean over the choices. Named before the runs: trained half skipped for equal
+steps, 4 stages, with half of them over all, by the rho rule.
 """
 from experiments import skipping
 from experiments.harness import Row, command
-from experiments.pictures import COLOURS, WIDTH, aside, bars, counted, frame
-from experiments.skipping import RHO, losses_without
-from experiments.tables import Comparison, Expected, Table, over, results
+from experiments.pictures import COLOURS, WIDTH, curve, frame, legend
+from experiments.skipping import FULL, HALF, QUARTER, facts_of, full_of, name_of, over_full, trained
+from experiments.stats import Expected, Table, paired, perplexity
 
-HALF = f"50% skipped{RHO}"
-TRAINED = {         # the label's end: (its name in the picture, colour)
-    "0% skipped": ("none\nskipped", "full"),
-    f"25% skipped, in order{RHO}": ("a quarter", "25%"),
+DRAWN = {       # (skip, routing), after equal steps: (its name in the picture, colour)
+    FULL: ("none\nskipped", "full"),
+    QUARTER: ("a quarter", "25%"),
     HALF: ("half", "50%"),
 }
 
 
-def missing_over(runs, key):
-    """Perplexity with stages missing over that of the run's whole model, seed by seed. key: the
-    share of the stages that run."""
-    whole = [run.shares["1.0"][0] for run in runs]
-    return Comparison(over(losses_without(runs, key), whole), "+.1%")
-
-
-def there(found, stages):
-    """{the label's end: runs} of models of so many stages."""
-    runs = results(found)
-    return {end: runs[f"{stages} stages, {end}"] for end in TRAINED
-            if f"{stages} stages, {end}" in runs}
+def over_whole(records, facts, share, rule="rho"):
+    """Perplexity with so many percent of the stages over the same whole model's."""
+    column = rule
+    if share < 100:
+        column = f"{rule}_{share}"
+    return paired(records, facts, facts, column, perplexity, rule)
 
 
 def show(found):
     """Also of the models that trained for equal time."""
-    table = Table("stages, share skipped in training", "perplexity with 75% of them, over all",
-                  "with half of them, over all")
-    for label, runs in results(found).items():
-        if label.endswith(RHO) or label.endswith(" 0% skipped"):
-            table.add(label, missing_over(runs, "0.75"), missing_over(runs, "0.5"))
+    records = found["records"]
+    table = Table("stages, share skipped in training", "75% of them over all, rho rule",
+                  "half over all, rho rule", "75% over all, as in the papers",
+                  "half over all, as in the papers")
+    for facts in trained(records):
+        table.add(name_of(facts), over_whole(records, facts, 75), over_whole(records, facts, 50),
+                  over_whole(records, facts, 75, "unscaled"),
+                  over_whole(records, facts, 50, "unscaled"))
+    table.end()
+    table = Table("half of the stages, over a whole model trained without skipping", "rho rule",
+                  "as in the papers")
+    for facts in trained(records):
+        if facts != full_of(facts):
+            table.add(name_of(facts), over_full(records, facts, "rho_50", "rho"),
+                      over_full(records, facts, "unscaled_50", "unscaled"))
     table.end()
 
 
 def draw(plt, found):
-    kinds = [stages for stages in skipping.STAGES if there(found, stages)]
-    figure, axes = plt.subplots(1, len(kinds), figsize=(WIDTH, 4.0), sharey=True, squeeze=False)
-    for axis, stages in zip(axes.flat, kinds):
-        for place, (end, runs) in enumerate(there(found, stages).items()):
-            name, colour = TRAINED[end]
-            costs = [missing_over(runs, share) for share in ("1.0", "0.75", "0.5")]
-            bars(axis, aside((100, 75, 50), place), costs, COLOURS[colour], label=name)
-        axis.set(xlabel="% of the stages that run", xticks=(100, 75, 50), xlim=(106, 44),
+    records = found["records"]
+    counts = sorted({record["stages"] for record in records})
+    figure, axes = plt.subplots(1, len(counts), figsize=(WIDTH, 3.8), sharey=True, squeeze=False)
+    for axis, stages in zip(axes.flat, counts):
+        for kind, (name, colour) in DRAWN.items():
+            costs, facts = {}, facts_of(stages, *kind, "steps")
+            if facts in trained(records):
+                for share in (100, 75, 50):
+                    costs[share] = over_whole(records, facts, share)
+                curve(axis, costs, COLOURS[colour], name, times=100)
+        axis.set(xlabel="% of the stages that run", xticks=(100, 75, 50), xlim=(104, 46),
                  title=f"{stages} stages")
     axes.flat[0].set_ylabel("perplexity over its whole model's, %")
-    loses = missing_over(there(found, 4)[HALF], "0.5").mean
+    legend(axes.flat[-1])
+    loses = over_whole(records, facts_of(4, *HALF, "steps"), 50).mean
     frame(figure, found, f"Trained half skipped, 4 stages lose {loses:.1%} without half of them",
-          "Stages missing after training",
-          f"Labels: what was skipped in training. After equal steps, by the rho rule, the mean "
-          f"over all choices of so many stages; {counted(len(runs), 'seed')}, bars: 95% intervals.")
+          "Stages missing after training")
     return figure
 
 
-NUMBERS = {         # {(the label's end, the share of the stages that run): by scale}
-    (HALF, "0.5"): dict(full=(0.007, 0.01), plot=(0.003, 0.01)),
-    ("0% skipped", "0.5"): dict(full=(0.52, 0.1), plot=(0.24, 0.15)),
-}
-
-
 def expected(found):
-    told, scale = [], found["scale"]
-    for (end, share), numbers in NUMBERS.items():
-        runs = there(found, 4).get(end)
-        cost = runs and missing_over(runs, share).mean
-        told.append(Expected(f"4 stages, {end} in training: perplexity with half of the stages, "
-                             "over all (paper: +1.7%)", cost, *numbers.get(scale, (0, 0)),
-                             judged=scale in numbers))
+    records, told = found["records"], []
+    for kind, number, tolerance in ((HALF, 0.003, 0.01), (FULL, 0.24, 0.15)):
+        facts = facts_of(4, *kind, "steps")
+        told.append(Expected(f"{name_of(facts)} in training: perplexity with half of the stages, "
+                             "over all (paper: +1.7%)", over_whole(records, facts, 50).mean, number,
+                             tolerance))
     return told
 
 

@@ -2,34 +2,42 @@
 
     python -m experiments.skipping [--scale try|plot|full] [--plot]
 
-full: 2 hours of two cores. 8 layers in 4 or 8 stages of two nodes each, spread over the 12 cities
-of the published instance. Gradients are averaged at every step, so only the paths differ. "In
-order" means no swapped neighbours. 0% skipped is DT-FM's pipeline; 0% skipped, in order, is the
-planned one. "Equal time" has as many steps as fit into DT-FM's time. Models are evaluated as in the
-papers (--unscaled), and under the rho rule (train.py).
+full: about two hours of two cores. 8 layers in 4 or 8 stages of two nodes each, spread over the 12
+cities of the published instance. Gradients are averaged at every step, so only the paths differ.
+"In order" means no swapped neighbours. 0% skipped is DT-FM's pipeline; 0% skipped, in order, is the
+planned one. "Equal time" has as many steps as fit into DT-FM's time. Each model is trained once and
+evaluated by the rho rule (train.py) and as in the papers, which do not scale, each time whole and
+with 75 and 50% of its stages (tools/partial.py): the mean over all choices of so many. Named before
+the runs: half skipped over the full pipeline, by the rho rule.
 """
+import functools
 import itertools
 import json
 import statistics
 import subprocess
-from dataclasses import replace
 
-import train
-from experiments.harness import Row, Setting, command, run_all, run_ranks
-from experiments.pictures import COLOURS, WIDTH, counted, differences, frame, percent
-from experiments.tables import (Comparison, Expected, Table, mean_final, over, over_runs, results,
-                                same_seeds, sure)
+from experiments.harness import Row, Run, command, make_runs, run_ranks
+from experiments.pictures import COLOURS, WIDTH, forest, frame, percent
+from experiments.stats import Expected, Table, mean, paired, perplexity, significant, those
 from experiments.together import MICROBATCHES, keep_links, makespan, slowest_all_reduce
 from planning.instance import CITIES, city_delays, city_links
 from skippipe import Network
 
-FULL = (0.0, "dtfm")
 # (share skipped, routing)
-KINDS = FULL, (0.0, "no-swaps"), (0.25, "no-swaps"), (0.5, "stronger")
-UNSCALED = " --unscaled"
-STEPS = {"try": 4, "plot": 80, "full": 300}         # of equal steps
-SEEDS = {"try": (0,), "plot": (0,), "full": (0, 1, 2, 3, 4)}
-RHO = " (rho rule)"
+FULL = 0.0, "dtfm"
+PLANNED = 0.0, "no-swaps"
+QUARTER = 0.25, "no-swaps"
+HALF = 0.5, "stronger"
+# (share skipped, routing, what is equal)
+KINDS = ((*FULL, "steps"), (*PLANNED, "time"), (*QUARTER, "steps"), (*QUARTER, "time"),
+         (*HALF, "steps"), (*HALF, "time"))
+SCALES = {      # (equal steps, seeds, numbers of stages, kinds, more options)
+    "try": (4, (0,), (4,), [(*HALF, "steps")], "--eval-sequences 8"),
+    "plot": (80, (0,), (4,), [kind for kind in KINDS if kind[:2] != QUARTER],
+             "--eval-sequences 128"),
+    "full": (300, range(5), (4, 8), KINDS, ""),
+}
+RULES = {"rho": [], "unscaled": ["--unscaled"]}     # columns: options of tools/partial.py
 # The nodes of each stage, as `assign_stages` found them for the full pipeline. Pinned, so that the
 # tables can be made again.
 STAGES = {
@@ -39,7 +47,7 @@ STAGES = {
 
 
 def network_of(stages):
-    """Two nodes a stage: (Network, cities)."""
+    """Two nodes per stage: (Network, cities)."""
     cities = (CITIES * 2)[:2 * stages]
     compute = [0.44 * 6 / stages] * 2 * stages          # the published instance cuts the model in 6
     delay = city_delays(cities, city_links())
@@ -47,64 +55,32 @@ def network_of(stages):
     return network, cities
 
 
-def settings(scale):
-    if scale != "full":
-        yield from small_settings(scale)
-        return
-    papers = list(papers_settings(STEPS[scale]))
-    yield from papers
-    for setting in papers:
-        if UNSCALED in setting.options:
-            yield under_rho(setting)
+def wanted(scale):
+    steps, seeds, counts, kinds, more = SCALES[scale]
+    runs = []
+    for seed, stages, kind in itertools.product(seeds, counts, kinds):
+        runs.append(run_of(facts_of(stages, *kind), seed, steps, more))
+    return runs
 
 
-def small_settings(scale):
-    """4 stages, half skipped, under the rho rule; where it is no try, beside full pipelines."""
-    steps, half = STEPS[scale], (0.5, "stronger")
-    runs = [skip_setting("4 stages, 50% skipped", 4, *half, steps)]
-    sequences = 8 if scale == "try" else 128
-    more = f" --eval-every {steps} --eval-sequences {sequences}"
-    if scale != "try":
-        planned = 0.0, "no-swaps"
-        runs += [skip_setting("4 stages, 0% skipped", 4, *FULL, steps),
-                 skip_setting("4 stages, 0% skipped, in order, equal time", 4, *planned,
-                              equal_time(steps, 4, *planned)),
-                 skip_setting("4 stages, 50% skipped, equal time", 4, *half,
-                              equal_time(steps, 4, *half))]
-    for setting in runs:
-        if UNSCALED in setting.options:
-            setting = under_rho(setting)
-        yield replace(setting, options=setting.options + more)
+def facts_of(stages, skip, routing, equal):
+    return dict(stages=stages, skip=skip, routing=routing, equal=equal)
 
 
-def papers_settings(steps):
-    """All that is trained, evaluated as in the papers."""
-    for stages, (skip, routing) in itertools.product(STAGES, KINDS):
-        label = f"{stages} stages, {100 * skip:g}% skipped"
-        if routing == "no-swaps":
-            label += ", in order"
-        if skip or (skip, routing) == FULL:         # a plan that skips nothing gains time only
-            yield skip_setting(label, stages, skip, routing, steps)
-        if (skip, routing) != FULL:
-            more = equal_time(steps, stages, skip, routing)
-            yield skip_setting(f"{label}, equal time", stages, skip, routing, more)
-
-
-def under_rho(setting):
-    return replace(setting, label=setting.label + RHO,
-                   options=setting.options.replace(UNSCALED, ""))
-
-
-def skip_setting(label, stages, skip, routing, steps):
+def run_of(facts, seed, steps, more):
+    stages, routing = facts["stages"], facts["routing"]
     links = keep_links(network_of(stages)[0], f"links-{stages}.json")
+    if facts["equal"] == "time":
+        steps = equal_time(steps, stages, facts["skip"], routing)
     options = (f"--method ddp --layers 8 --lr 4e-3 --microbatches {MICROBATCHES} --batch 2 "
                f"--links {links} --stages {','.join(['2'] * stages)} --routing {routing} "
-               f"--skip {skip:g}")
-    if skip:
-        options += UNSCALED
-    return Setting(label, f"{options} --steps {steps}", 2 * stages, missing_stages)
+               f"--skip {facts['skip']:g} --steps {steps} --eval-every 1000 {more}")
+    processes = 2 * stages
+    return Run(facts | dict(seed=seed), options, processes,
+               after=functools.partial(evaluations, processes))
 
 
+@functools.cache
 def equal_time(steps, stages, skip, routing):
     """The steps that fit into DT-FM's time."""
     network, cities = network_of(stages)
@@ -114,128 +90,147 @@ def equal_time(steps, stages, skip, routing):
     return round(steps * full / ours)
 
 
-def measure(o):
-    """Also what `missing` shows: see `missing_stages`."""
-    return run_all("skipping", settings(o.scale), SEEDS[o.scale], o)
-
-
-def missing_stages(folder):
-    """{"shares": {share of the stages: [held-out loss of each choice of so many]}} of the last
-    checkpoint.
+def evaluations(processes, folder):
+    """The held-out losses of the run's last checkpoint, by each of RULES: of the whole model, and
+    with 75 and 50% of its stages ("rho_75"), the mean over all choices of so many.
 
     DDP keeps a stage's replicas equal, so one replica's loss is that of all.
     """
-    stages = train.parse(["--resume", str(folder)]).stages
-    run_ranks(sum(stages), "-m", "tools.partial", str(folder), stdout=subprocess.DEVNULL)
-    rows, found = json.loads((folder / "partial.json").read_text()), {}
+    found = {}
+    for rule, options in RULES.items():
+        run_ranks(processes, "-m", "tools.partial", str(folder), *options,
+                  stdout=subprocess.DEVNULL)
+        rows = json.loads((folder / "partial.json").read_text())
+        found |= means_by_share(rule, rows)
+    return found
+
+
+def means_by_share(rule, rows):
+    """{column: the mean loss of the choices of so many stages} from the rows of partial.json."""
+    count = max(len(row["stages"]) for row in rows)
+    losses = {}
     for row in rows:
-        share = str(len(row["stages"]) / len(stages))
-        found.setdefault(share, []).append(row["heldout_loss"])
-    return dict(shares=found)
+        share = round(100 * len(row["stages"]) / count)
+        column = rule
+        if share < 100:
+            column = f"{rule}_{share}"
+        losses.setdefault(column, []).append(row["heldout_loss"])
+    return {column: round(statistics.mean(values), 5) for column, values in losses.items()}
+
+
+def measure(o):
+    make_runs("skipping", wanted(o.scale), o)
 
 
 # ---------------------------------------------------------------- the tables
 
 
-def full_of(label):
-    """The label of the full pipeline beside which a run is put: DT-FM's after equal steps, in equal
-    time the planned one."""
-    same = "0% skipped"
-    if "equal time" in label:
-        same = "0% skipped, in order, equal time"
-    return f"{label.split(',')[0]}, {same}"
+def trained(records):
+    """The facts of each kind of run that is there, in the order of KINDS."""
+    found = []
+    for stages, kind in itertools.product(STAGES, KINDS):
+        facts = facts_of(stages, *kind)
+        if those(records, **facts):
+            found.append(facts)
+    return found
 
 
-def over_full(label, runs):
-    """Perplexity over the full pipeline's; None of that itself, and without it."""
-    name = full_of(label)
-    if label == name or name not in runs:
+def name_of(facts):
+    """As tables have it."""
+    name = f"{facts['stages']} stages, {facts['skip']:.0%} skipped"
+    if facts["routing"] == "no-swaps":
+        name += ", in order"
+    if facts["equal"] == "time":
+        name += ", equal time"
+    return name
+
+
+def full_of(facts):
+    """The full pipeline with which a run is compared: DT-FM's after equal steps, in equal time the
+    planned one."""
+    routing = {"steps": FULL[1], "time": PLANNED[1]}[facts["equal"]]
+    return facts | dict(skip=0.0, routing=routing)
+
+
+def over_full(records, facts, column, rule):
+    """Perplexity of that column over that of the whole model trained on the full pipeline; None for
+    that model itself, and without it. rule: of RULES."""
+    if facts == full_of(facts):
         return None
-    return over_runs(runs[label], runs[name])
+    return paired(records, facts, full_of(facts), column, perplexity, rule)
 
 
 def show(found):
-    """A table of each way to evaluate, then the two beside each other."""
-    runs = results(found)
-    by_rho = [label for label in runs if label.endswith(RHO)]
-    for labels in ([label for label in runs if label not in by_rho], by_rho):
-        table = Table("stages, share skipped", "steps", "loss, nats per byte",
-                      "perplexity over a full pipeline's")
-        for label in labels:
-            steps = f"{runs[label][0].steps[-1]:.0f}"
-            table.add(label, steps, mean_final(runs[label]), over_full(label, runs))
-        table.end()
+    records, skipping = found["records"], []
+    table = Table("stages, share skipped", "steps", "loss by the rho rule, nats per byte",
+                  "perplexity over a full pipeline's, rho rule", "the same, as in the papers")
+    for facts in trained(records):
+        table.add(name_of(facts), mean(records, facts, "steps", ".0f"),
+                  mean(records, facts, "rho"), over_full(records, facts, "rho", "rho"),
+                  over_full(records, facts, "unscaled", "unscaled"))
+        if facts["skip"]:
+            skipping.append(facts)
+    table.end()
     print("The full pipeline is DT-FM's after equal steps, and the planned one in equal time.\n")
-    if found["scale"] == "full":
-        show_rho(runs, by_rho)
-
-
-def show_rho(runs, by_rho):
-    """The same weights under the rho rule and as in the papers."""
-    table = Table("stages, share skipped", "perplexity, rho rule over none",
+    table = Table("stages, share skipped", "perplexity by the rho rule over that as in the papers",
                   "with 75% of the stages", "with half of the stages")
-    for label in by_rho:
-        same = same_seeds(runs[label], runs[label.removesuffix(RHO)])
-        cells = [over_runs(runs[label], same)]
-        for share in ("0.75", "0.5"):
-            more = over(losses_without(runs[label], share), losses_without(same, share))
-            cells.append(Comparison(more, "+.1%"))
-        table.add(label, *cells)
+    for facts in skipping:
+        table.add(name_of(facts), by_rho(records, facts, ""), by_rho(records, facts, "_75"),
+                  by_rho(records, facts, "_50"))
     table.end()
 
 
-def losses_without(runs, key):
-    """Each seed's held-out loss with stages missing, the mean over all choices of them. key: a
-    share of the stages that run."""
-    return [statistics.mean(run.shares[key]) for run in runs]
+def by_rho(records, facts, share):
+    """Perplexity by the rho rule over the same weights' as in the papers. share: the end of a
+    column."""
+    return paired(records, facts, facts, f"rho{share}", perplexity, f"unscaled{share}")
 
 
 # ---------------------------------------------------------------- the picture
 
 
 def draw(plt, found):
-    """Perplexity over a full pipeline's under the rho rule, after equal steps and in equal time."""
-    runs = results(found)
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.4), sharey=True, sharex=True)
-    labels = [label for label in runs if label.endswith(RHO)]
-    for axis, title, there in (
-            (axes[0], "after equal steps", [x for x in labels if "equal time" not in x]),
-            (axes[1], "in equal simulated time", [x for x in labels if "equal time" in x])):
-        there = [label for label in there if over_full(label, runs)]
-        names = []
-        for label in there:
-            stages, share = label.split(" skipped")[0].split(", ")
-            names.append(f"{stages},\n{share} skipped")
-        colours = [COLOURS["25%" if "25%" in label else "50%"] for label in there]
-        differences(axis, [over_full(label, runs) for label in there], colours, names, "+.1%")
-        axis.set(title=title, xlabel="over the full pipeline's")
+    """Perplexity over a full pipeline's by the rho rule, after equal steps and in equal time."""
+    records, everything = found["records"], []
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.0), sharey=True, sharex=True)
+    for axis, equal, title in ((axes[0], "steps", "after equal steps"),
+                               (axes[1], "time", "in equal simulated time")):
+        compared, colours = {}, []
+        for facts in trained(records):
+            more = over_full(records, facts, "rho", "rho")
+            if facts["equal"] == equal and more:
+                share = f"{facts['skip']:.0%}"
+                compared[f"{facts['stages']} stages,\n{share} skipped"] = more
+                colours.append(COLOURS[share])
+        forest(axis, compared, colours, "+.1%")
+        everything += compared.values()
+        axis.set(title=title, xlabel="perplexity over the full pipeline's")
         axis.locator_params(axis="x", nbins=5)
         axis.xaxis.set_major_formatter(percent)
-    compared = filter(None, [over_full(label, runs) for label in labels])
-    survive = sure(list(compared)).count(True)
-    seeds = counted(len(runs[labels[0]]), "seed")
-    frame(figure, found, "Skipping may cost a little in equal steps, and gain in equal time",
-          "Perplexity of models trained with skipping", f"Perplexity, by the rho rule; {survive} "
-          f"of these survive Holm's correction. Equal time: as many steps as fit into the "
-          f"unplanned full pipeline's, beside the planned one. DDP, {seeds}, bars: 95% intervals.")
+    finding = (f"Half skipped: {halves(records, 'steps')} after equal steps, "
+               f"{halves(records, 'time')} in equal time")
+    if not any(significant(everything)):
+        finding += ", not significant"
+    frame(figure, found, finding, "Perplexity of models trained with skipping")
     return figure
 
 
-NUMBERS = {     # {label: {scale: (perplexity over a full pipeline's, at most so much off)}}
-    f"4 stages, 50% skipped{RHO}": dict(full=(0.006, 0.03), plot=(-0.04, 0.06)),
-    f"4 stages, 50% skipped, equal time{RHO}": dict(full=(-0.059, 0.03), plot=(-0.09, 0.06)),
-}
+def halves(records, equal):
+    """The means of half skipped over the full pipeline, each number of percent once."""
+    found = []
+    for facts in trained(records):
+        more = over_full(records, facts, "rho", "rho")
+        if more and facts["equal"] == equal and facts["skip"] == HALF[0]:
+            found.append(f"{more.mean:+.0%}")
+    return " and ".join(dict.fromkeys(found))
 
 
 def expected(found):
-    runs, told = results(found), []
-    for label, numbers in NUMBERS.items():
-        if label in runs:
-            more = over_full(label, runs)
-            number = numbers.get(found["scale"], (0.0, 0.0))
-            told.append(Expected(f"{label}, perplexity over a full pipeline's",
-                                 more and more.mean, *number,
-                                 judged=found["scale"] in numbers))
+    records, told = found["records"], []
+    for equal, number in (("steps", -0.04), ("time", -0.09)):
+        more = over_full(records, facts_of(4, *HALF, equal), "rho", "rho")
+        told.append(Expected(f"4 stages, 50% skipped, equal {equal}, perplexity over a full "
+                             "pipeline's", more.mean, number, 0.06))
     return told
 
 
