@@ -189,3 +189,11 @@ def test_losing_drops_what_visits_the_victim(trained, tmp_path):
     trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failures.lose, 1.0))
     row = metrics(tmp_path / "runs/x")[-1]
     assert row["tokens"] == 5 * 2 * 2 * 32 and math.isfinite(row["heldout_loss"])
+
+
+def test_a_run_between_cities_keeps_its_curve_and_the_median_of_its_iterations(tmp_path):
+    lines = [dict(seconds=1.23456789, heldout_loss=3.0, iteration_seconds=0.5), dict(event="not an evaluation"),
+             dict(seconds=2.0, heldout_loss=2.5, iteration_seconds=0.1),
+             dict(seconds=3.0, heldout_loss=2.0, iteration_seconds=0.2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cities.read_times(tmp_path) == dict(at=[1.23457, 2.0, 3.0], losses=[3.0, 2.5, 2.0], iteration=0.2)
