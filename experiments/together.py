@@ -252,8 +252,13 @@ def draw(plt, found):
     axes[1].set(title="half skipped: NoLoCo minus DDP, DiLoCo", ylabel="nats per byte",
                 xlabel="simulated hours, for which each run's rate is planned",
                 xlim=(0, 1.05 * WHOLE[found["scale"]] / 3600))
-    frame(figure, found, "Both papers: the gain is skipping's, and shrinks with the time",
-          "Both papers together: loss in equal time")
+    finding = ""
+    if found["scale"] == "full":
+        first = skipping_brings(found["records"], DDP, min(COMPARED)).mean
+        last = skipping_brings(found["records"], DDP, max(COMPARED)).mean
+        finding = (f"Half skipped, DDP: {first:+.2f} nats after a quarter of the time, {last:+.2f} "
+                   "after all of it")
+    frame(figure, found, finding, "Both papers together: loss in equal time")
     return figure
 
 

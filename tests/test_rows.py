@@ -192,7 +192,7 @@ def test_losing_drops_what_visits_the_victim(trained, tmp_path):
 
 
 def test_a_run_between_cities_keeps_its_curve_and_the_median_of_its_iterations(tmp_path):
-    lines = [dict(seconds=1.23456789, heldout_loss=3.0, iteration_seconds=0.5), dict(event="not an evaluation"),
+    lines = [dict(seconds=1.23456789, heldout_loss=3.0, iteration_seconds=0.5), dict(event="no evaluation"),
              dict(seconds=2.0, heldout_loss=2.5, iteration_seconds=0.1),
              dict(seconds=3.0, heldout_loss=2.0, iteration_seconds=0.2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
