@@ -26,6 +26,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -44,7 +45,6 @@ COUNTS = (4, 16, 64, 256, 1024, 4096)
 SPREADS = (0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5)
 INNER_STEPS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 120)
 OUTER_STEPS = (250, 500)
-CPUS = f"{os.cpu_count()} cores {platform.machine()}"
 
 
 def parse(argv=None, program="bench_sync.py"):
@@ -243,14 +243,16 @@ def measure(o, methods=methods):
             seconds.append(time.perf_counter() - clock)
     slowest = torch.tensor(table, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    spent = torch.tensor(cpu_seconds(), dtype=torch.float64, device=device)
+    dist.all_reduce(spent)
     if rank == 0:
         found = {}
         for (row, _, sent), seconds in zip(rows, slowest[:, 1:].tolist()):      # the first warms up
             found[row] = dict(seconds=seconds, bytes=sent)
         result = dict(
-            made=made(o.command, machine), replicas=dist.get_world_size(), params=int(o.params),
-            bytes_of_theta=vectors[0].nbytes, trials=o.trials, load_before=load,
-            backend=dist.get_backend(), rows=found)
+            made=made(o.command, machine, float(spent) / 3600), replicas=dist.get_world_size(),
+            params=int(o.params), bytes_of_theta=vectors[0].nbytes, trials=o.trials,
+            load_before=load, backend=dist.get_backend(), rows=found)
         print_measured(result)
         save(o.out, f"sync_measured_{result['replicas']}", result)
     dist.destroy_process_group()
@@ -261,7 +263,7 @@ def make_process_group(o):
     gpus = torch.cuda.device_count() if o.device != "cpu" else 0
     if gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
         dist.init_process_group("gloo")
-        return torch.device("cpu"), CPUS
+        return torch.device("cpu"), here()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
@@ -269,12 +271,8 @@ def make_process_group(o):
 
 
 def print_measured(r):
-    """The table in Markdown. Its ratios are medians of the trials' ratios."""
+    """The table in Markdown."""
     made, rows = r["made"], r["rows"]
-
-    def ratio(a, b):
-        return statistics.median(x / y for x, y in zip(rows[a]["seconds"], rows[b]["seconds"]))
-
     print(f"{r['replicas']} processes, {r['params'] / 1e6:g}M parameters, {r['backend']}, "
           f"{made['machine']}, torch {made['torch']}: slowest rank, "
           f"median [quartiles] of {r['trials']} trials\n")
@@ -283,16 +281,39 @@ def print_measured(r):
     for name, row in rows.items():
         low, middle, high = statistics.quantiles(row["seconds"], n=4, method="inclusive")
         print(f"| {name} | {middle:.3f} [{low:.3f}, {high:.3f}] | {row['bytes'] / 1e6:.0f} "
-              f"| {ratio(name, 'exchange of theta'):.2f} | {ratio('DiLoCo', name):.2f} |")
+              f"| {median_ratio(rows, name, 'exchange of theta'):.2f} "
+              f"| {median_ratio(rows, 'DiLoCo', name):.2f} |")
+
+
+def median_ratio(rows, one, other):
+    """The median of the trials' ratios."""
+    pairs = zip(rows[one]["seconds"], rows[other]["seconds"])
+    return statistics.median(x / y for x, y in pairs)
 
 
 # ---------------------------------------------------------------- files
 
 
-def made(command, machine=CPUS):
-    """What a file of results says of how it was made."""
+def made(command, machine, cpu_hours):
+    """What a file of results says of how it was made. Each file of results/ has it so."""
     return dict(command=command, commit=commit(), python=platform.python_version(),
-                torch=torch.__version__, machine=machine, date=date.today().isoformat())
+                torch=torch.__version__, machine=machine, date=date.today().isoformat(),
+                cpu_hours=round(cpu_hours, 5))
+
+
+def cpu_seconds():
+    """Of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def here():
+    """The machine: its processor's name, how many there are, the system."""
+    name = None
+    cpus = Path("/proc/cpuinfo")
+    if cpus.exists():
+        name = re.search(r"model name\s*: (.*)", cpus.read_text())
+    kind = name[1] if name else platform.machine()
+    return f"{kind}, {os.cpu_count()} processors, {platform.system()}"
 
 
 def commit():
@@ -317,7 +338,8 @@ def main(argv=None):
     if not o.simulate:
         measure(o)
         return
-    result = dict(made=made(o.command)) | simulate(o)
+    found = simulate(o)
+    result = dict(made=made(o.command, here(), cpu_seconds() / 3600)) | found
     print_simulated(result)
     save(o.out, "sync_simulated", result)
 

@@ -14,7 +14,6 @@ each with --seeds of its own; the plain command then shows all.
 import fcntl
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -31,6 +30,7 @@ from typing import Callable
 from tqdm import tqdm
 
 import bench_sync
+from bench_sync import cpu_seconds, here
 from train import BadInput, Job, Parser, in_one_line, write_whole
 
 ROOT = Path(__file__).parent.parent
@@ -113,10 +113,12 @@ def measure(row, o):
     """Make what is not made yet, and keep what was found."""
     began, spent = time.perf_counter(), cpu_seconds()
     found = row.measure(o)
+    spent = cpu_seconds() - spent
     if found:
-        save(results_file(o.out, row.source), dict(made=made(row.source, o)) | found)
+        head = made(row.source, o, here(), spent / 3600)
+        save(results_file(o.out, row.source), dict(made=head) | found)
     print(f"{row.name} took {(time.perf_counter() - began) / 60:.1f} minutes, "
-          f"{cpu_seconds() - spent:.0f} processor seconds")
+          f"{spent:.0f} processor seconds")
 
 
 def show(row, o):
@@ -147,12 +149,12 @@ def load(row, out, scale):
     return json.loads(file.read_text()) | dict(scale=scale, out=out)
 
 
-def made(name, o, machine=None, cpu_hours=None):
+def made(name, o, machine, cpu_hours):
     """What a file of results says of how it was made."""
-    if cpu_hours is None:
-        cpu_hours = cpu_seconds() / 3600
-    found = bench_sync.made(f"python -m experiments.{name} --scale {o.scale}", machine or here())
-    return found | dict(cpu_hours=round(cpu_hours, 3))
+    words = f"python -m experiments.{name} --scale {o.scale}"
+    if o.out != FOLDERS[o.scale]:
+        words += f" --out {o.out}"
+    return bench_sync.made(words, machine, cpu_hours)
 
 
 def save(file, found):
@@ -362,11 +364,6 @@ def curves(folder, **columns):
 # ---------------------------------------------------------------- the machine
 
 
-def cpu_seconds():
-    """Of this process and of those that it has waited for."""
-    return sum(os.times()[:4])
-
-
 def not_idle():
     """Seconds of all processors since the machine started that were not idle; 0 where the system
     does not tell."""
@@ -376,13 +373,3 @@ def not_idle():
     idle, waiting = file.read_text().split()[4:6]
     ticks = os.sysconf("SC_CLK_TCK")
     return os.cpu_count() * time.monotonic() - (int(idle) + int(waiting)) / ticks
-
-
-def here():
-    """The machine: its processor's name, how many there are, the system."""
-    name = None
-    cpus = Path("/proc/cpuinfo")
-    if cpus.exists():
-        name = re.search(r"model name\s*: (.*)", cpus.read_text())
-    kind = name[1] if name else platform.machine()
-    return f"{kind}, {os.cpu_count()} processors, {platform.system()}"

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 -m experiments.sync --out .     its measurement (its options), and
                                                                 the row of one byte per weight
 
-The simulations take a minute of a core. The measurement belongs to the full scale: 2 and 8
-processes, each by the second command.
+The simulations take a minute of a core. The full scale measures, too, what OUT/results lacks, with
+2 and with 8 processes, each by the second command: on an idle machine.
 
 The paper's Fig. 5A counts messages. Here a message of b bytes takes b / rate longer; links do not
 contend. For B bytes of parameters, n replicas, and messages that all take t_c,
@@ -13,25 +13,28 @@ contend. For B bytes of parameters, n replicas, and messages that all take t_c,
     all-reduce by halving and doubling: 2 log2 n t_c + 2 (n - 1) / n B / rate
     NoLoCo: t_c + B / rate                                                                     (B5)
 """
+import json
 import statistics
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import bench_sync
 from bench_sync import mean_and_error, messages, tree_all_reduce
-from experiments.harness import Row, command, run_ranks
-from experiments.pictures import COLOURS, WIDTH, frame
-from experiments.tables import Expected, kept_result
+from experiments.harness import Row, command, results_file, run_ranks
+from experiments.pictures import COLOURS, GREY, WIDTH, frame, legend
+from experiments.stats import Expected, Table
 from gossip.onebyte import OneByteNoLoCo
 from train import Job
 
 SHADES = ("#9E9AC8", "#807DBA", "#6A51A3", "#54278F", "#3F007D")    # one per number of replicas
+COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; tables have 4 too
+PROCESSES = (2, 8)                                                  # of the measurements
 # Rows of the measurement that are drawn, and their names there.
 SHOWN = {"exchange of theta": "exchange", "all-reduce of theta": "all-reduce", "DiLoCo": "DiLoCo",
          "NoLoCo": "NoLoCo", "NoLoCo, one byte a weight": "NoLoCo,\none byte"}
-COUNTS = ("16", "64", "256", "1024", "4096")                        # of replicas; tables have 4 too
+TREE, RING, HALVING = "tree", "ring", "halving and doubling"        # all-reduces
+PAPERS, OURS = "pair, two exchanges (paper)", "pair, one exchange (NoLoCo here)"
 
 
 def methods_and_one_byte(o, size, device):
@@ -47,20 +50,23 @@ def methods_and_one_byte(o, size, device):
 
 
 def measure(o):
-    """What bench_sync.py simulates, and seconds with bytes counted; at the full scale real
-    processes first."""
-    if o.scale == "full":
-        for processes in 2, 8:
+    """What bench_sync.py simulates, and seconds with bytes counted. At the full scale measure
+    real processes first, unless OUT/results has them."""
+    for processes in PROCESSES if o.scale == "full" else ():
+        if not measured_file(o.out, processes).exists():
             run_ranks(processes, "-m", "experiments.sync", "--out", o.out)
     draws = 0.02 if o.scale == "try" else 1.0
-    found = dict(made=bench_sync.made(f"python -m experiments.sync --scale {o.scale}"))
-    found |= bench_sync.simulate(bench_sync.parse(["--simulate", "--draws", str(draws)]))
+    found = bench_sync.simulate(bench_sync.parse(["--simulate", "--draws", str(draws)]))
     generator = torch.Generator().manual_seed(0)
     found["seconds"] = {}
     for n in tqdm(bench_sync.COUNTS, "with bytes", leave=False):
         for name, seconds in synchronisations(n, draws, generator).items():
             found["seconds"].setdefault(name, {})[str(n)] = mean_and_error(seconds)
     return found
+
+
+def measured_file(out, processes):
+    return results_file(out, f"sync_measured_{processes}")
 
 
 # ---------------------------------------------------------------- simulated, with bytes
@@ -88,11 +94,11 @@ def synchronisations(n, draws, generator, spread=SPREAD, latency=LATENCY,
     halves = [(ranks ^ (n >> r), 0.5**r) for r in range(1, n.bit_length())]
     halving = ((other, times(n, many, part=part)) for other, part in halves + halves[::-1])
     return {
-        "tree": tree_all_reduce(times(2 * n, many), times(2 * n, many)),
-        "ring": all_reduce(ring),
-        "halving and doubling": all_reduce(halving),
-        "pair, two exchanges (paper)": times(2, 2, many).amax(1).sum(0),
-        "NoLoCo here, one exchange": times(2, many).amax(0),
+        TREE: tree_all_reduce(times(2 * n, many), times(2 * n, many)),
+        RING: all_reduce(ring),
+        HALVING: all_reduce(halving),
+        PAPERS: times(2, 2, many).amax(1).sum(0),
+        OURS: times(2, many).amax(0),
     }
 
 
@@ -112,15 +118,17 @@ def all_reduce(rounds):
 
 def measured(out):
     """The measurements that OUT/results has."""
-    files = sorted(Path(out, "results").glob("sync_measured_*"))
-    return [kept_result(out, file.stem) for file in files]
+    files = [measured_file(out, processes) for processes in PROCESSES]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
 def show(found):
     bench_sync.print_simulated(found)
-    print("\n| 1024 replicas | seconds |\n|---|---|")
+    print()
+    table = Table("1024 replicas", "seconds")
     for name, by in found["seconds"].items():
-        print(f"| {name} | {by['1024'][0]:.1f} |")
+        table.add(name, f"{by['1024'][0]:.1f}")
+    table.end()
     if found["scale"] == "full":
         for processes in measured(found["out"]):
             bench_sync.print_measured(processes)
@@ -143,45 +151,43 @@ def mark_paper(axis, x, y, words, away):
 
 def draw_over_tree(plt, found):
     """Fig. 5A."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.2))
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.0))
     for colour, n in zip(SHADES, COUNTS):
         line(axis, found["spreads"], found["ratio"][n], colour, f"{n} replicas")
     alike = found["ratio"]["1024"][found["spreads"].index(0)][0]
-    mark_paper(axis, 0, alike, f"1024 replicas, as in\nthe paper: {alike:.0f} times", (-4, 45))
+    mark_paper(axis, 0, alike, "the paper: 10", (-4, 40))
     axis.set(xlabel="how much messages vary, std(t) / t_c", ylim=(0, None),
              ylabel="time of a tree all-reduce\nover a pair's")
-    frame(figure, found, f"A pair is {alike:.0f} times as fast as a tree of 1024, or more where "
-          "messages vary", "A tree all-reduce over a pair (Fig. 5A)",
-          "Simulated, the NoLoCo paper's Fig. 5A. Standard errors are smaller than the points.")
+    legend(axis)
+    frame(figure, found, f"A pair averages {alike:.0f} times as fast as a tree of 1024, more where "
+          "messages vary", "A tree all-reduce over a pair (Fig. 5A)")
     return figure
 
 
 def draw_over_diloco(plt, found):
     """Fig. 5B, from many inner steps to few, so that the lines end apart."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.2))
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.0))
     for colour, n in zip(SHADES, COUNTS):
         ratios = found["training"][n][1]
         line(axis, found["inner_steps"][::-1], ratios[::-1], colour, f"{n} replicas")
     ratio = found["training"]["1024"][1][found["inner_steps"].index(100)][0]
-    mark_paper(axis, 100, ratio, f"1024 replicas: +{ratio - 1:.0%}\n(paper: about +20%)", (-12, 45))
+    mark_paper(axis, 100, ratio, "the paper:\nabout 1.2", (-12, 40))
     axis.set_xscale("log")
     ticks = (100, 50, 20, 10, 5, 2, 1)
     axis.set(xlabel="inner steps per outer step, fewer to the right", xlim=(150, 0.9),
              xticks=ticks, xticklabels=ticks, ylabel="training time,\nDiLoCo over NoLoCo")
     axis.minorticks_off()
-    frame(figure, found, f"DiLoCo, which waits for all, takes {ratio - 1:.0%} longer than NoLoCo",
-          "DiLoCo's training time over NoLoCo's (Fig. 5B)",
-          "Simulated, the NoLoCo paper's Fig. 5B: 500 outer steps, without the time of exchanges. "
-          "Standard errors are smaller than the points.")
+    legend(axis)
+    frame(figure, found, f"1024 replicas that wait for all every 100 steps take {ratio - 1:.0%} "
+          "longer than pairs", "DiLoCo's training time over NoLoCo's (Fig. 5B)")
     return figure
 
 
 def draw_with_bytes(plt, found):
-    names = {"tree": "tree", "ring": "ring", "halving and doubling": "halving,\ndoubling",
-             "pair, two exchanges (paper)": "pair, as in\nthe paper",
-             "NoLoCo here, one exchange": "pair, here"}
-    colours = (SHADES[0], SHADES[2], SHADES[4], "#555555", COLOURS["NoLoCo"])
-    figure, axis = plt.subplots(figsize=(WIDTH, 4.7))
+    names = {TREE: "tree", RING: "ring", HALVING: "halving and\ndoubling",
+             PAPERS: "pair, as in\nthe paper", OURS: "pair, here"}
+    colours = (SHADES[0], SHADES[2], SHADES[4], GREY, COLOURS["NoLoCo"])
+    figure, axis = plt.subplots(figsize=(WIDTH, 4.2))
     for colour, (name, text) in zip(colours, names.items()):
         seconds = found["seconds"][name]
         line(axis, [int(n) for n in seconds], list(seconds.values()), colour, text)
@@ -192,26 +198,25 @@ def draw_with_bytes(plt, found):
     axis.set_xticks(found["counts"], [str(n) for n in found["counts"]])
     axis.set_yticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
-    best, _ = found["seconds"]["halving and doubling"]["1024"]
-    here, _ = found["seconds"]["NoLoCo here, one exchange"]["1024"]
+    legend(axis)
+    best, _ = found["seconds"][HALVING]["1024"]
+    here, _ = found["seconds"][OURS]["1024"]
     frame(figure, found, f"With bytes counted, a pair is {best / here:.1f} times as fast as the "
-          "best all-reduce", "Synchronisation with bytes counted",
-          f"Simulated: {PARAMS / 1e6:g}M fp32 weights, {MBIT} Mbit/s, {1000 * LATENCY:g} ms, "
-          f"std(t) / t_c {SPREAD:g}; title: 1024 replicas. Tree, ring, halving and doubling: "
-          "all-reduces; the paper's pair exchanges twice, ours once.")
+          "best all-reduce of 1024", "Synchronisation with bytes counted")
     return figure
 
 
 def draw_measured(plt, found):
-    """Medians and quartiles of the same rows for each number of processes."""
+    """Medians and quartiles of the same rows for each number of processes. Grey: the bare messages;
+    in colour: whole outer steps."""
     rows = measured(found["out"])
     names = [name for name in rows[0]["rows"] if name in SHOWN]
-    figure, axes = plt.subplots(1, len(rows), figsize=(WIDTH, 3.2), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(rows), figsize=(WIDTH, 2.9), sharey=True, squeeze=False)
     for axis, processes in zip(axes.flat, rows):
         for height, name in enumerate(names):
             seconds = processes["rows"][name]["seconds"]
             low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-            colour = COLOURS.get(name.split(",")[0], "#777777")
+            colour = COLOURS.get(name.split(",")[0], GREY)
             axis.plot([low, high], [height, height], color=colour, lw=2.5)
             axis.plot(middle, height, "o", color=colour, ms=8)
             axis.annotate(f"{middle:.2f} s", (1, height), xycoords=("axes fraction", "data"),
@@ -221,19 +226,11 @@ def draw_measured(plt, found):
                  ylim=(len(names) - 0.4, -0.6))
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="y", visible=False)
-    frame(figure, found, measured_finding(rows), "Outer steps, measured",
-          f"{rows[0]['params'] / 1e6:g}M weights in fp32, {rows[0]['made']['machine']}. Medians "
-          "and quartiles. Grey: the bare messages; in colour: whole outer steps.")
+    most = rows[-1]
+    times = bench_sync.median_ratio(most["rows"], "DiLoCo", "NoLoCo")
+    frame(figure, found, f"NoLoCo's outer step is {times:.1f} times as fast as DiLoCo's between "
+          f"{most['replicas']} processes", "Outer steps, measured")
     return figure
-
-
-def measured_finding(rows):
-    """What the largest number of processes shows."""
-    most = max(rows, key=lambda processes: processes["replicas"])
-    pairs = zip(most["rows"]["DiLoCo"]["seconds"], most["rows"]["NoLoCo"]["seconds"])
-    times = statistics.median(diloco / noloco for diloco, noloco in pairs)
-    return (f"NoLoCo's outer step is {times:.1f} times as fast as DiLoCo's between "
-            f"{most['replicas']} processes")
 
 
 # ---------------------------------------------------------------- expected numbers

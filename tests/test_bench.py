@@ -27,7 +27,7 @@ def test_b5_the_bytes_of_an_all_reduce_and_of_a_pair(n):
         "ring": 2 * (n - 1) * (latency + seconds / n),
         "halving and doubling": 2 * k * latency + 2 * (n - 1) / n * seconds,
         "pair, two exchanges (paper)": 2 * (latency + seconds),
-        "NoLoCo here, one exchange": latency + seconds,
+        "pair, one exchange (NoLoCo here)": latency + seconds,
     }
     assert got == {name: pytest.approx([value, value], rel=1e-5) for name, value in want.items()}
 
@@ -103,6 +103,7 @@ def test_measured_bytes_equal_the_counted_bytes(tmp_path):
     made = found["made"]
     assert made["command"] == "torchrun --nproc-per-node 2 bench_sync.py " + " ".join(argv)
     assert made["python"] == platform.python_version() and made["torch"] == torch.__version__
+    assert made["cpu_hours"] > 0
     # Each outer step once to connect; then every row that sends messages, 1 + 2 times.
     for _, _, sent in results:
         assert sent == [padded, short] + 3 * [theta, padded, short]
