@@ -28,7 +28,6 @@ faults: .venv/ready
 # the results and the pictures of docs/: about thirty hours on 2 cores. Runs that are in runs/ already
 # are not run again
 headline: .venv/ready
-	$(BIN)/python -m planning --picture figures/plan.png --results results/skippipe.json
 	$(BIN)/python -m experiments --scale full
 
 # the rows that run between 8 hosts of this machine, as root: about 5 and 1.3 hours on 2 idle cores.
