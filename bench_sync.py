@@ -317,13 +317,21 @@ def here():
 
 
 def commit():
-    """That of this file's git checkout, "-dirty" where it has changed; None where there is none."""
-    ask = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    """That of this file's git checkout, "-dirty" where more than its results and figures has
+    changed; None where there is none."""
+    ours = ["--", ".", ":!results", ":!figures"]
     try:
-        return subprocess.check_output(ask, cwd=Path(__file__).parent, text=True,
-                                       stderr=subprocess.DEVNULL).strip()
+        name = git("describe", "--always", "--exclude=*")
+        changed = git("status", "--porcelain", "--untracked-files=no", *ours)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return f"{name}-dirty" if changed else name
+
+
+def git(*words):
+    """What git says, in this file's folder."""
+    return subprocess.check_output(["git", *words], cwd=Path(__file__).parent, text=True,
+                                   stderr=subprocess.DEVNULL).strip()
 
 
 def save(out, name, result):

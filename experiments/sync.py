@@ -132,6 +132,7 @@ def show(found):
     if found["scale"] == "full":
         for processes in measured(found["out"]):
             bench_sync.print_measured(processes)
+            print()
 
 
 # ---------------------------------------------------------------- the pictures

@@ -118,7 +118,7 @@ def test_without_torchrun_and_simulate_there_is_nothing_to_do():
 
 
 def test_a_file_of_results_names_its_commit(tmp_path, monkeypatch):
-    """None outside a checkout; "-dirty" once the checkout has changed."""
+    """None outside a checkout; "-dirty" once anything but its results has changed."""
     here = tmp_path / "bench_sync.py"
     here.write_text("one")
     monkeypatch.setattr(bench_sync, "__file__", str(here))
@@ -127,8 +127,12 @@ def test_a_file_of_results_names_its_commit(tmp_path, monkeypatch):
         ["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True,
         capture_output=True, text=True).stdout.strip()
     git("init")
-    git("add", here.name)
+    results = tmp_path / "results/a.json"
+    results.parent.mkdir()
+    results.write_text("{}")
+    git("add", here.name, "results/a.json")
     git("commit", "-m", "one")
+    results.write_text("[]")
     assert git("rev-parse", "HEAD").startswith(bench_sync.commit())
     here.write_text("two")
     assert bench_sync.commit().endswith("-dirty")
