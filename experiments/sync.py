@@ -52,8 +52,8 @@ def methods_and_one_byte(o, size, device):
 def measure(o):
     """What bench_sync.py simulates, and seconds with bytes counted. At the full scale measure
     real processes first, unless OUT/results has them."""
-    for processes in PROCESSES if o.scale == "full" else ():
-        if not measured_file(o.out, processes).exists():
+    for processes in PROCESSES:
+        if o.scale == "full" and not measured_file(o.out, processes).exists():
             run_ranks(processes, "-m", "experiments.sync", "--out", o.out)
     draws = 0.02 if o.scale == "try" else 1.0
     found = bench_sync.simulate(bench_sync.parse(["--simulate", "--draws", str(draws)]))
