@@ -19,7 +19,7 @@ from experiments.fleet import Trial, train_missing
 from experiments.harness import Row, command, records_in, results_file
 from experiments.pictures import COLOURS, GREY, WIDTH, curve, forest, frame
 from experiments.stats import (Expected, Table, less, mean, paired, perplexity,
-                               significant, those)
+                               those)
 
 # ---------------------------------------------------------------- what is trained
 
@@ -249,7 +249,6 @@ def show(found):
     show_pairs(records, scale)
     show_muon(records, scale)
     show_fragments(records, scale)
-    show_means(records, scale)
     for setting in SETTINGS[scale]:
         show_rates(records, setting)
 
@@ -326,17 +325,6 @@ def show_fragments(records, scale):
     table.end()
 
 
-def show_means(records, scale):
-    """What the replicas lose before they are merged."""
-    main = settings_of(scale)["Adam"]
-    table = Table("replicas' mean", "loss, nats per byte", "perplexity over DDP's")
-    for method in main.methods:
-        gap = over(records, main, method, key="mean")
-        if gap and method != DDP:
-            table.add(name_of(method), mean(records, main.selector(method), "mean"), gap)
-    table.end()
-
-
 def show_rates(records, setting):
     """The mean loss of the rate seeds with each rate. "At the edge" is said of a best rate that is
     the first or the last that was tried."""
@@ -397,19 +385,10 @@ def draw(plt, found):
 
 
 def finding(records, scale):
-    """The picture's title, where there is more than one seed."""
-    named = {name: one for name, one in primary(records, scale).items() if one}
-    main = settings_of(scale)["Adam"]
-    far = over(records, main, NOLOCO[10])
-    beside = "NoLoCo every 10 over DiLoCo every 20"
-    if not far or beside not in named:
-        return ""
-    is_significant = dict(zip(named, significant(list(named.values()))))
-    where = "no significant difference from DiLoCo"
-    if is_significant[beside]:
-        where = "lower than DiLoCo" if named[beside].mean < 0 else "higher than DiLoCo"
-    return (f"NoLoCo: perplexity {far.mean:.1%} over DDP's for {bytes_of_ddp(NOLOCO[10], 8):.0%} "
-            f"of its bytes, {where}")
+    """The picture's title."""
+    far = over(records, settings_of(scale)["Adam"], NOLOCO[10])
+    share = bytes_of_ddp(NOLOCO[10], 8)
+    return f"NoLoCo's perplexity is {far.mean:.1%} above DDP's for {share:.0%} of its bytes"
 
 
 def draw_fragments(plt, found):

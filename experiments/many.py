@@ -6,8 +6,8 @@
 the NoLoCo paper's Fig. 5B: a step of a replica takes a log-normal time with sigma^2 = 0.5, of mean
 1 (B4), exchanges take none, and at a merge a replica waits for what its partner, or everyone, sent.
 A message leaves after step k m and is merged after step k m + D (the delay), so waits shorter than
-D steps are hidden. Each method makes as many steps as the slowest replica has made after T mean steps
-(`steps_in`); then the models are merged.
+D steps are hidden. Each method makes as many steps as the slowest replica has made after T mean
+steps (`steps_in`); then the models are merged.
 
 Both methods have the same tries at each number of replicas N: m (DiLoCo's twice as large, for about
 as many bytes) and D at one rate, then other rates, on a seed that measures nothing. Each method is
