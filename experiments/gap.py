@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from experiments.fleet import Trial, train_missing
 from experiments.harness import Row, command, records_in, results_file
 from experiments.pictures import COLOURS, GREY, WIDTH, curve, forest, frame
-from experiments.stats import (Expected, Table, less, mean, paired, perplexity,
-                               those)
+from experiments.stats import (Expected, Table, less, mean, paired, perplexity, those)
 
 # ---------------------------------------------------------------- what is trained
 
