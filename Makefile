@@ -15,15 +15,15 @@ train: .venv/ready
 plots: .venv/ready
 	$(BIN)/python -m experiments --scale $(if $(QUICK),try,plot)
 
-# three tests at a time; then, by themselves, the tests that measure rates and times
+# three tests at a time
 test: .venv/ready
 	$(BIN)/ruff check --quiet .
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not alone and not faults"
-	$(BIN)/python -m pytest -q -m alone
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
-# every failure in every kind of job
+# every failure in every kind of job; then, by themselves, the tests that measure rates and times
 faults: .venv/ready
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m faults
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "faults and not alone"
+	$(BIN)/python -m pytest -q -m alone
 
 # the results and the pictures of docs/: about thirty hours on 2 cores. Runs that are in runs/ already
 # are not run again
