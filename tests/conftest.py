@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 
 import train
-from tests.harness import LINKS, SMALL, run, write_corpus
+from tests.harness import CPUS, LINKS, SMALL, run, write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +33,18 @@ def trained(corpus, tmp_path):
         return run(world, "--data", corpus, "--name", "x", *SMALL, *argv, cwd=tmp_path, main=main)
 
     return small_run
+
+
+@pytest.fixture
+def gpu():
+    """Asked only in pytest's own process: a fork of one that has asked could not use the GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("it needs a GPU")
+
+
+@pytest.fixture(params=[CPUS, ("gloo", "cuda"), ("nccl", "cuda")], ids=str)
+def place(request):
+    """(backend, device) of a test's ranks. Where there is a GPU, they share it."""
+    if request.param != CPUS:
+        request.getfixturevalue("gpu")
+    return request.param

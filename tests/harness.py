@@ -158,6 +158,15 @@ def wait_until(condition, limit=None):
         time.sleep(0.02)        # between two looks
 
 
+CPUS = ("gloo", "cpu")      # (backend, device) of ranks: see conftest.py's `place`
+
+
+def host_of_its_own(rank):
+    """NCCL refuses two ranks on one GPU of one host: each rank says that it is a host of its own."""
+    os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", LOCAL_RANK="0",
+                      LOCAL_WORLD_SIZE="1")
+
+
 def gloo(function):
     """Decorates a rank's function: the process group is up while it runs."""
 

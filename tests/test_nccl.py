@@ -1,122 +1,17 @@
-"""gossip/ and pipelines on one GPU, over NCCL and over Gloo, against what CPUs find.
+"""Runs of train.py on one GPU, over NCCL, against what CPUs find. (gossip/ there: tests/test_gossip.py.)
 
-Skipped without a GPU, but for two tests of the tests, so that this file cannot rot unseen. NCCL refuses two
-ranks on one GPU of one host: each rank says that it is a host of its own (NCCL_HOSTID).
+Skipped without a GPU, but for a test of the tests, so that this file cannot rot unseen.
 """
 
 import json
 import math
 import os
-import time
-from functools import partial
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import train
-from gossip import outer_optimizer
 from train import layout
-from test_minimal import inner, small_model
-from tests.harness import LINKS, SMALL, metrics, processes, run
-from tests.test_gossip import M, PLAIN, STEPS, assert_replicas, modulo, simulated
-
-
-@pytest.fixture
-def gpu():
-    """Asked only in pytest's own process: a fork of one that has asked could not use the GPU."""
-    if not torch.cuda.is_available():
-        pytest.skip("it needs a GPU")
-
-
-def host_of_its_own(rank):
-    os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", LOCAL_RANK="0",
-                      LOCAL_WORLD_SIZE="1")
-
-
-def _outer(rank, world, backend, device, kind, settings, steps, late=None):
-    """(weights, bytes sent) after so many steps of a small model on the device.
-
-    late: a rank that comes late to each step.
-    """
-    host_of_its_own(rank)
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    dist.init_process_group(backend)
-    dist.barrier()
-    model, xs, ys = small_model(rank)
-    model = model.to(device)
-    xs = xs.to(device)
-    ys = ys.to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    outer = kind(model.parameters(), **settings)
-    for step in range(steps):
-        inner(model, optimizer, xs[step], ys[step])
-        if rank == late:
-            time.sleep(0.02)
-        outer.step()
-    outer.settle()
-    weights = [p.detach().cpu().numpy() for p in model.parameters()]
-    dist.barrier()
-    dist.destroy_process_group()
-    return weights, outer.bytes_sent
-
-
-WHOLE = [   # method, wire, settings, D
-    ("diloco", "int8", dict(alpha=0.5), 2),
-    ("diloco", "int8", dict(alpha=0.5), 0), ("diloco", "bf16", dict(alpha=0.5), 2),
-    ("diloco", "fp32", PLAIN, 3), ("diloco", "fp32", dict(alpha=0.5), 0),
-    ("noloco", "fp32", {}, 0), ("noloco", "fp32", {}, 2), ("noloco", "fp32", PLAIN, 3),
-    ("noloco", "fp32", dict(gamma=1.0), 0), ("noloco", "fp32", dict(gamma=1.0), 2),
-    ("noloco", "int8", {}, 0), ("noloco", "int8", {}, 2),
-]
-
-
-def assert_equal_to_a_simulation(backend, device, method, wire, settings, delay):
-    """As tests/test_gossip.py's."""
-    kind = partial(outer_optimizer, method, wire, delay)
-    found = processes(4, _outer, backend, device, kind, dict(settings, inner_steps=M), STEPS)
-    n = 4 if method == "diloco" else 2
-    seen = dict(seen=modulo) if (method, wire) == ("noloco", "int8") else {}
-    gamma = settings.get("gamma", settings.get("beta", 0.7))
-    want = simulated(4, STEPS, M, n, delay=delay, **dict(settings, gamma=gamma), **seen)
-    rounds = method == "diloco" and wire != "fp32"
-    assert_replicas(found, want, atol=5e-4 if rounds else 2e-6)
-
-
-def test_the_ranks_work_of_these_tests_on_a_cpu():
-    assert_equal_to_a_simulation("gloo", "cpu", *WHOLE[0])
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-@pytest.mark.parametrize("case", WHOLE, ids=str)
-def test_any_combination_on_a_gpu_equals_a_float64_simulation(backend, case, gpu):
-    assert_equal_to_a_simulation(backend, "cuda", *case)
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-@pytest.mark.parametrize("method, settings, count, delay", [
-    ("noloco", {}, 4, 0), ("noloco", {}, 4, 2), ("noloco", {}, 4, 4), ("noloco", dict(gamma=1.0), 3, 1),
-    ("diloco", dict(alpha=0.5), 4, 0), ("diloco", dict(alpha=0.5), 4, 2)], ids=str)
-def test_fragments_on_a_gpu_equal_a_float64_simulation(backend, method, settings, count, delay, gpu):
-    m, steps = 4, 18
-    n = 4 if method == "diloco" else 2
-    kind = partial(outer_optimizer, method, "fp32", delay, fragments=count)
-    found = processes(4, _outer, backend, "cuda", kind, dict(settings, inner_steps=m), steps)
-    assert_replicas(found, simulated(4, steps, m, n, count, delay, **settings))
-
-
-@pytest.mark.parametrize("method, wire", [("noloco", "fp32"), ("noloco", "int8"), ("diloco", "int8")])
-def test_a_slow_replica_on_a_gpu_changes_nothing(method, wire, gpu):
-    """The others' messages queue up in the thread, behind kernels that wait for it."""
-    kind = partial(outer_optimizer, method, wire, 4, fragments=4)
-    found = processes(4, _outer, "nccl", "cuda", kind, dict(inner_steps=4), 18, 3)
-    want = processes(4, _outer, "nccl", "cuda", kind, dict(inner_steps=4), 18)
-    for (tensors, _), (wanted, _) in zip(found, want, strict=True):
-        assert all((a == b).all() for a, b in zip(tensors, wanted, strict=True))
-
-
-# ---------------- train.py
+from tests.harness import LINKS, SMALL, host_of_its_own, metrics, run
 
 
 def _train(argv):
