@@ -298,12 +298,18 @@ def checkpoint(folder, step, rank):
     return torch.load(folder / "checkpoints" / f"{step:08d}" / f"rank{rank}.pt", weights_only=True)
 
 
+def slow_weights(state):
+    """Of a checkpoint: phi, delta and what rounding left over, those of each fragment."""
+    outer = state["outer"] or {}
+    parts = [state, *outer.get("fragments", [outer])]
+    return [part[name] for part in parts for name in ("phi", "delta", "owed") if name in part]
+
+
 def assert_same(folder, other, step, world=4):
     """Two runs are the same at this step, to the bit: weights, optimizer, outer state, place in the data."""
     for rank in range(world):
         states = [checkpoint(run, step, rank) for run in (folder, other)]
-        outer = lambda state: [(state["outer"] or {}).get(name) for name in ("phi", "delta")]
-        leaves = [tree_leaves([s["theta"], s["inner"], s["cursor"], *outer(s)]) for s in states]
+        leaves = [tree_leaves([s["theta"], s["inner"], s["cursor"], *slow_weights(s)]) for s in states]
         for a, b in zip(*leaves, strict=True):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b, rank
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import re
 import resource
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 import train
-from tests.harness import (SMALL, assert_same, captured, error_of, metrics, options, patience, processes,
-                           refused, run, store_host, train_main)
+from gossip.sums import BLOCK
+from tests.harness import (SMALL, assert_same, captured, checkpoint, error_of, metrics, options, patience,
+                           processes, refused, run, store_host, train_main)
 from tools import export
 from train import BadInput, Job
 
@@ -55,30 +57,55 @@ def test_a_crash_while_writing_a_checkpoint_leaves_the_one_before(corpus, tmp_pa
     assert [line["step"] for line in metrics(tmp_path / "runs/x")] == [2, 6]
 
 
-KINDS = ["--gamma 1.0", "--optimizer muon", "--wire int8", "--method diloco", "--method ddp --wire int8"]
+KINDS = [       # options; how many messages are under way at step 5, and how many vectors rounding left over
+    ("--stages 2,2 --inner-steps 4 --gamma 1.0", 0, 0),
+    ("--stages 2,2 --inner-steps 4 --optimizer muon --delay 2", 1, 0),
+    ("--inner-steps 4 --wire int8 --delay 2", 1, 0),
+    ("--inner-steps 4 --fragments 4 --delay 2 --alpha 0.5 --gamma 0.8", 2, 0),
+    ("--inner-steps 4 --fragments 4 --wire int8", 0, 0),
+    ("--stages 3,1 --method diloco --inner-steps 4 --wire int8 --delay 1", 0, 2),
+    ("--stages 3,1 --method diloco --inner-steps 4 --wire bf16 --fragments 2 --delay 3", 1, 0),
+    ("--stages 3,1 --method ddp --wire int8", 0, 2),
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_resume_is_bit_exact(kind, trained, tmp_path):
-    """Planned and skipping paths: tests/test_routing.py; delays and fragments: tests/test_gossip.py."""
-    if "ddp" not in kind:
-        kind += " --inner-steps 4"
-    trained(4, *kind.split(), "--stages", "2,2", "--steps", 12, "--eval-every", 3, "--save-every", 6)
+@pytest.mark.parametrize("kind, under_way, left", KINDS)
+def test_resume_is_bit_exact(kind, under_way, left, trained, tmp_path):
+    """Planned and skipping paths: tests/test_routing.py."""
+    trained(4, *kind.split(), "--steps", 10, "--eval-every", 3, "--save-every", 5)
     whole = tmp_path / "runs/x"
+    five = checkpoint(whole, 5, 0)
+    parts = [five]
+    if five["outer"]:
+        parts = five["outer"].get("fragments", [five["outer"]])
+    assert sum(bool(part.get("group")) for part in parts) == under_way
+    owed = [v for part in parts for v in part.get("owed", ())]
+    assert len(owed) == left and all(v.any() for v in owed)
     again = shutil.copytree(whole, tmp_path / "runs/y")
     for rank in (1, 2, 3):  # as if killed while they wrote
-        (again / f"checkpoints/00000012/rank{rank}.pt").unlink()
+        (again / f"checkpoints/00000010/rank{rank}.pt").unlink()
     out = run(4, "--resume", again, cwd=tmp_path)
-    assert "from step 6" in out
+    assert "from step 5" in out
     assert all(0 < line["blocked"] < 1 for line in metrics(again)[1:])
     assert f"synchronisation blocked a rank for {metrics(again)[-1]['blocked']:.1%}" in out
     # what is in flight is sent again
     timed = ("blocked", "sync_bytes")
     same = lambda line: {k: v for k, v in line.items() if "second" not in k and k not in timed}
     assert list(map(same, metrics(again))) == list(map(same, metrics(whole)))
-    assert_same(whole, again, 12)
+    assert_same(whole, again, 10)
     # the last two are kept
-    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["00000006", "00000012"]
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["00000005", "00000010"]
+
+
+def test_a_ddp_run_counts_the_bytes_of_its_sums_and_its_replicas_are_equal(trained, tmp_path):
+    trained(4, "--stages", "3,1", "--method", "ddp", "--wire", "int8", "--steps", 3)
+    thetas = [checkpoint(tmp_path / "runs/x", 3, rank)["theta"] for rank in range(3)]
+    assert torch.equal(thetas[0], thetas[1]) and torch.equal(thetas[0], thetas[2])
+    part = math.ceil(len(thetas[0]) / 3)
+    (line,) = metrics(tmp_path / "runs/x")
+    codes = line["sync_bytes"] / (3 * 3 * 2 * 2)        # steps, replicas, sums, others: of a part
+    scales = 4 * math.ceil(part / BLOCK)
+    assert part + scales <= codes < part + 2 * scales           # and hardly any padding
 
 
 def test_instead_of_a_damaged_checkpoint_the_one_before_is_taken(done, tmp_path):
