@@ -1,7 +1,8 @@
 """tools/hosts.py. The oracles: sockets and clocks inside hosts; what /proc and control groups still show.
 
-These tests are `alone`: they measure rates and times, to which other tests' work would add, and they look for
-network namespaces that other tests make too. Work that is no test's only makes them try more often.
+These tests are `alone` (make faults): they measure rates and times, to which other tests' work would add, and
+they look for network namespaces that other tests make too. Work that is no test's only makes them try more
+often.
 """
 import functools
 import math

@@ -1,22 +1,17 @@
-"""The programs of docs/trainers.md: checkpoints, the mean without an all-reduce, two paces."""
+"""The programs of docs/trainers.md with torch.distributed.checkpoint. Others: test_noloco.py."""
 
 import itertools
-import re
-import shutil
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.utils._pytree import tree_leaves
 
 from gossip import PhiAhead, outer_optimizer
 from noloco import DiLoCo, NoLoCo
 from test_minimal import inner, small_model
-from tests.harness import HERE, gloo, processes, runs_alone
+from tests.harness import gloo, processes
 from tests.test_noloco import recipe
-
-TRAINERS = (HERE / "docs/trainers.md").read_text()
 
 # ---------------- torch.distributed.checkpoint
 
@@ -93,33 +88,3 @@ def _naively(rank, world, folder):
 
 def test_the_naive_ways_lose_what_the_page_says(tmp_path):
     assert processes(2, _naively, str(tmp_path)) == [([0.0] * 3, 4, 0)] * 2
-
-
-# ---------------- noloco.py alone, in a loop of one's own
-
-
-def test_the_pages_own_loop_trains_and_goes_on_to_the_bit_with_noloco_alone(tmp_path):
-    """With microbatches, a schedule, autocast in bf16 and its own checkpoint, of a step between meetings."""
-    program = re.search(r"## A loop of your own.*?```python\n(.*?)```", TRAINERS, re.S)[1]
-    shorter = program.replace("STEPS, MICROBATCHES = 200", "STEPS, MICROBATCHES = 53").replace("% 50", "% 53")
-    assert shorter.count("53") == 2
-    shutil.copy(HERE / "noloco.py", tmp_path)
-    (tmp_path / "mine.py").write_text(program)
-    (tmp_path / "shorter.py").write_text(shorter)
-    for folder in ("whole", "stopped"):
-        (tmp_path / folder).mkdir()
-    found = runs_alone(tmp_path, (2, "../mine.py", [], "whole"), (2, "../shorter.py", [], "stopped"),
-                       (2, "../mine.py", [], "stopped"))
-    assert all(status == 0 for ranks in found for status, _ in ranks), found
-    losses = [float(re.search(r"rank \d: loss ([\d.e+-]+)", said)[1]) for _, said in found[0]]
-    assert len(losses) == 2 and max(losses) < 0.1
-    whole, resumed = (states_of(tmp_path / folder) for folder in ("whole", "stopped"))
-    assert whole[0]["outer"]["steps"] == 200
-    for want, same in zip(whole, resumed, strict=True):
-        for a, b in zip(tree_leaves(want), tree_leaves(same), strict=True):
-            assert torch.equal(a, b) if torch.is_tensor(a) else a == b
-
-
-def states_of(folder):
-    """What each of two replicas has saved."""
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]

@@ -66,12 +66,12 @@ def test_message_lists_replayed_as_blocking_fifo_channels_finish():
         assert replay(paths, range(sum(sizes))), f"deadlock: {paths}"
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 1, 1, 1), (3,), (1, 3)])
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 3)])
 def test_pipeline_gradients_equal_one_process(sizes):
     r = random.Random(0)
     stages = numbered(sizes)
-    sets = [full_paths(stages, 3)] + [random_paths(stages, 3, step, 0) for step in range(12)]
-    sets += [any_paths(stages, r.randint(1, 4), r) for _ in range(12)]
+    sets = [full_paths(stages, 3)] + [random_paths(stages, 3, step, 0) for step in range(3)]
+    sets += [any_paths(stages, r.randint(1, 4), r) for _ in range(6)]
     assert worst_gradient(stages, sets, (2, 8, 16)) < 1e-5
 
 
