@@ -1,7 +1,6 @@
 """gossip/: one byte a weight, outer steps that nobody waits for, sums in fewer bytes, against float64."""
 
 import copy
-import itertools
 import math
 import os
 import random
@@ -9,7 +8,6 @@ import re
 import signal
 import time
 import warnings
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -324,22 +322,6 @@ def test_a_partner_that_dies_while_a_message_flies_ends_all_ranks_in_one_line(mo
     said = re.findall("stopped.*|Traceback", "".join(texts))
     assert codes == (2, 2, 2) and len(said) == 1, results
     assert re.fullmatch(r"stopped: rank \d lost the connection to another process", said[0]), results
-
-
-def test_delayed_plain_averaging_keeps_the_mean_but_for_what_is_learnt_meanwhile():
-    params = [[torch.nn.Parameter(torch.randn(1000))] for _ in range(2)]
-    replicas = [Delayed(NoLoCo(own, inner_steps=1, alpha=0.0, beta=1.0), delay=1) for own in params]
-    thetas = [delayed.outer.theta for delayed in replicas]
-    for delayed in replicas:
-        delayed.step()                      # theta leaves
-    for delayed, theta in zip(replicas, thetas):
-        delayed.flying = Future()
-        delayed.flying.set_result(([other.sent.clone() for other in replicas], []))
-        theta.add_(torch.randn_like(theta))
-    want = sum(thetas)
-    for delayed in replicas:
-        delayed.step()                      # the two thetas land
-    assert torch.allclose(sum(thetas), want, rtol=0, atol=1e-5)
 
 
 class Mirrored(NoLoCo):
@@ -779,30 +761,6 @@ def test_in_the_mean_there_is_what_all_have_learnt():
     begun = torch.stack([own_theta(rank) for rank in range(3)]).double()
     torch.testing.assert_close(theta.mean(0), (begun + learnt).mean(0), atol=1e-5, rtol=0)
     assert [steps for _, _, steps in ends] == [30, 60, 90]
-
-
-@gloo
-def _all_call_the_first(rank, world):
-    outer = Asynchronous(own_theta(rank), inner_steps=1)
-    outer.draws = mock.Mock(choice=lambda ready: 0)
-    dist.barrier()
-    if rank:
-        outer.make_call()
-    outer.settle()
-    return outer.theta.tolist()
-
-
-def test_several_calls_at_once_are_answered_one_after_another():
-    begun = torch.stack([own_theta(rank) for rank in range(4)])
-    found = torch.tensor(processes(4, _all_call_the_first))
-    nearest = []
-    for order in itertools.permutations(range(1, 4)):
-        theta = begun.clone()
-        for rank in order:
-            theta[0] = theta[rank] = (theta[0] + theta[rank]) / 2
-        nearest.append((found - theta).abs().max())
-    assert min(nearest) < 1e-5
-    torch.testing.assert_close(found.mean(0), begun.mean(0))
 
 
 @gloo

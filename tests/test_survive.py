@@ -246,7 +246,7 @@ def _return(argv):
 
 
 @pytest.mark.parametrize("wire, at, end, more", [
-    pytest.param("int8", 22, 240, [], id="anew"),
+    pytest.param("int8", 22, 160, [], id="anew"),
     pytest.param("fp32", 82, 280, ["--resume", "runs/x"], id="resumed", marks=pytest.mark.faults)])
 def test_a_restarted_replica_joins_and_takes_part(wire, at, end, more, request, corpus, tmp_path):
     """more: the run goes on from the survivors' checkpoints, which serve the dead rank 2 too."""
@@ -570,9 +570,10 @@ survive.main()
 """
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("exists, status, text", [
     pytest.param(False, 0, "kept in runs/x", id="done"),
-    pytest.param(True, 2, "error: runs/x exists", id="refused", marks=pytest.mark.faults)])
+    pytest.param(True, 2, "error: runs/x exists", id="refused")])
 def test_a_thread_that_torch_holds_does_not_abort_the_process(exists, status, text, corpus, tmp_path):
     """At its end, as a thread did that waited for a lost peer, when other survivors ended just then."""
     if exists:
