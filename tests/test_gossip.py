@@ -742,7 +742,8 @@ def test_calls_keep_the_mean_and_lower_the_spread_as_simulated():
 
 @gloo
 def _learns_meanwhile(rank, world, steps):
-    """The sum of the inner steps, which no replica waits to make, and the weights at the end."""
+    """The sum of the inner steps, which no replica waits to make, and the weights at the end; then its count
+    of steps, and whom it calls after the end."""
     outer = Asynchronous(own_theta(rank), inner_steps=1 + rank)
     learnt = torch.zeros_like(outer.theta)
     generator = torch.Generator().manual_seed(100 + rank)
@@ -752,7 +753,8 @@ def _learns_meanwhile(rank, world, steps):
         learnt.add_(inner_step)
         outer.step()
     outer.settle()
-    return learnt.tolist(), outer.theta.tolist(), outer.steps
+    outer.make_call()
+    return learnt.tolist(), outer.theta.tolist(), outer.steps, list(outer.calls)
 
 
 def test_in_the_mean_there_is_what_all_have_learnt():
@@ -760,7 +762,7 @@ def test_in_the_mean_there_is_what_all_have_learnt():
     learnt, theta = [torch.tensor(column, dtype=torch.float64) for column in list(zip(*ends))[:2]]
     begun = torch.stack([own_theta(rank) for rank in range(3)]).double()
     torch.testing.assert_close(theta.mean(0), (begun + learnt).mean(0), atol=1e-5, rtol=0)
-    assert [steps for _, _, steps in ends] == [30, 60, 90]
+    assert [end[2:] for end in ends] == [(30, []), (60, []), (90, [])]
 
 
 @gloo
