@@ -141,6 +141,7 @@ def _leaving(rank, world, settings):
     for now[0] in range(7):
         outer.step()
         outer.settle()                          # the thread has noted what it sends
+    assert settings["gamma"] == settings["beta"] or outer.messenger.process_group       # one of its own
     return left
 
 
