@@ -183,11 +183,11 @@ class NoLoCo:
             theta[piece].copy_(phi)                             # N3: theta
 
     def mean(self, vectors):
-        """Summed by rank: the same bits for all replicas."""
-        total = vectors[0]
-        for vector in vectors[1:]:
-            total = total + vector
-        return total / len(vectors)
+        """Of one, two, three and so on, by rank: the same bits for all replicas."""
+        mean = vectors[0]
+        for count, vector in enumerate(vectors[1:], start=2):
+            mean = torch.lerp(mean, vector, 1 / count)
+        return mean
 
     def state_dict(self):
         """theta is in the model. Every rank needs a checkpoint of its own."""

@@ -1,4 +1,4 @@
-"""NoLoCo in a training loop: `torchrun --nproc-per-node 4 examples/averaging.py`, noloco.py on the path.
+"""NoLoCo in a training loop: `PYTHONPATH=. torchrun --nproc-per-node 4 examples/averaging.py`.
 
 Each process trains its own replica on its own data; at the end all have the mean of all replicas.
 """

@@ -1,4 +1,4 @@
-"""SkipPipe's paths on a network of six nodes: `python examples/paths.py`, skippipe.py on the path."""
+"""SkipPipe's paths on a network of six nodes: `PYTHONPATH=. python examples/paths.py`."""
 import skippipe
 
 # Seconds of a message, node to node. The diagonal counts for nothing.

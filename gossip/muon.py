@@ -60,15 +60,15 @@ def orthogonal(matrix, dtype):
     Singular values end near 1, most between 0.7 and 1.2, which is enough. The result has this
     dtype.
     """
-    x = matrix.to(dtype)
     rows, columns = matrix.shape[-2:]
+    x = matrix.to(dtype).reshape(-1, rows, columns)
     if rows > columns:
-        x = x.mT                            # so that the Gram matrix is the small one
+        x = x.mT                            # so that the Gram matrices are the small ones
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
-        polynomial = 2.0315 * gram @ gram - 4.7750 * gram
-        x = 3.4445 * x + polynomial @ x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     if rows > columns:
         x = x.mT
-    return x
+    return x.reshape(matrix.shape)

@@ -58,7 +58,7 @@ class Dtypes(TorchDispatchMode):
         self.seen = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function._schema.name in ("aten::mm", "aten::addmm"):
+        if function._schema.name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
             self.seen |= {a.dtype for a in args if torch.is_tensor(a)}
         return function(*args, **(kwargs or {}))
 

@@ -37,12 +37,9 @@ def test_the_wheel_holds_two_modules_and_installs(tmp_path):
     assert all((fresh / file).read_bytes() == (HERE / file).read_bytes() for file in FILES)
 
 
-def readme_program(module):
-    """The README's whole program that uses the module."""
-    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    found = [block for block in blocks if re.search(rf"^(import|from) {module}\b", block, re.M)]
-    assert len(found) == 1, found
-    return found[0]
+def example(name):
+    """A whole program of examples/."""
+    return (HERE / "examples" / name).read_text()
 
 
 def copied(folder, program, *modules):
@@ -62,9 +59,9 @@ assert not any(importlib.util.find_spec(m) for m in {sorted(others)})
     return folder
 
 
-def test_skippipe_alone_runs_the_readmes_example_without_torch(tmp_path):
+def test_skippipe_alone_runs_its_example_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch')")
-    program = readme_program("skippipe")
+    program = example("paths.py")
     promised = [line.split("# ")[1] for line in program.splitlines() if "print(" in line]
     status, printed = alone(copied(tmp_path, program, "skippipe"), "mine.py")
     assert status == 0, printed
@@ -102,7 +99,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     for name in ("noloco", "model", "loop/whole", "loop/stopped", "six/more"):
         (folder / name).mkdir(parents=True)
-    copied(folder / "noloco", readme_program("noloco"), "noloco")
+    copied(folder / "noloco", example("averaging.py"), "noloco")
     copied(folder / "model", TRAIN_A_MODEL, "model")
     shutil.copy(HERE / "noloco.py", folder / "loop")
     (program,) = re.findall(r"## A loop of your own.*?```python\n(.*?)```", TRAINERS, re.S)
@@ -144,7 +141,7 @@ def found(folder):
     return {name: list(itertools.islice(every, len(runs))) for name, runs in programs.items()}
 
 
-def test_noloco_alone_runs_the_readmes_example(found):
+def test_noloco_alone_runs_its_example(found):
     (ranks,) = found["noloco"]
     for rank, (status, said) in enumerate(ranks):
         assert status == 0 and re.search(rf"rank {rank}: loss \d\.\de-", said), ranks
