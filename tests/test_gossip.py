@@ -534,6 +534,10 @@ def test_fragments_are_equal_parts_of_theta_and_what_cannot_be_is_said():
 
     outer = Fragments(make, theta, lengths, 3, 3)
     assert parts == [(0, [16], 0), (64, [16], 1), (128, [16, 16], 2)]
+    before = theta.clone()
+    theta.add_(1)
+    outer.step()                            # it is the second one's turn, which takes 0.7 of what was learnt
+    assert torch.allclose(theta - before, torch.tensor([1.0] * 16 + [0.7] * 16 + [1.0] * 32))
     with pytest.raises(KeyError, match="fragments"):
         outer.load_state_dict(NoLoCo(theta).state_dict())
     with pytest.raises(ValueError, match="shorter"):
