@@ -10,7 +10,7 @@ Fleets of replicas (experiments/fleet.py) learn the standard library's text, byt
 messages and sums as well. Every gap is the merged model's perplexity over DDP's, paired by seed. A
 method's rate is the best after as many steps as are measured, by the mean of seeds that measure
 nothing else; fragments and delays take that of NoLoCo every 10. A best rate at the edge of the
-range gets one try beyond it. PRIMARY holds the comparisons that were named before the runs.
+range gets one try beyond it. `primary` has the comparisons that were named before the runs.
 """
 import statistics
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +19,7 @@ from experiments.fleet import Trial, train_missing
 from experiments.harness import Row, command, records_in, results_file
 from experiments.pictures import COLOURS, GREY, WIDTH, curve, forest, frame
 from experiments.stats import (Expected, Table, less, mean, paired, perplexity, those)
+from train import BadInput
 
 # ---------------------------------------------------------------- what is trained
 
@@ -135,7 +136,7 @@ def at_rate(setting, method, rate):
 def beyond(setting, records):
     """Tries of one more rate for each method whose best one is at the edge of the range."""
     found = []
-    for method in {lender(method) for method in setting.methods}:
+    for method in dict.fromkeys(map(lender, setting.methods)):
         best = best_rate(setting, method, records)
         if len(setting.rates) > 1 and best == setting.rates[0]:
             found += at_rate(setting, method, best / 2)
@@ -166,6 +167,9 @@ def measured_trials(setting, records):
     found = []
     for method in setting.methods:
         rate = best_rate(setting, method, records)
+        if rate is None:
+            raise BadInput(f"no rate of {name_of(method)} yet: first run without --seeds, or with "
+                           f"--seeds {RATE_SEEDS[0]} {RATE_SEEDS[1]}")
         for seed in setting.measured_seeds(method):
             found.append(setting.trial(method, rate=rate, seed=seed))
     return found

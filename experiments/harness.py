@@ -38,6 +38,7 @@ FOLDERS = {"try": "runs/try", "plot": "runs/plot", "full": "."}     # of results
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --save-every 1000000"
 ATTEMPTS = 5            # at a turn that others' work disturbs
+SHARDS = "alike"        # how train.py gives text to replicas; earlier records do not say so
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def keep(name, records, o):
     with locked(file.parent):
         there = records_in(file)
         refuse_texts([*there, *records])
-        together = [*there, *records]
+        together = [*there, *(record | dict(shards=SHARDS) for record in records)]
         hours = sum(record["cpu_hours"] for record in together)
         machines = sorted({record["machine"] for record in together})
         head = made(name, o, "; ".join(machines), hours)
@@ -224,6 +225,7 @@ def make_missing(name, wanted, make, o, turn_of=first_alone, most_others=None):
     took more is made again, whatever it found.
     """
     wanted = [run for run in wanted if not o.seeds or run.known["seed"] in o.seeds]
+    refuse_earlier(results_file(o.out, name))
     with tqdm(total=len(wanted), unit="run", desc=name, dynamic_ncols=True) as progress:
         while True:
             there = records_in(results_file(o.out, name))
@@ -233,6 +235,13 @@ def make_missing(name, wanted, make, o, turn_of=first_alone, most_others=None):
                 return
             records = undisturbed(turn_of(missing), make, most_others)
             keep(name, records, o)
+
+
+def refuse_earlier(file):
+    """Raises BadInput before any work: with other shards losses do not compare."""
+    if any(record.get("shards") != SHARDS for record in records_in(file)):
+        raise BadInput(f"{file} has records of an earlier program, which gave replicas other text: "
+                       "move it away, or give another --out")
 
 
 def is_there(run, records):

@@ -28,6 +28,7 @@ from experiments.pictures import COLOURS, WIDTH, curve, frame, legend
 from experiments.stats import (Comparison, Expected, Table, by_seed, less, mean, paired,
                                significant, those)
 from gossip.due import Due
+from train import BadInput
 
 VARIANCE = 0.5                  # of the logarithm of a step's time (B4)
 DRAWS = 32                      # of all replicas' times, over which a run's end is averaged
@@ -112,7 +113,7 @@ def tries(scale, method, N):
 
 def chosen(scale, method, N, kind, records):
     """The try of a method with the lowest loss, of all (kind "best delay") or of those without a
-    delay, then at its best rate. Raises ValueError where one is missing."""
+    delay, then at its best rate. Raises BadInput where one is missing."""
     found = [trial for trial in tries(scale, method, N) if kind == "best delay" or not trial.D]
     best = lowest(found, records)
     rated = [replace(best, rate=rate) for rate in scale.rates]
@@ -123,8 +124,11 @@ def chosen(scale, method, N, kind, records):
 def lowest(trials, records):
     losses = {}
     for trial in trials:
-        (record,) = those(records, **trial.known)
-        losses[trial] = record["merged"]
+        found = those(records, **trial.known)
+        if not found:
+            raise BadInput(f"no try yet of {trial}: first run without --seeds, or with --seeds "
+                           f"{TRY_SEED}")
+        losses[trial] = found[0]["merged"]
     return min(losses, key=losses.get)
 
 

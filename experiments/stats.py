@@ -175,7 +175,7 @@ def holm(values, level=LEVEL):
 def significant(comparisons):
     """Which survive Holm's correction over all of these: a truth value for each. Of one seed none
     does."""
-    if any(one.p is None for one in comparisons):
+    if any(one is None or one.p is None for one in comparisons):
         return [False] * len(comparisons)
     return holm([one.p for one in comparisons])
 
