@@ -419,6 +419,17 @@ def train_missing(name, trials, models, o):
     make_missing(name, list(dict.fromkeys(trials)), make, o, turn_of=of_one_fleet)
 
 
+def beyond_the_edge(rates, best):
+    """One more rate to try where the best of all that were tried is the lowest or the highest."""
+    if len(rates) == 1:
+        return []
+    if best == min(rates):
+        return [best / 2]
+    if best == max(rates):
+        return [2 * best]
+    return []
+
+
 def parse_options(options):
     """Of the model and its evaluation; the rest is each trial's own."""
     return train.parse(f"{options} --seq-len {LENGTH} --microbatches 1".split())

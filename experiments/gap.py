@@ -15,7 +15,7 @@ range gets one try beyond it. `primary` has the comparisons that were named befo
 import statistics
 from dataclasses import asdict, dataclass, field, replace
 
-from experiments.fleet import Trial, train_missing
+from experiments.fleet import Trial, beyond_the_edge, train_missing
 from experiments.harness import Row, command, records_in, results_file
 from experiments.pictures import COLOURS, GREY, WIDTH, curve, forest, frame
 from experiments.stats import (Expected, Table, less, mean, paired, perplexity, those)
@@ -138,10 +138,8 @@ def beyond(setting, records):
     found = []
     for method in dict.fromkeys(map(lender, setting.methods)):
         best = best_rate(setting, method, records)
-        if len(setting.rates) > 1 and best == setting.rates[0]:
-            found += at_rate(setting, method, best / 2)
-        elif len(setting.rates) > 1 and best == setting.rates[-1]:
-            found += at_rate(setting, method, 2 * best)
+        for rate in beyond_the_edge(setting.rates, best):
+            found += at_rate(setting, method, rate)
     return found
 
 

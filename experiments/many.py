@@ -22,7 +22,7 @@ from functools import cache
 import torch
 
 from experiments import gap
-from experiments.fleet import Trial, train_missing
+from experiments.fleet import Trial, beyond_the_edge, train_missing
 from experiments.harness import Row, command, records_in, results_file
 from experiments.pictures import COLOURS, WIDTH, curve, frame, legend
 from experiments.stats import (Comparison, Expected, Table, by_seed, less, mean, paired,
@@ -134,15 +134,8 @@ def lowest(trials, records):
 
 def beyond(scale, best, records):
     """One try beyond the rates where the best of them is at their edge."""
-    rates = sorted(scale.rates)
-    if len(rates) == 1:
-        return []
-    rate = lowest([replace(best, rate=rate) for rate in rates], records).rate
-    if rate == rates[0]:
-        return [replace(best, rate=rate / 2)]
-    if rate == rates[-1]:
-        return [replace(best, rate=2 * rate)]
-    return []
+    rate = lowest([replace(best, rate=rate) for rate in scale.rates], records).rate
+    return [replace(best, rate=more) for more in beyond_the_edge(scale.rates, rate)]
 
 
 def measure(o):

@@ -173,11 +173,13 @@ def holm(values, level=LEVEL):
 
 
 def significant(comparisons):
-    """Which survive Holm's correction over all of these: a truth value for each. Of one seed none
-    does."""
-    if any(one is None or one.p is None for one in comparisons):
-        return [False] * len(comparisons)
-    return holm([one.p for one in comparisons])
+    """Which survive Holm's correction over those of these that have more than one seed: a truth
+    value for each. None and one seed do not count."""
+    counted = [i for i, one in enumerate(comparisons) if one is not None and one.p is not None]
+    survives = [False] * len(comparisons)
+    for i, survived in zip(counted, holm([comparisons[i].p for i in counted])):
+        survives[i] = survived
+    return survives
 
 
 # ---------------------------------------------------------------- a table
@@ -225,8 +227,8 @@ class Table:
         for number, row in enumerate(self.rows):
             cell = row[column]
             if isinstance(cell, Comparison) and cell.p is not None:
-                compared[number, column] = cell.p
-        return dict(zip(compared, holm(list(compared.values()))))
+                compared[number, column] = cell
+        return dict(zip(compared, significant(list(compared.values()))))
 
     @staticmethod
     def text(cell, survives):
