@@ -181,9 +181,9 @@ def keep(name, records, o):
     file = results_file(o.out, name)
     file.parent.mkdir(parents=True, exist_ok=True)
     with locked(file.parent):
-        there = records_in(file)
-        refuse_texts([*there, *records])
-        together = [*there, *(record | dict(shards=SHARDS) for record in records)]
+        together = records_in(file)
+        together += [record | dict(shards=SHARDS) for record in records]
+        refuse_texts(together)
         hours = sum(record["cpu_hours"] for record in together)
         machines = sorted({record["machine"] for record in together})
         head = made(name, o, "; ".join(machines), hours)

@@ -111,11 +111,16 @@ def tries(scale, method, N):
     return found
 
 
-def chosen(scale, method, N, kind, records):
+def best_try(scale, method, N, kind, records):
     """The try of a method with the lowest loss, of all (kind "best delay") or of those without a
-    delay, then at its best rate. Raises BadInput where one is missing."""
+    delay. Raises BadInput where one is missing."""
     found = [trial for trial in tries(scale, method, N) if kind == "best delay" or not trial.D]
-    best = lowest(found, records)
+    return lowest(found, records)
+
+
+def chosen(scale, method, N, kind, records):
+    """The best try, at its best rate. Raises BadInput where one is missing."""
+    best = best_try(scale, method, N, kind, records)
     rated = [replace(best, rate=rate) for rate in scale.rates]
     rated += [trial for trial in beyond(scale, best, records) if those(records, **trial.known)]
     return lowest(rated, records)
@@ -148,10 +153,7 @@ def measure(o):
         return records_in(results_file(o.out, "many"))
 
     records = train([trial for case in cases for trial in tries(scale, *case)])
-    best = []
-    for method, N in cases:
-        every = tries(scale, method, N)
-        best += [lowest(every, records), lowest([one for one in every if not one.D], records)]
+    best = [best_try(scale, *case, kind, records) for case in cases for kind in KINDS]
     records = train([replace(one, rate=rate) for one in best for rate in scale.rates])
     records = train([more for one in best for more in beyond(scale, one, records)])
     train([replace(chosen(scale, *case, kind, records), stage="measured", seed=seed)
