@@ -1,7 +1,7 @@
 """A node of a later stage dies in a share of the iterations: NoLoCo on 4 stages of 2.
 
     python -m experiments.failures [--scale try|plot|full] [--plot]
-    torchrun --nproc-per-node 8 -m experiments.failures --losing 0.1 --stages 2,2,2,2 ...   one run
+    torchrun --nproc-per-node 8 -m experiments.failures --losing 0.1 0 --stages 2,2,2,2 ...   one run
 
 full: half an hour of two cores. Deaths are emulated: an iteration drops the microbatches of one
 node, and no process ends. Named before the runs: perplexity with deaths in 10% of the iterations
@@ -25,11 +25,11 @@ SEEDS = {"try": (0,), "plot": (0,), "full": range(5)}
 
 class Losing(train.Pipeline):
     """In this share of its iterations a node of a later stage dies, with all microbatches that
-    visit it, and is back for the next. All ranks draw the same node."""
+    visit it, and is back for the next. All ranks draw the same node, by the seed."""
 
-    def __init__(self, share, *args):
+    def __init__(self, share, seed, *args):
         super().__init__(*args)
-        self.share, self.iterations = share, 0
+        self.share, self.seed, self.iterations = share, seed, 0
 
     def run(self, paths, batches, train=True, order=None):
         if train:
@@ -38,7 +38,7 @@ class Losing(train.Pipeline):
 
     def lose_some(self, paths, batches):
         """The (paths, batches) that this iteration's death leaves, if it has one."""
-        draw = random.Random(f"fails {self.iterations}")
+        draw = random.Random(f"fails {self.seed} {self.iterations}")
         self.iterations += 1
         if draw.random() >= self.share:
             return paths, batches
@@ -49,9 +49,9 @@ class Losing(train.Pipeline):
         return [paths[u] for u in left], kept
 
 
-def lose(share, argv):
+def lose(share, seed, argv):
     """train.main with such a pipeline."""
-    train.main(argv, Pipeline=functools.partial(Losing, share))
+    train.main(argv, Pipeline=functools.partial(Losing, share, seed))
 
 
 def wanted(scale):
@@ -64,7 +64,7 @@ def wanted(scale):
     runs = []
     for seed, share in itertools.product(SEEDS[scale], SHARES[scale]):
         runs.append(Run(dict(share=share, seed=seed), options, processes,
-                        program=f"-m experiments.failures --losing {share}"))
+                        program=f"-m experiments.failures --losing {share} {seed}"))
     return runs
 
 
@@ -115,6 +115,6 @@ ROW = Row("failures", measure, show, {"failures": draw}, expected)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--losing"]:
-        lose(float(sys.argv[2]), sys.argv[3:])
+        lose(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
     else:
         command(__doc__, ROW)

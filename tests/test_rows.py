@@ -186,7 +186,7 @@ def test_all_reduce_seconds_by_hand():
 def test_losing_drops_what_visits_the_victim(trained, tmp_path):
     """In every iteration one of the two replicas of stage 1 dies, and half of the 4 microbatches
     with it."""
-    trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failures.lose, 1.0))
+    trained(4, "--stages", "2,2", "--steps", 5, main=functools.partial(failures.lose, 1.0, 0))
     row = metrics(tmp_path / "runs/x")[-1]
     assert row["tokens"] == 5 * 2 * 2 * 32 and math.isfinite(row["heldout_loss"])
 
