@@ -1,7 +1,7 @@
 """A node of a later stage dies in a share of the iterations: NoLoCo on 4 stages of 2.
 
     python -m experiments.failures [--scale try|plot|full] [--plot]
-    torchrun --nproc-per-node 8 -m experiments.failures --losing 0.1 0 --stages 2,2,2,2 ...   one run
+    torchrun --nproc-per-node 8 -m experiments.failures --losing 0.1 0 --stages 2,2,2,2 ...    a run
 
 full: half an hour of two cores. Deaths are emulated: an iteration drops the microbatches of one
 node, and no process ends. Named before the runs: perplexity with deaths in 10% of the iterations
@@ -79,7 +79,8 @@ def cost(records, share):
 
 def show(found):
     records = found["records"]
-    table = Table("a node dies (emulated) in", "loss, nats per byte", "perplexity over none")
+    table = Table("a node dies (emulated) in", "loss, nats per byte",
+                  "perplexity over that without")
     for share in SHARES["full"]:
         if those(records, share=share):
             table.add(f"{share:.0%} of the iterations", mean(records, dict(share=share), final),

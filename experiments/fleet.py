@@ -207,7 +207,7 @@ class Fleet:
         self.make_optimizers()
 
     def make_models(self):
-        """theta and its gradient: (runs, N, P). The first weights depend on the seed alone."""
+        """theta and its gradient: (runs, N, P). The first weights depend only on the seed."""
         config = train.config_of(self.o)
         models = {seed: Llama(config, seed=seed) for seed in self.seeds}
         first = {seed: parameters_to_vector(model.parameters()).detach()

@@ -1,4 +1,4 @@
-"""Where replicas stay together: N2 and N3 on the quadratic loss, simulated, beside `gamma_bound`
+"""Where replicas stay together: N2 and N3 on the quadratic loss, simulated, and `gamma_bound`
 (gossip/window.py) and the paper's window.
 
     python -m experiments.gamma [--scale try|plot|full] [--plot]
@@ -130,7 +130,7 @@ def show(found):
 
 
 def draw(plt, found):
-    """Where pairs' differences die out, beside our bound and the paper's window."""
+    """Where pairs' differences die out, our bound, and the paper's window."""
     figure, axis = plt.subplots(figsize=(WIDTH, 4.0))
     alphas = ALPHAS.tolist()
     grows = torch.tensor(found["groups"]["2"]["grows"]).T.tolist()

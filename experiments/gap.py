@@ -274,8 +274,8 @@ def show_setting(records, setting):
 
 
 def show_pairs(records, scale):
-    """NoLoCo every 10 beside DDP in every setting."""
-    table = Table("NoLoCo every 10 beside DDP", "DDP's learning rate", "NoLoCo's",
+    """NoLoCo every 10 compared with DDP in every setting."""
+    table = Table("NoLoCo every 10 compared with DDP", "DDP's learning rate", "NoLoCo's",
                   "DDP's loss, nats per byte", "NoLoCo's perplexity over DDP's")
     for setting in SETTINGS[scale]:
         base, own = setting.selector(DDP), setting.selector(NOLOCO[10])
@@ -288,12 +288,12 @@ def show_pairs(records, scale):
 
 
 def show_muon(records, scale):
-    """Muon beside Adam's DDP, which is what a user has today."""
+    """Muon compared with Adam's DDP, which is what a user has today."""
     settings = settings_of(scale)
     if "Muon" not in settings:
         return
     base = settings["Adam"].selector(DDP)
-    table = Table("Muon, beside Adam's DDP", "nats per byte", "perplexity")
+    table = Table("Muon, compared with Adam's DDP", "nats per byte", "perplexity")
     for method in settings["Muon"].methods:
         own = settings["Muon"].selector(method)
         nats = paired(records, own, base)

@@ -3,7 +3,7 @@
     python -m experiments.ROW [--scale try|plot|full] [--plot] [--seeds 0 1] [--out DIR]
 
     try     seconds: all code runs, no number counts
-    plot    minutes of two cores: a small copy beside its expected numbers
+    plot    minutes of two cores: a small copy, compared with its expected numbers
     full    hours: what results/ and figures/ of this repository hold
 
 A row has the same settings, table and picture at each scale. A run is one flat record, a dict of
@@ -48,7 +48,7 @@ class Row:
     measure: Callable       # o -> found, as JSON can hold it; None: it has kept records
     show: Callable          # found: prints its tables
     pictures: dict          # {name: draw(plt, found) -> figure}
-    expected: Callable      # found -> [Expected], judged at the scale "plot" alone
+    expected: Callable      # found -> [Expected], judged only at the scale "plot"
     of_row: str = ""        # the row whose runs this one shows too
     full_alone: tuple = ()  # pictures that small scales do not have
 
@@ -177,7 +177,7 @@ def records_in(file):
 
 
 def keep(name, records, o):
-    """Add the records to OUT/results/NAME.json, beside what other processes have added."""
+    """Add the records to OUT/results/NAME.json, which other processes may add to as well."""
     file = results_file(o.out, name)
     file.parent.mkdir(parents=True, exist_ok=True)
     with locked(file.parent):
@@ -310,8 +310,9 @@ def train_once(name, run):
 
 
 def end_of(last):
-    """What every record has of a run's last line of metrics.jsonl. Losses are nats per byte, "mean"
-    the replicas', "merged" that of the model with their mean weights; sent: megabytes of a rank."""
+    """What every record has of a run's last line of metrics.jsonl. Losses are nats per byte: "mean"
+    is the mean over the replicas, "merged" the loss of the model with their mean weights. sent:
+    megabytes per rank."""
     merged = last["merged_nats_per_byte"]
     return dict(corpus=last["corpus"], steps=last["step"], mean=round(last["heldout_loss"], 5),
                 merged=None if merged is None else round(merged, 5),
@@ -320,7 +321,7 @@ def end_of(last):
 
 
 def run_logged(run, words, folder):
-    """Run the command. Where it fails, its output goes to FOLDER.log, and BadInput is raised."""
+    """Run the command. If it fails, its output goes to FOLDER.log, and BadInput is raised."""
     with tempfile.TemporaryFile("w+") as log:
         try:
             run_ranks(run.processes, *words.split(), hosts=run.hosts.split(), stdout=log,

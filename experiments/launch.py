@@ -58,7 +58,7 @@ def take(place):
 
 
 def place_of(rank, size, hosts):
-    """Where a rank shall be. hosts: Hosts, or None for one machine."""
+    """The environment that places a rank. hosts: Hosts, or None for one machine."""
     if not hosts:
         local = dict(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
         return dict(network=None, group=None, environment=local)

@@ -195,15 +195,17 @@ def show(found):
     for name, one in named(found).items():
         table.add(name, one)
     table.end()
-    table = Table("replicas, delay", "NoLoCo: m, D, rate, steps", "loss, nats per byte",
-                  "DiLoCo: m, D, rate, steps", "loss", "NoLoCo minus DiLoCo")
+    table = Table("replicas, delay", "NoLoCo: m, D, rate, steps", "DiLoCo: m, D, rate, steps",
+                  "losses: NoLoCo, DiLoCo", "NoLoCo minus DiLoCo, nats per byte")
     for kind in KINDS:
         for N in scale.replicas:
-            cells = []
+            settings, losses = [], []
             for method in METHODS:
                 own = selector(scale, method, N, kind, records)
-                cells += ["{m}, {D}, {rate:g}, {steps}".format(**own), mean(records, own)]
-            table.add(f"{N}, {kind}", *cells, noloco_less_diloco(scale, N, kind, records))
+                settings.append("{m}, {D}, {rate:g}, {steps}".format(**own))
+                losses.append(mean(records, own))
+            table.add(f"{N}, {kind}", *settings, ", ".join(losses),
+                      noloco_less_diloco(scale, N, kind, records))
     table.end()
     show_tries(scale, records)
 

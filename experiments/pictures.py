@@ -37,7 +37,7 @@ def percent(value, _):
 
 
 def forest(axis, comparisons, colours, form="+.3f"):
-    """Draw {name: Comparison} below each other beside a line at zero: each one's mean, its 95%
+    """Draw {name: Comparison} below each other, with a line at zero: each one's mean, its 95%
     interval as a bar, and its number in a column at the right. A single seed has no bar."""
     axis.axvline(0, color="#000000", lw=1)
     for height, (one, colour) in enumerate(zip(comparisons.values(), colours, strict=True)):

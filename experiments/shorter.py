@@ -3,9 +3,9 @@
     python -m experiments.shorter [--scale try|plot|full] [--plot]
 
 Seconds, and the same at each scale. The full pipeline (DT-FM), random skipping, SkipPipe without
-TC2 and SkipPipe stand beside their published times, and a full pipeline that is planned as SkipPipe
-is (ours) tells planning from skipping. A third of the stages is skipped. experiments/cities.py
-measures iterations between hosts.
+TC2 and SkipPipe are compared with their published times. A full pipeline that is planned as
+SkipPipe is (ours) tells planning from skipping. A third of the stages is skipped.
+experiments/cities.py measures iterations between hosts.
 """
 from tqdm import tqdm
 

@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def test(self):
-        """Student's t test of the mean beside zero; None with one seed."""
+        """Student's t test of the mean against zero; None with one seed."""
         from scipy.stats import ttest_1samp         # here: fleets on a GPU do without it
         if len(self.differences) == 1:
             return None
@@ -190,8 +190,8 @@ class Table:
     come to.
 
     A cell says "better" or "worse" where its interval leaves out zero and it survives Holm's
-    correction over its column; "better alone", "worse alone" where only its own interval leaves out
-    zero.
+    correction over its column; "nominally better", "nominally worse" where only its own interval
+    leaves out zero.
     """
 
     def __init__(self, *columns):
@@ -238,7 +238,7 @@ class Table:
             return str(cell)
         if survives:
             return f"{cell}, {cell.verdict}"
-        return f"{cell}, {cell.verdict} alone"
+        return f"{cell}, nominally {cell.verdict}"
 
     def tell_comparisons(self, column, survivors):
         places = [place for place in survivors if place[1] == column]
@@ -259,7 +259,7 @@ class Table:
 
 @dataclass
 class Expected:
-    """A number of the scale "plot" beside the expected one. form: a format such as "+.1%"."""
+    """A number of the scale "plot" and the expected one. form: a format such as "+.1%"."""
     text: str
     found: float            # None: it could not be measured
     expected: float

@@ -38,7 +38,7 @@ PAPERS, OURS = "pair, two exchanges (paper)", "pair, one exchange (NoLoCo here)"
 
 
 def methods_and_one_byte(o, size, device):
-    """Beside bench_sync's: one byte a weight, below NoLoCo in fp32."""
+    """Those of bench_sync, and one byte per weight, below NoLoCo in fp32."""
     vectors, rows = bench_sync.methods(o, size, device)
     weights = bench_sync.equal_weights(o, size, device)
     short = OneByteNoLoCo([weights], inner_steps=1, seed=o.seed)

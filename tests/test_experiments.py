@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import re
 import sys
 import types
 from collections import Counter
@@ -12,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 import train
-from experiments import __main__, harness, pictures, stats
+from experiments import __main__, gap, harness, pictures, stats
 from tests.harness import HERE, error_of
 
 ROWS = {row.name: row for row in (*__main__.ROWS, *__main__.BETWEEN_HOSTS)}
@@ -61,7 +62,7 @@ def test_a_tables_verdicts_are_those_after_holms_correction_over_a_column(capsys
         table.add("neither", stats.Comparison([1.0, -1.0, 0.5, -0.5]))
     table.end()
     _, _, ddp, sure, alone, one, neither, *_ = capsys.readouterr().out.splitlines()
-    assert sure.endswith("], worse |") and alone.endswith("], better alone |")
+    assert sure.endswith("], worse |") and alone.endswith("], nominally better |")
     assert ddp == "| DDP |  |" and one == "| one seed | +1.000 |" and neither.endswith("] |")
 
 
@@ -213,23 +214,61 @@ def heads_of(lines):
     return [line for line, below in zip(lines, lines[1:]) if below.startswith("|---")]
 
 
+def tables_of(file):
+    """(head, rows) of each Markdown table of the page."""
+    lines = [line.strip() for line in file.read_text().splitlines()]
+    for i, line in enumerate(lines[:-1]):
+        if lines[i + 1].startswith("|---"):
+            yield line, list(itertools.takewhile(lambda row: row.startswith("|"), lines[i + 2:]))
+
+
 def test_the_docs_tables_are_what_the_results_print(capsys):
     """Every row of a docs table whose head a program prints is a row that it prints from
-    results/. All tables of docs/results.md are such."""
+    results/. All tables of docs/results.md are such, after the first one, its summary."""
     lines = printed_tables(capsys)
     heads, printed = set(heads_of(lines)), {line for line in lines if line.startswith("| ")}
     checked = Counter()
     for file in (HERE / "README.md", *HERE.glob("docs/*.md")):
-        lines = [line.strip() for line in file.read_text().splitlines()]
-        for i, line in enumerate(lines[:-1]):
-            if not lines[i + 1].startswith("|---"):
-                continue
-            assert line in heads or file.name != "results.md", line
-            if line in heads:
-                rows = list(itertools.takewhile(lambda row: row.startswith("|"), lines[i + 2:]))
-                assert rows and [row for row in rows if row not in printed] == [], (file.name, line)
+        for number, (head, rows) in enumerate(tables_of(file)):
+            assert head in heads or file.name != "results.md" or number == 0, head
+            if head in heads:
+                assert rows and [row for row in rows if row not in printed] == [], (file.name, head)
                 checked[file.name] += 1
     assert checked["speed.md"] >= 3 and checked["results.md"] >= 12, checked
+
+
+INTERVAL = re.compile(r"([-+]?[\d.]+)%?(?: nats| perplexity)?(?:\*\*)? \[(-?[\d.]+), (-?[\d.]+)\]")
+
+
+def intervals_of(text):
+    """{(mean, low, high)} of each interval in the text; of a percentage, the numbers."""
+    return {tuple(float(number) for number in found) for found in INTERVAL.findall(text)}
+
+
+def test_every_interval_of_readme_and_results_is_one_that_the_results_give(capsys):
+    """Also those of sentences, which may tell it with the other sign: 0.1 [0.0, 0.2] lower."""
+    printed = intervals_of("\n".join(printed_tables(capsys)))
+    printed |= {(-mean, -high, -low) for mean, low, high in printed}
+    for name in ("README.md", "docs/results.md"):
+        text = " ".join((HERE / name).read_text().split())
+        told = intervals_of(text)
+        assert len(re.findall(r" \[-?[\d.]+, -?[\d.]+\]", text)) == len(INTERVAL.findall(text)), name
+        assert told - printed == set() and len(told) >= 8, (name, told - printed)
+
+
+def test_the_other_figures_of_readme_are_what_the_results_give():
+    """Of the rows that have no interval: {the row's place in docs/results.md: its figures}."""
+    shorter = harness.load(ROWS["shorter"], HERE, "full")["methods"]
+    full = shorter["full pipeline"]["seconds"]
+    less = [f"{1 - shorter[name]['seconds'] / full:.0%}" for name in ("SkipPipe", "full pipeline, planned")]
+    seconds = harness.load(ROWS["sync"], HERE, "full")["ratio"]["1024"][0][0]
+    bytes_sent = f"{gap.bytes_of_ddp(gap.NOLOCO[10], 8):.0%}"
+    figures = {"shorter-iterations": less, "synchronisation": [f"{seconds:.0f} times"],
+               "compared-with-ddp": [f"{bytes_sent} of the bytes"]}
+    text = " ".join((HERE / "README.md").read_text().split())
+    for place, wanted in figures.items():
+        told = " ".join(part[:400] for part in text.split(f"results.md#{place})")[1:])
+        assert [figure for figure in wanted if figure not in told] == [], place
 
 
 def crowded(figure):

@@ -83,3 +83,22 @@ def test_no_function_is_over_60_lines():
 def test_no_file_is_over_450_lines():
     for file, text in own_files().items():
         assert len(text.splitlines()) <= LINES.get(file, 450), file
+
+
+def places_in(text):
+    """The anchors of a page: of its headings, as GitHub names them, and those that it gives."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    named = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return {*named, *re.findall(r'<a id="([^"]+)">', text)}
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = {file: file.read_text() for file in (HERE / "README.md", *HERE.glob("docs/*.md"))}
+    lost = []
+    for file, text in pages.items():
+        for path, place in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", text):
+            target = (file.parent / path).resolve() if path else file
+            exists = target.exists() or "actions/workflows" in path         # the badge, on GitHub
+            if not exists or place and place not in places_in(pages[target]):
+                lost.append((file.name, path, place))
+    assert lost == []
