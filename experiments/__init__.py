@@ -1,4 +1,4 @@
-"""One program a row of README's table, and what they share.
+"""One program for each row of README's table, and what they share.
 
     harness.py      the command line, records of runs, one runner, what is shown
     stats.py        paired differences, Holm's correction, tables, expected numbers
@@ -6,6 +6,7 @@
     launch.py       ranks that import torch once, on hosts of their own
     clock.py        runs of train.py between hosts, by the clock
     fleet.py        many replicas in one process
+    simulated.py    simulated seconds of an iteration and of a synchronisation
 
     many.py         many replicas, in equal simulated time
     gap.py          NoLoCo, DDP and DiLoCo, per step and per byte; fragments; Muon

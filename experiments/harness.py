@@ -252,7 +252,7 @@ def undisturbed(turn, make, most_others):
     """The turn's records, of an attempt that others' work did not disturb. Raises BadInput."""
     for _ in range(ATTEMPTS):
         records = make(turn)
-        others = max(record["others"] for record in records) if most_others else 0.0
+        others = max(record["others"] or 0.0 for record in records) if most_others else 0.0
         if others <= (most_others or 0.0):
             return records
         tqdm.write(f"again: others' work took {others:.2f} of a processor")
@@ -298,15 +298,14 @@ def train_once(name, run):
     shutil.rmtree(folder, ignore_errors=True)
     began, spent, busy = time.perf_counter(), cpu_seconds(), not_idle()
     run_logged(run, f"{run.command} --name {folder.name}", folder)
-    spent = cpu_seconds() - spent
-    others = (not_idle() - busy - spent) / (time.perf_counter() - began)
+    others = others_work(busy, spent, began)
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     record = run.known | end_of(last)
     if run.after:
         record |= run.after(folder)
     shutil.rmtree(folder)
-    return record | dict(machine=here(), others=round(others, 3),
-                         cpu_hours=round(spent / 3600, 5))
+    return record | dict(machine=here(), others=others,
+                         cpu_hours=round((cpu_seconds() - spent) / 3600, 5))
 
 
 def end_of(last):
@@ -375,11 +374,20 @@ def curves(folder, **columns):
 
 
 def not_idle():
-    """Seconds of all processors since the machine started that were not idle; 0 where the system
+    """Seconds of all processors since the machine started that were not idle; None if the system
     does not tell."""
     file = Path("/proc/stat")
     if not file.exists():
-        return 0.0
+        return None
     idle, waiting = file.read_text().split()[4:6]
     ticks = os.sysconf("SC_CLK_TCK")
     return os.cpu_count() * time.monotonic() - (int(idle) + int(waiting)) / ticks
+
+
+def others_work(busy, spent, began):
+    """The processors that others' work has taken on average since `began` (time.perf_counter), when
+    `not_idle` gave busy and `cpu_seconds` spent; None if the system does not tell."""
+    if busy is None:
+        return None
+    theirs = not_idle() - busy - (cpu_seconds() - spent)
+    return round(theirs / (time.perf_counter() - began), 3)

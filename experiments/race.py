@@ -2,7 +2,7 @@
 
     python -m experiments.race [--scale try|plot|full] [--plot]         as root
 
-full: about five hours of two idle cores. Eight hosts have a fifth of a processor each (CPU) and 200
+full: about six hours of two idle cores. Eight hosts have a fifth of a processor each (CPU) and 200
 Mbit/s; a run takes 90 s by the clock (experiments/clock.py). Three points, named before the runs:
 
     uneven steps    5 ms one way. A step takes f times as long as two plain ones, but no less than
@@ -15,9 +15,10 @@ Mbit/s; a run takes 90 s by the clock (experiments/clock.py). Three points, name
 Named before, too: at each point NoLoCo minus DiLoCo, pairs that never wait minus NoLoCo, and minus
 DiLoCo, of the merged model's loss at each run's own end; Holm's correction goes over all nine.
 
-Each method has six tries per point, of m, K fragments, a delay D of up to m / 2 and the rate, all
-on seed 100, then its best two on seed 101; the better mean is raced. These tries are the first
-stage of this program, and the race does not begin before it has them.
+Each method has six tries per point, of m, K fragments and a delay D of up to m / 2, all on seed
+100, then its best two on seed 101. The better mean is tried with half and twice its rate on both
+seeds, and the best of these three is raced. The tries are the first stage of this program, and the
+race does not begin before it has them.
 
 164 000 parameters, 1024 tokens per replica and step, which takes 0.15 s on a fifth of a processor
 that does nothing else. All messages are fp32, four bytes per weight, since those of pairs that
@@ -68,25 +69,28 @@ POINTS = (
     Point("50 ms one way", 8, "--mbit 200 --latency 50"),
 )
 TRY = Point("two hosts", 1, f"--mbit 200 --latency 5 --cpu 1={CPU / 2:.3g}", by_speed=True)
-WAITLESS = ((4, 1, 0, 0.003), (8, 1, 0, 0.003), (16, 1, 0, 0.003),
-            (4, 1, 0, 0.0015), (8, 1, 0, 0.0015), (8, 1, 0, 0.006))
-TRIES = {                   # {(point, method): settings}: m, K, D and the rate
-    ("uneven steps", NOLOCO): ((10, 1, 1, 0.003), (10, 1, 5, 0.003), (10, 5, 5, 0.003),
-                               (4, 1, 2, 0.003), (20, 1, 10, 0.003), (10, 1, 5, 0.0015)),
-    ("uneven steps", DILOCO): ((20, 1, 1, 0.003), (20, 1, 10, 0.003), (20, 4, 10, 0.003),
-                               (10, 1, 5, 0.003), (40, 1, 20, 0.003), (20, 1, 10, 0.0015)),
+RATE = 0.003            # of the first tries
+WAITLESS = (2, 1, 0), (4, 1, 0), (8, 1, 0), (16, 1, 0), (32, 1, 0), (64, 1, 0)
+LISTS = {                   # {(point, method): m, K and D}
+    ("uneven steps", NOLOCO): ((10, 1, 1), (10, 1, 5), (10, 5, 5), (4, 1, 2), (20, 1, 10),
+                               (20, 4, 10)),
+    ("uneven steps", DILOCO): ((20, 1, 1), (20, 1, 10), (20, 4, 10), (10, 1, 5), (40, 1, 20),
+                               (40, 4, 20)),
     ("uneven steps", PAIRS): WAITLESS,
-    ("one slow host", NOLOCO): ((2, 1, 0, 0.003), (4, 1, 1, 0.003), (4, 1, 2, 0.003),
-                                (10, 1, 5, 0.003), (10, 2, 4, 0.003), (4, 1, 2, 0.0015)),
-    ("one slow host", DILOCO): ((4, 1, 1, 0.003), (4, 1, 2, 0.003), (10, 1, 2, 0.003),
-                                (10, 1, 5, 0.003), (10, 2, 4, 0.003), (4, 1, 2, 0.0015)),
+    ("one slow host", NOLOCO): ((2, 1, 0), (2, 1, 1), (4, 1, 1), (4, 1, 2), (10, 1, 5), (10, 2, 4)),
+    ("one slow host", DILOCO): ((4, 1, 1), (4, 1, 2), (10, 1, 2), (10, 1, 5), (10, 2, 4),
+                                (20, 1, 10)),
     ("one slow host", PAIRS): WAITLESS,
-    ("50 ms one way", NOLOCO): ((4, 1, 2, 0.003), (5, 5, 1, 0.003), (5, 5, 2, 0.003),
-                                (10, 5, 5, 0.003), (10, 1, 5, 0.003), (5, 5, 2, 0.0015)),
-    ("50 ms one way", DILOCO): ((10, 1, 5, 0.003), (10, 2, 5, 0.003), (20, 1, 10, 0.003),
-                                (20, 2, 10, 0.003), (20, 4, 10, 0.003), (10, 1, 5, 0.0015)),
+    ("50 ms one way", NOLOCO): ((4, 1, 2), (5, 5, 1), (5, 5, 2), (10, 5, 5), (10, 1, 5),
+                                (20, 4, 10)),
+    ("50 ms one way", DILOCO): ((10, 1, 5), (10, 2, 5), (20, 1, 10), (20, 2, 10), (20, 4, 10),
+                                (40, 4, 20)),
     ("50 ms one way", PAIRS): WAITLESS,
 }
+# {(point, method): settings}: m, K, D and the rate
+TRIES = {}
+for raced, settings in LISTS.items():
+    TRIES[raced] = tuple((*setting, RATE) for setting in settings)
 
 
 # ---------------------------------------------------------------- the runs
@@ -162,9 +166,12 @@ def place(run):
 
 
 def make_tries(o):
-    """All on the first seed, then the best two of each list on the second."""
+    """All on the first seed, then the best two of each list on the second, then the better one's
+    other rates on both."""
     make_runs("race", tries(TRIED, TRIES, o), o, most_others=OTHERS)
     make_runs("race", tries(AGAIN, best_two(o), o), o, most_others=OTHERS)
+    for seed in (TRIED, AGAIN):
+        make_runs("race", tries(seed, other_rates(o), o), o, most_others=OTHERS)
 
 
 def tries(seed, lists, o):
@@ -180,21 +187,37 @@ def tries(seed, lists, o):
 def best_two(o):
     """{(point, method): the two tries that end lowest on the first seed}. Raises BadInput where one
     is missing."""
-    return {raced: ranked(raced, settings, (TRIED,), o)[:2] for raced, settings in TRIES.items()}
+    records = records_in(results_file(o.out, "race"))
+    return {raced: ranked(raced, settings, (TRIED,), records)[:2]
+            for raced, settings in TRIES.items()}
 
 
-def chosen(o):
-    """{(point, method): the try that races}: of these two the one with the lower mean. Raises
-    BadInput where one is missing."""
-    return {raced: ranked(raced, settings, (TRIED, AGAIN), o)[0]
+def better(o):
+    """{(point, method): of these two the try with the lower mean}. Raises BadInput where one is
+    missing."""
+    records = records_in(results_file(o.out, "race"))
+    return {raced: ranked(raced, settings, (TRIED, AGAIN), records)[0]
             for raced, settings in best_two(o).items()}
 
 
-def ranked(raced, settings, seeds, o):
+def other_rates(o):
+    """{(point, method): the better try with half and twice its rate}"""
+    return {raced: [(*setting, rate / 2), (*setting, 2 * rate)]
+            for raced, (*setting, rate) in better(o).items()}
+
+
+def chosen(o):
+    """{(point, method): the try that races}: the better one at the best of its three rates. Raises
+    BadInput where one is missing."""
+    records, rates = records_in(results_file(o.out, "race")), other_rates(o)
+    return {raced: ranked(raced, [setting, *rates[raced]], (TRIED, AGAIN), records)[0]
+            for raced, setting in better(o).items()}
+
+
+def ranked(raced, settings, seeds, records):
     """The tries in the order of their mean loss on these seeds. Raises BadInput where one is
     missing."""
     point, method = raced
-    records = records_in(results_file(o.out, "race"))
     means = {}
     for setting in settings:
         facts = dict(stage="try", point=point, method=method, **named(setting))

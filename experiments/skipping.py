@@ -18,11 +18,12 @@ import subprocess
 
 from experiments.harness import Row, Run, command, make_runs, run_ranks
 from experiments.pictures import COLOURS, WIDTH, forest, frame, percent
+from experiments.simulated import keep_links, makespan, slowest_all_reduce
 from experiments.stats import Expected, Table, mean, paired, perplexity, significant, those
-from experiments.together import MICROBATCHES, keep_links, makespan, slowest_all_reduce
 from planning.instance import CITIES, city_delays, city_links
 from skippipe import Network
 
+MICROBATCHES = 6                # of an origin
 # (share skipped, routing)
 FULL = 0.0, "dtfm"
 PLANNED = 0.0, "no-swaps"
@@ -85,8 +86,8 @@ def equal_time(steps, stages, skip, routing):
     """The steps that fit into DT-FM's time."""
     network, cities = network_of(stages)
     sync = slowest_all_reduce(network, cities)
-    full = makespan(network, FULL[1], FULL[0]) + sync
-    ours = makespan(network, routing, skip) + sync
+    full = makespan(network, FULL[1], FULL[0], MICROBATCHES) + sync
+    ours = makespan(network, routing, skip, MICROBATCHES) + sync
     return round(steps * full / ours)
 
 

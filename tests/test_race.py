@@ -376,7 +376,8 @@ def kept(run, loss):
 
 
 def test_the_best_two_tries_run_again_and_the_better_mean_races(told, tmp_path):
-    """On the first seed the fourth try is best, then the second; on the other the second is far better."""
+    """On the first seed the fourth try is best, then the second; on the other the second is far better, and
+    half its rate is better still."""
     o = asked(tmp_path)
     on_first = 1.5, 1.2, 1.6, 1.1, 1.4, 1.3
     with pytest.raises(train.BadInput, match="needs its tries first"):
@@ -392,7 +393,15 @@ def test_the_best_two_tries_run_again_and_the_better_mean_races(told, tmp_path):
     runs = race.tries(race.AGAIN, again, o)
     assert len(runs) == 18
     harness.keep("race", [kept(run, loss) for run, loss in zip(runs, itertools.cycle((1.5, 1.2)))], o)
-    assert race.chosen(o) == {raced: settings[1] for raced, settings in race.TRIES.items()}
+    assert race.better(o) == {raced: settings[1] for raced, settings in race.TRIES.items()}
+    with pytest.raises(train.BadInput, match=f"--seeds {race.TRIED}"):
+        race.measure(asked(tmp_path, seeds=[0]))            # not before the other rates are there
+    for seed, losses in ((race.TRIED, (0.9, 1.3)), (race.AGAIN, (1.0, 1.6))):
+        runs = race.tries(seed, race.other_rates(o), o)
+        assert len(runs) == 18
+        harness.keep("race", [kept(run, loss) for run, loss in zip(runs, itertools.cycle(losses))], o)
+    assert race.chosen(o) == {raced: (*settings[1][:3], race.RATE / 2)
+                              for raced, settings in race.TRIES.items()}
     told[0].extend([CALM] * 9)
     race.measure(asked(tmp_path, seeds=[0]))
     assert len(told[1]) == 9                                # all at three points, and no try again

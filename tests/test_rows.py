@@ -8,7 +8,7 @@ import math
 import pytest
 
 import train
-from experiments import cities, failures, harness, missing, pictures, routing, skipping, together
+from experiments import cities, failures, harness, missing, pictures, routing, simulated, skipping, together
 from experiments.stats import those
 from tests.harness import HERE, metrics
 from train import layout
@@ -177,10 +177,10 @@ def test_all_reduce_seconds_by_hand():
     part = lambda by: [[x / by for x in row] for row in whole]
     # Two rounds of 9 / 3. Then mostly latency: whole vectors, once; of two also.
     cases = ([0, 1, 2], 3), ([0, 1, 2], 1.5), ([0, 2], 2)
-    assert [together.all_reduce_seconds(ranks, whole, part(by)) for ranks, by in cases] == [6, 9, 2]
+    assert [simulated.all_reduce_seconds(ranks, whole, part(by)) for ranks, by in cases] == [6, 9, 2]
     slow = [[400 if {i, j} == {0, 2} else 4 for j in range(4)] for i in range(4)]
     # the ring goes round the slow link
-    assert together.all_reduce_seconds([0, 1, 2, 3], slow, [[x / 4 for x in row] for row in slow]) == 6
+    assert simulated.all_reduce_seconds([0, 1, 2, 3], slow, [[x / 4 for x in row] for row in slow]) == 6
 
 
 def test_losing_drops_what_visits_the_victim(trained, tmp_path):
