@@ -320,7 +320,7 @@ def test_others_work_is_what_is_neither_idle_nor_ours(monkeypatch, tmp_path):
     before = harness.not_idle()
     assert 0 < before <= harness.not_idle() + 0.1
     monkeypatch.setattr(harness, "not_idle", mock.Mock(side_effect=[1000.0, 1160.0]))
-    monkeypatch.setattr(harness, "cpu_seconds", mock.Mock(side_effect=[7.0, 151.0]))
+    monkeypatch.setattr(harness, "cpu_seconds", mock.Mock(side_effect=[7.0, 151.0, 151.0]))
     monkeypatch.setattr(harness.time, "perf_counter", mock.Mock(side_effect=[5.0, 105.0]))
 
     def run_logged(run, words, folder):
