@@ -176,17 +176,19 @@ class NoLoCo:
         for start in range(0, len(theta), size):
             piece = slice(start, start + size)
             phi = self.phi[piece]
-            mean_theta = self.mean([vector[piece] for vector in thetas])
+            came = [vector[piece] for vector in thetas]
+            mean_theta = self.mean(came, out=came[0])           # nobody needs what came any more
             mean_phi = self.mean([vector[piece] for vector in phis]) if phis else phi
             outer_update(phi, self.delta[piece], mean_theta, mean_phi,
                          self.alpha, self.beta, self.gamma)
             theta[piece].copy_(phi)                             # N3: theta
 
-    def mean(self, vectors):
-        """Of one, two, three and so on, by rank: the same bits for all replicas."""
+    def mean(self, vectors, out=None):
+        """Of one, two, three and so on, by rank: the same bits for all replicas. out: None, or the
+        first vector, which then becomes the mean."""
         mean = vectors[0]
         for count, vector in enumerate(vectors[1:], start=2):
-            mean = torch.lerp(mean, vector, 1 / count)
+            mean = torch.lerp(mean, vector, 1 / count, out=out)
         return mean
 
     def state_dict(self):
@@ -237,9 +239,9 @@ class DiLoCo(NoLoCo):
             return theta
         return self.buffer("total", theta, theta.device).copy_(theta)
 
-    def mean(self, vectors):
+    def mean(self, vectors, out=None):
         """Of the sum that came."""
-        return vectors[0] / len(self.ranks)
+        return torch.div(vectors[0], len(self.ranks), out=out)
 
 
 def own_rank(ranks):
