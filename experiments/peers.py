@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from experiments.harness import Row, command, run_ranks
+from experiments.harness import Row, command, results_file, run_ranks
 from experiments.stats import Table
 from model import Config, Llama
 from noloco import DiLoCo, NoLoCo
@@ -361,7 +361,10 @@ def installed(*parts):
 
 
 def measure(o):
-    """All records, and the names of the peers that are not installed."""
+    """All records, and the names of the peers that are not installed. At the full scale nothing if
+    OUT/results has them: a machine without these peers would replace them by fewer."""
+    if o.scale == "full" and results_file(o.out, "peers").exists():
+        return None
     records = []
     for processes in SCALES[o.scale].processes:
         with tempfile.TemporaryDirectory() as folder:
