@@ -63,7 +63,7 @@ class Scale(NamedTuple):
 
 
 SCALES = {"try": Scale(1, (2,), Config(), Config(), 16),
-          "plot": Scale(5, (2,), MIDDLE, MIDDLE, 64),
+          "plot": Scale(3, (2,), MIDDLE, MIDDLE, 64),
           "full": Scale(9, (2, 4), LARGE, MIDDLE, 128)}
 
 
