@@ -1,4 +1,4 @@
-"""The programs of docs/trainers.md with torch.distributed.checkpoint. Others: test_noloco.py."""
+"""examples/distributed_checkpoint.py, for every outer optimizer."""
 
 import itertools
 from functools import partial
@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from examples.distributed_checkpoint import Pickled, load, save
 from gossip import PhiAhead, outer_optimizer
 from noloco import DiLoCo, NoLoCo
 from test_minimal import inner, small_model
 from tests.harness import gloo, processes
-from tests.test_noloco import recipe
 
 # ---------------- torch.distributed.checkpoint
 
@@ -44,17 +44,16 @@ def trained_on(training, steps):
 @gloo
 def _checkpoints(rank, world, folder):
     """{kind: the weights at a save, those some steps later, and both again of a new training that loads}."""
-    page = recipe("trainers.md", "With torch.distributed.checkpoint")
     group = dist.new_group(backend="gloo")
     found = {}
     for kind in OUTERS:
         training, again = fresh(rank, kind), fresh(rank, kind)
         before = trained_on(training, range(5))
-        parts = lambda t: dict(model=t[0], optimizer=page["Pickled"](t[1]), outer=t[2])
-        saved = page["save"](f"{folder}/{kind}", group, **parts(training))
+        parts = lambda t: dict(model=t[0], optimizer=Pickled(t[1]), outer=t[2])
+        saved = save(f"{folder}/{kind}", group, **parts(training))
         after = trained_on(training, range(5, 14))              # while a thread writes
         saved.result()
-        page["load"](f"{folder}/{kind}", group, **parts(again))
+        load(f"{folder}/{kind}", group, **parts(again))
         loaded = trained_on(again, [])
         found[kind] = before, after, loaded, trained_on(again, range(5, 14))
         for outer in (training[2], again[2]):
