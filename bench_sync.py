@@ -53,14 +53,14 @@ def parse(argv=None, program="bench_sync.py"):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--simulate", action="store_true", help="the simulations, in one process")
-    add("--draws", type=float, default=1.0, help="simulated: share of the random draws, e.g. 0.1")
-    add("--params", type=float, default=57e6, help="measured: weights (default: 57e6)")
+    add("--simulate", action="store_true", help="simulate, in one process, instead of measuring")
+    add("--draws", type=float, default=1.0, help="simulated: share of the draws, e.g. 0.1")
+    add("--params", type=float, default=57e6, help="number of weights (default: 57e6)")
     add("--trials", type=int, default=11, help="measurements of each (default: 11)")
-    add("--seed", type=int, default=0, help="of all drawn times and groups")
-    add("--out", default="runs", help="folder of results/ (default: runs)")
+    add("--seed", type=int, default=0, help="seed of the drawn times and groups")
+    add("--out", default="runs", help="folder in which results/ is written (default: runs)")
     add("--device", default="auto", choices=["auto", "cpu"],
-        help="auto: GPUs and NCCL where each process has one of its own, else CPUs and Gloo")
+        help="auto: GPUs and NCCL if each process has its own GPU, else CPUs and Gloo")
     words = sys.argv[1:] if argv is None else argv
     o = parser.parse_args(words)
     world = int(os.environ.get("WORLD_SIZE", 1))

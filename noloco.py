@@ -9,14 +9,14 @@ mean(phi):
     delta_i <- alpha delta_i + beta mean(Delta) - gamma (phi_i - mean(phi))                (N2)
     phi_i   <- phi_i + delta_i ;   theta_i <- phi_i                                        (N3)
 
-N1 to N3 are the paper's Eqs. 1 to 3. Where gamma = beta, as in the released code and by default
+N1 to N3 are the paper's Eqs. 1 to 3. If gamma = beta, as in the released code and by default
 here, mean(phi) cancels in N2. Any vector may stand in its place, so each replica takes its own phi,
 and theta is the only message: half of the released code's bytes.
 
-With a group of everyone and equal phi this is DiLoCo's step (arXiv 2311.08105), but for DiLoCo's
-true Nesterov momentum: what the paper calls so is, as printed, heavy-ball momentum. The paper
-prints -beta in N2, which would climb; its appendix and the released code have +beta.
-docs/annotated.md has the rest.
+With one group of all replicas and equal phi this is DiLoCo's step (arXiv 2311.08105), except that
+DiLoCo has true Nesterov momentum. What the paper calls Nesterov is, as printed, heavy-ball
+momentum. The paper prints -beta in N2, which would climb the loss; its appendix and the released
+code have +beta. docs/annotated.md has the rest.
 """
 import os
 import random
@@ -37,8 +37,8 @@ def outer_update(phi, delta, mean_theta, mean_phi, alpha, beta, gamma):
 
 def random_groups(ranks, size, step, seed):
     """A random partition of the N ranks into max(1, N // size) groups, whose sizes differ by at
-    most one. So fewer than 2 size ranks are one group: four in groups of three meet all four. Equal
-    arguments give equal groups: replicas agree without a message.
+    most one. So fewer than 2 size ranks form one group: with size 3, four ranks form one group of
+    four. Equal arguments give equal groups, so replicas agree without a message.
     """
     order = list(ranks)
     # The first rank is another one in each stage of a pipeline, so stages draw different groups.
@@ -54,10 +54,10 @@ class NoLoCo:
 
     params: model.parameters(), equal on all replicas, or a vector from `flatten`.
     ranks: the global ranks of this model's replicas (of this stage, of this shard); None: all.
-    inner_steps: m. group_size: n; fewer than 2n replicas meet all at once. gamma: None means beta.
+    inner_steps: m. group_size: n; fewer than 2n replicas form one group. gamma: None means beta.
 
-    Memory beside the model: phi and delta, as large as theta each, and as much again for each
-    partner in a group, twice that if phi travels too or if Gloo carries the weights of a GPU.
+    Memory in addition to the model's: phi and delta, each as large as theta, and as much again for
+    each partner in a group, twice that if phi travels too or if Gloo carries a GPU's weights.
     NCCL: call torch.distributed.barrier() once before; its first message must have all ranks in it.
     """
 
@@ -107,13 +107,13 @@ class NoLoCo:
         return group
 
     def refuse_moved(self):
-        """Raises RuntimeError where theta has lost the weights."""
+        """Raises RuntimeError if theta has lost the weights."""
         if places(self.params, self.theta) != self.places:
-            raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then "
-                               "NoLoCo")
+            raise RuntimeError("parameters were moved (.to), frozen or unfrozen: do that first, "
+                               "then make NoLoCo")
 
     def group(self):
-        """The ranks that meet in this outer step, this one among them."""
+        """The ranks that average in this outer step, this one among them."""
         number = self.steps // self.inner_steps
         groups = random_groups(self.ranks, self.group_size, number, self.seed)
         return next(group for group in groups if self.rank in group)
@@ -124,7 +124,7 @@ class NoLoCo:
         return vectors * (len(group) - 1) * self.theta.nbytes
 
     def exchange(self, theta, group, process_group=None):
-        """Swap theta, and phi where its mean counts, with the group: (thetas, phis), by rank.
+        """Swap theta, and phi if its mean counts, with the group: (thetas, phis), by rank.
 
         process_group: None means the default one. The next exchange overwrites what came.
         """
@@ -184,15 +184,15 @@ class NoLoCo:
             theta[piece].copy_(phi)                             # N3: theta
 
     def mean(self, vectors, out=None):
-        """Of one, two, three and so on, by rank: the same bits for all replicas. out: None, or the
-        first vector, which then becomes the mean."""
+        """The mean, added up in the order of ranks, so that all replicas get the same bits. out: None,
+        or the first vector, which then becomes the mean."""
         mean = vectors[0]
         for count, vector in enumerate(vectors[1:], start=2):
             mean = torch.lerp(mean, vector, 1 / count, out=out)
         return mean
 
     def state_dict(self):
-        """theta is in the model. Every rank needs a checkpoint of its own."""
+        """Without theta, which is in the model. Every rank needs a checkpoint of its own."""
         return {"phi": self.phi, "delta": self.delta, "steps": self.steps,
                 "bytes_sent": self.bytes_sent}
 
@@ -207,7 +207,7 @@ class NoLoCo:
 
 
 class DiLoCo(NoLoCo):
-    """The baseline: one group with everyone, by an all-reduce."""
+    """The baseline: all replicas are one group, which averages by an all-reduce."""
 
     def __init__(self, params, ranks=None, *, inner_steps=100, alpha=0.3, beta=0.7, everyone=None):
         """everyone: a process group of all ranks; None: a new one."""
@@ -220,11 +220,11 @@ class DiLoCo(NoLoCo):
         return tuple(self.ranks)
 
     def cost(self, group):
-        """What a ring sends."""
+        """Bytes that this replica sends if the all-reduce is a ring."""
         return 2 * (len(group) - 1) * self.theta.nbytes // len(group)
 
     def exchange(self, theta, group, process_group=None):
-        """One vector comes, the sum. `process_group` is not needed."""
+        """Returns one vector, the sum. `process_group` is not used."""
         total = self.overwritable(theta)
         if self.everyone:
             dist.all_reduce(total, group=self.everyone)
@@ -240,13 +240,13 @@ class DiLoCo(NoLoCo):
         return self.buffer("total", theta, theta.device).copy_(theta)
 
     def mean(self, vectors, out=None):
-        """Of the sum that came."""
+        """The mean, from the sum."""
         return torch.div(vectors[0], len(self.ranks), out=out)
 
 
 def own_rank(ranks):
     """(this process's rank, the replicas' ranks in ascending order). None: all. Raises ValueError
-    where this process would train alone."""
+    if this process would train alone."""
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
     else:
@@ -278,7 +278,7 @@ def parameter_list(params):
 def flatten(params):
     """Make the trainable parameters views of one fp32 vector, and return it: one message, one Adam.
 
-    Tensors begin at 64-byte boundaries, and zeros fill the gaps. Move the model first.
+    Tensors begin at 64-byte boundaries, and zeros fill the gaps. Move the model before.
     """
     params = dict.fromkeys(parameter_list(params))              # a tied weight counts once
     params = [p for p in params if p.requires_grad]

@@ -2,14 +2,14 @@
 
 A path is the tuple of ranks that a microbatch visits, (origin, r1, ..., rm). The origin is a rank
 of stage 0: it holds the embedding, its own layers, the final norm, the head and the loss. So every
-path ends by going home, and backward retraces it. A microbatch is 2m + 3 tasks, one a hop:
+path ends at its origin, and backward retraces it. A microbatch is 2m + 3 tasks, one per hop:
 
     hop     0  ...  m       m + 1     m + 2  ...  2m + 2
     task    forward         loss      backward
     rank    path[0..m]      origin    path[m..0]                                              (S1)
     work    1               1/4       1.5                                                     (S2)
 
-The time model is that of the released scheduler. Node i begins a task at `start`. The next task of
+The time model is the released scheduler's. Node i begins a task at `start`. The next task of
 the chain is due on node j:
 
     end     = start + work * w[i]          w[i]: the seconds of a forward on node i           (S3)
@@ -55,7 +55,7 @@ def kind(path, hop):
 
 def full_paths(stages, microbatches):
     """Paths through every stage that has ranks: replica i's microbatches go through the i-th ranks.
-    Where stages are unequal, each stage's ranks are dealt out in turn, so that their shares differ
+    If stages are unequal, each stage's ranks are dealt out in turn, so that their shares differ
     by at most one. Returns `microbatches` paths for each origin, the origins in turn."""
     return deal(stages, microbatches, lambda boundary, ranks: ranks)
 
@@ -83,7 +83,7 @@ def deal(stages, microbatches, shuffle):
 
 
 def tasks(chains, rank):
-    """This rank's tasks (microbatch, hop) in the order in which it runs them where none is planned:
+    """This rank's tasks (microbatch, hop) in the order in which it runs them if none is planned:
     by (microbatch + hop, microbatch, origin), the microbatch counted within its origin. Every chain
     ascends in this key. So the smallest unfinished task of all ranks can always run, and nothing
     deadlocks, whatever the paths; and any two ranks send and receive in the same order."""
@@ -114,7 +114,7 @@ def incoming(chains, rank, mine, order=None):
 
 
 def next_rank(ranks, hop):
-    """Where a chain goes on after this hop; None at its end."""
+    """The rank of the hop after this one; None at the end of the chain."""
     return ranks[hop + 1] if hop + 1 < len(ranks) else None
 
 
@@ -123,7 +123,7 @@ def next_rank(ranks, hop):
 @dataclass
 class Network:
     """The nodes and links that a plan is made for. delay[i][j]: seconds from the end of a task on i
-    to the arrival of its message on j; delay[i][i] counts for nothing. compute[i]: seconds of one
+    to the arrival of its message on j; delay[i][i] is not used. compute[i]: seconds of one
     forward on i (w). stages: the ranks of each stage, stages[0] the origins. A stage may be empty;
     a node of no stage, a dead one for example, is idle. memory: microbatches that a node holds at
     once. compute and memory are one number or one per node. overhead, origin_overhead: seconds
@@ -211,14 +211,14 @@ class Schedule:
 
 
 def stages_to_keep(skip, stages):
-    """How many stages a path visits where it skips this share of them: 4 of 6 for a third."""
+    """How many stages a path visits if it skips this share of them: 4 of 6 for a third."""
     return round((1 - skip) * len(stages))
 
 
 def skip_schedule(network, stages_kept, microbatches_per_origin=3):
     """Which stages may be left out, and how often: a `Schedule`. A path visits stages_kept of the
     stages and skips the rest, but never the first (CC1). The P paths visit each of the S others
-    with nodes equally often (CC3): P * (stages_kept - 1) / S times, some once more where that is no
+    with nodes equally often (CC3): P * (stages_kept - 1) / S times, some once more if that is no
     whole number. A stage's nodes share its visits (TC1, `node_caps`). Raises Infeasible exactly
     where visits do not fit; else deal stages out in turn, each path visiting its own in order."""
     stages, most = network.stages, len(network.stages)
@@ -280,7 +280,7 @@ Task = namedtuple("Task", "rank microbatch hop kind arrived start end")
 
 @dataclass
 class Result:
-    """makespan: seconds until the last microbatch is back home. timeline: the Tasks in order of
+    """makespan: seconds until the last microbatch is back. timeline: the Tasks in order of their
     start. order: for each rank the (microbatch, hop) that it ran, in order; `simulate` takes it.
     tries: simulations that it took (`dispatch`). Unpacks: paths, order = plan(...)."""
     paths: list
@@ -298,10 +298,10 @@ ARRIVES, USABLE = 0, 1      # in this order at one moment
 
 def simulate(network, paths, rounds=1, order=None):
     """Run one iteration by S1 to S5 and return a `Result`. rounds: microbatches per path. A path's
-    next one, numbered len(paths) higher, starts when the one before is home and the origin usable.
+    next one, numbered len(paths) higher, starts when the one before is back and the origin usable.
     order: each rank's (microbatch, hop), in the order to keep. Without it a node runs what arrived
     first, hop 0 last, of equal arrivals the lowest microbatch. What arrives at the moment its node
-    becomes usable is already waiting. Raises Deadlock where tasks can never start."""
+    becomes usable is already waiting. Raises Deadlock if tasks can never start."""
     count, slots = len(paths), list(network.memory)
     chains = [chain(path) for path in paths]
     priority = priority_in(order)
@@ -357,9 +357,9 @@ def priority_in(order):
 
 
 def dispatch(network, paths, rounds=1):
-    """`simulate`, first come, first served. Where that runs out of memory and deadlocks, every
-    rank's tasks go in order of depth * microbatch + hop. The larger depth, the fewer microbatches
-    are under way at once, in the end one. Raises Deadlock where not even that one can run."""
+    """`simulate`, first come, first served. If that runs out of memory and deadlocks, every rank's
+    tasks go in order of depth * microbatch + hop. The larger depth is, the fewer microbatches are
+    under way at once, in the end one. Raises Deadlock if not even that one can run."""
     tries, order = 0, None
     while True:
         tries += 1
@@ -385,8 +385,8 @@ Violation = namedtuple("Violation", "text bans excess", defaults=((), 1))
 
 
 def cc1(network, paths):
-    """CC1: the first stage is never skipped. A path starts at a node of stage 0 and does not come
-    back there before its loss."""
+    """CC1: the first stage is never skipped. A path starts at a node of stage 0 and does not
+    return there before its loss."""
     for u, path in enumerate(paths):
         for i, r in enumerate(path):
             if (i == 0) != (network.stage_of[r] == 0):
@@ -425,7 +425,7 @@ def visitors_of(paths, place):
 def cc3(network, paths):
     """CC3: stages are skipped equally often, as far as the numbers allow: visits to any two stages
     with nodes differ by at most one. In any valid plan one of the bans holds, or more: an
-    under-full stage gains only where a microbatch leaves a fuller one."""
+    under-full stage gains only if a microbatch leaves a fuller one."""
     others = [s for s, nodes in enumerate(network.stages) if s and nodes]
     visitors = {s: [] for s in others} | visitors_of(paths, network.stage_of.get)
     visits, count = sum(map(len, visitors.values())), max(1, len(visitors))
@@ -498,7 +498,7 @@ def without(nodes, lists):
 
 def shortest_path(cost, stages, origin, kept, swaps, must=()):
     """The cheapest path through `kept` stages under CC1 and CC2: (seconds, path) or None.
-    cost[i][j]: seconds from i to j and of the work on j; j = origin: of the way home. stages: the
+    cost[i][j]: seconds from i to j and of the work on j; j = origin: of the way back. stages: the
     nodes that may be used. must: stages that may not be skipped. A dynamic programme over the
     stages in order: skip stage s, visit it, or visit s+1 and then s. layers[s][visits, swaps][last
     node] = (seconds, path), all below stage s being decided."""
@@ -637,7 +637,7 @@ def branch(schedule, rounds, trips, bans, number):
 def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, seconds=10.0, seed=0,
          *, iterations=None):
     """The shortest iteration that a first sweep (ours) and the paper's search find: a `Result` with
-    valid paths. Raises Infeasible exactly where there are none. stages_kept: stages that a path
+    valid paths. Raises Infeasible if there are none. stages_kept: stages that a path
     visits, the origin's included. microbatches_per_origin: paths of each origin, each planned on
     its own (the released search ties three together). rounds: microbatches down each path. seconds:
     limit of the search, the first sweep excepted. iterations: limit in paths planned and
@@ -661,7 +661,7 @@ def plan(network, stages_kept, microbatches_per_origin=3, rounds=1, swaps=2, sec
 
 def plan_iteration(network, skip, microbatches, seed):
     """A training iteration's plan as JSON can hold it: dict(paths, order, makespan, network). A
-    budget of work, not of time: it depends on the network and the seed alone."""
+    budget of work, not of time, so that it depends only on the network and the seed."""
     rounds = rounds_of(microbatches, min(network.memory))
     kept = stages_to_keep(skip, network.stages)
     found = plan(network, kept, microbatches // rounds, rounds, seconds=None, iterations=3000,
@@ -679,9 +679,9 @@ SIX_NODES = dict(delay=[[0.1, 0.9] * 3, [0.9, 0.1] * 3] * 3, compute=0.2,
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", help="JSON of a Network's fields (default: six nodes)")
-    parser.add_argument("--kept", type=int, help="stages a path visits (default: two thirds)")
-    parser.add_argument("--microbatches", type=int, default=4, help="per origin (default: 4)")
+    parser.add_argument("file", nargs="?", help="JSON with Network's fields (default: six nodes)")
+    parser.add_argument("--kept", type=int, help="stages that a path visits (default: two thirds)")
+    parser.add_argument("--microbatches", type=int, default=4, help="of each origin (default: 4)")
     o = parser.parse_args(argv)
     try:
         network = read_network(o.file) if o.file else Network(**SIX_NODES)

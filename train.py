@@ -7,9 +7,9 @@
     torchrun --nproc-per-node 8 train.py --resume runs/NAME     goes on from the newest checkpoint
 
 One step: every origin cuts its batch into microbatches, each of which takes its path through the
-stages and comes home for its loss (skippipe.py says what a path is); backward retraces it. Each
-rank then divides its gradient by the tokens that came home through it, clips it, takes an Adam step
-on its own flat vector, and meets the other replicas of its stage as the method says (noloco.py).
+stages and returns to its origin for its loss (skippipe.py says what a path is); backward retraces
+it. Each rank then divides its gradient by the tokens that went through it, clips it, takes an Adam
+step on its own flat vector, and synchronises with the other replicas of its stage (noloco.py).
 
 In this order: training, the executor, paths, evaluation; then what a run says, checkpoints, a run,
 options, data, processes, the command line. This file needs noloco.py, skippipe.py and model.py. If
@@ -941,7 +941,7 @@ def need(good, line):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line."""
+    """argparse whose errors are one line."""
 
     def __init__(self, description):
         super().__init__(description=description, allow_abbrev=False,
@@ -979,40 +979,41 @@ def options(description=__doc__):
     add("--alpha", type=number(float, below=1), help="outer momentum (N2)")
     add("--beta", type=positive, help="outer learning rate (N2)")
     add("--gamma", type=number(float), help="pull between slow weights (N2; default: beta)")
-    add("--group-size", type=number(int, 2), help="replicas that meet in an outer step (n)")
-    add("--stages", type=integers, help="replicas of each, as 3,2,2 (default: one stage of all)")
-    add("--layers-per-stage", type=integers, help="as 1,2,3 (default: even, later stages first)")
+    add("--group-size", type=number(int, 2), help="replicas that average in an outer step (n)")
+    add("--stages", type=integers, help="replicas of each, as 3,2,2 (default: all in one stage)")
+    add("--layers-per-stage", type=integers, help="as 1,2,3 (default: even; the rest to the last)")
     planners = ["skippipe", *(more.PLANNERS if more else [])]
     add("--routing", choices=["random", "fixed", *planners], help="paths: random at every "
-        "boundary, fixed, planned by the paper's search (skippipe), or by planning/ (default: "
-        "random; with --skip skippipe)")
+        "boundary, fixed, planned by the paper's search (skippipe), or planned by planning/ "
+        "(default: random; with --skip skippipe)")
     add("--skip", type=number(float, below=1), default=0.0,
         help="share of the stages that a microbatch leaves out, on planned paths")
     add("--unscaled", action="store_true",
-        help="with --skip, evaluate as the papers do, all residuals whole")
-    add("--links", help="JSON with the ranks' delay and compute in seconds, for planned paths: "
-        "python -m planning.measure (default: a message takes as long as a forward)")
+        help="with --skip, evaluate as the papers do, without the rho rule")
+    add("--links",
+        help="for planned paths: JSON with the ranks' delay and compute in seconds, which "
+        "planning.measure writes (default: a message takes as long as a forward)")
     add("--microbatches", type=count, default=2, help="per origin and step (%(default)s)")
     add("--batch", type=count, default=4, help="sequences per microbatch (%(default)s)")
     add("--model", default="tiny", choices=MODELS, help="tiny, or one of the NoLoCo paper's")
     for name, value in MODELS["tiny"].items():
         size = number(type(value), 0 if name in ("lr", "warmup") else 1)
-        add(flag(name), type=size, help=f"default: the model's; of tiny {value}")
+        add(flag(name), type=size, help=f"default: the model's value, for tiny {value}")
     add("--beta2", type=number(float, below=1), default=0.95,
         help="Adam's (%(default)s; the papers' released code: 0.999)")
     add("--clip", type=positive, default=1.0, help="largest norm of a gradient (%(default)s)")
     add("--data", help="text file or folder, or nanoGPT .bin (default: Python's own library)")
     add("--name", help="the run is kept in runs/NAME (default: method, stages and time)")
-    add("--resume", help="run folder to go on with; its options hold unless given again")
+    add("--resume", help="folder of a run to continue; its options hold unless given again")
     add("--eval-every", type=count, default=100, help="steps between evaluations (%(default)s)")
     add("--eval-sequences", type=count, default=128,
         help="held-out sequences per evaluation and replica (%(default)s)")
     add("--save-every", type=count, default=100, help="steps between checkpoints (%(default)s)")
-    add("--seed", type=whole, default=0, help="of weights, data order, routes and groups")
+    add("--seed", type=whole, default=0, help="seed of weights, data order, paths and groups")
     add("--dtype", default="float32", choices=["float32", "bfloat16"],
-        help="in which the model computes; weights stay float32")
+        help="type in which the model computes; weights stay float32 (%(default)s)")
     add("--backend", default="auto", choices=["auto", "gloo", "nccl"],
-        help="nccl needs a GPU for every process")
+        help="nccl needs a GPU for every process (%(default)s: nccl if it can be)")
     if more:
         more.add_options(parser, number)
     return parser
@@ -1391,8 +1392,8 @@ def gloo_interface():
     """The network interface of all Gloo groups, torch's own too (or several, with commas).
 
     GLOO_SOCKET_IFNAME names it. If unset, it becomes the one from which this host reaches
-    MASTER_ADDR: torch alone would take that of the host's own name, on Debian the loopback, and
-    hosts would never meet.
+    MASTER_ADDR. torch itself would take the interface of the host's own name, which on Debian is
+    the loopback, and hosts would never connect.
     """
     known = [name for _, name in socket.if_nameindex()]
     if "GLOO_SOCKET_IFNAME" not in os.environ:

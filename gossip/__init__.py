@@ -1,16 +1,16 @@
 """Ours, on top of the NoLoCo paper's exchange. Three choices, which are independent of each other:
 
-    how a vector is written     onebyte.py: a byte a weight; sums.py: bf16, a byte for the baselines
+    how a vector is written     onebyte.py: one byte per weight; sums.py: the same for the baselines
     when it is merged           delay.py: D inner steps later, or only phi ahead of theta
-    which weights meet          fragments.py: all, or K parts by turns
+    which weights average       fragments.py: all, or K parts in turn
 
     outer = OneByteNoLoCo(params, inner_steps=10)               in place of NoLoCo
     outer = Delayed(DiLoCo(params, inner_steps=10), delay=3)    around any outer optimizer
     outer = Fragments(make, flatten(params), lengths_of(params), 5, 10)     make(vector, lengths, k)
 
 `asynchronous.py` is another exchange, in which no replica waits for its partner.
-`checks.py` warns in a trainer of one's own of what makes outer steps useless, `window.py` has the
-window of gamma in which replicas stay together.
+`checks.py` warns, in other trainers, of what makes outer steps useless. `window.py` has the window
+of gamma in which replicas stay together.
 """
 from functools import partial
 
@@ -34,8 +34,8 @@ def outer_optimizer(method, wire, delay, params, ranks=None, *, theta=None, frag
     """The outer optimizer of `--method`, `--wire`, `--delay` and `--fragments`.
 
     theta: noloco.flatten's vector of the params, if they are in one already. settings: those of
-    NoLoCo or DiLoCo. Raises ValueError if there is none for this method and wire: what should
-    average must never train alone instead.
+    NoLoCo or DiLoCo. Raises ValueError if there is none for this method and wire, because replicas
+    that should average must not train alone instead.
     """
     if (method, wire) not in OUTERS:
         raise ValueError(f"no outer optimizer for --method {method} with --wire {wire}")

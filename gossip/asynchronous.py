@@ -11,14 +11,14 @@ theta_i gets this after its next inner step. So each pair keeps its mean, whatev
 meanwhile, and nobody needs an order, a number or a partner that is ready.
 
 Nothing deadlocks: each replica has a thread for every other one, which does nothing but receive
-that one's calls and answer them. A call waits for the thread that is there for it; this thread
-waits only for messages of the caller, who is receiving. A replica has at most one call under way to
-each other one. So no replica waits for a third, and no training waits for anybody.
+that one's calls and answer them. A call waits for its listening thread, and this thread
+waits only for messages of the caller, which is receiving. A replica has at most one call under way
+to each other one. So no replica waits for a third, and no training waits for anybody.
 
 One thread that receives from any rank would need fewer buffers, but Gloo gives it the call of a
 replica that died while it called again and again, and no other one.
 
-Who calls whom, and when, depends on the machines: two runs do not agree to the bit.
+Which replica calls which, and when, depends on the machines, so two runs do not agree to the bit.
 """
 import random
 import threading
@@ -39,8 +39,8 @@ class Asynchronous:
     `settle()` at the end.
 
     First call init_process_group, and load, tie and move the model. All replicas make this at once.
-    Raises ValueError where this process would train alone, and for an m that is no whole number
-    from 1 on; `step` RuntimeError where parameters were moved or frozen since.
+    Raises ValueError if this process would train alone, and if m is no whole number from 1 on.
+    `step` raises RuntimeError if parameters were moved or frozen since.
 
     params: model.parameters(), equal on all replicas, or a vector from noloco.flatten.
     ranks: the global ranks of this model's replicas; None: all. inner_steps: m, between a replica's
@@ -48,11 +48,11 @@ class Asynchronous:
     A call and its answer are a copy of x each, in fp32 over Gloo. From a GPU the copy waits for
     the work that stands before it on the default stream.
 
-    A process that ends costs the others a warning, and the mean perhaps what was under way. A host
-    that is cut off is not noticed: `settle` waits for it.
+    If a process ends, the others warn, and what was under way may be lost. If a host is cut off,
+    nobody notices, and `settle` waits for it.
 
-    Memory beside the model, on the host: what came, as large as theta, and for each call under way
-    two such vectors.
+    Memory in addition to the model's, on the host: what came, as large as theta, and for each call
+    under way two such vectors.
     """
 
     def __init__(self, params, ranks=None, *, inner_steps=50, seed=0):
@@ -84,8 +84,8 @@ class Asynchronous:
     def step(self):
         """Add what came; after every m-th inner step call a replica. Returns whether this did."""
         if places(self.params, self.theta) != self.places:
-            raise RuntimeError("parameters were moved (.to), frozen or unfrozen: first that, then "
-                               "Asynchronous")
+            raise RuntimeError("parameters were moved (.to), frozen or unfrozen: do that first, "
+                               "then make Asynchronous")
         self.steps += 1
         self.read_mail()
         due = self.steps % self.inner_steps == 0

@@ -1,4 +1,4 @@
-"""Warnings for a trainer that is not ours: what makes outer steps useless without an error."""
+"""Warnings for other trainers: mistakes that make outer steps useless without an error."""
 import warnings
 from zlib import crc32
 
@@ -17,12 +17,12 @@ class Checked(Around):
     The first rank warns, once each, where
     * replicas begin with different weights, with parameters in another order, or with different
       settings (inner_steps may differ on purpose);
-    * replicas hold equal weights just before they meet: something else averages gradients;
+    * replicas hold equal weights just before they average: something else averages gradients;
     * a parameter does not move: most often the model does not use it any more;
     * a parameter is no part of the vector that is averaged: it was moved. (Fragments know no more
-      than their vector; elsewhere an outer step then raises an error.)
+      than their vector; without fragments an outer step then raises an error.)
     * weights were loaded after the outer optimizer was made, whose phi is still the first draw.
-    A rank warns, once, where its own training has made its weights NaN or infinite.
+    A rank warns, once, if its own training has made its weights NaN or infinite.
 
     For the first two each replica sends a few numbers, at the first inner step and before the
     second outer step. It looks for the third and fourth at every m-th inner step, for the fifth at
@@ -84,7 +84,8 @@ class Checked(Around):
             self.astray = True
             warnings.warn(f"{len(strays)} of {len(self.params)} trainable parameters are not "
                           f"averaged, first number {strays[0]}: they were moved (.to), or belong "
-                          "to another model. First that, then flatten and the outer optimizer")
+                          "to another model. Do that first, then flatten and make the outer "
+                          "optimizer")
 
     def averages(self, p):
         """Whether the parameter lies in the vector, or in a fragment of it."""
@@ -102,7 +103,7 @@ class Checked(Around):
             size = length(thetas)
             if self.jump > max(10 * pace, size / 10) and self.rank == self.ranks[0]:
                 warnings.warn("weights were loaded after the outer optimizer was made, whose outer "
-                              "steps go on from those before: load first, then make it")
+                              "steps go on from the weights before: load first, then make it")
             self.first = []
 
     def look_for_nan(self):
@@ -125,8 +126,8 @@ class Checked(Around):
             mine = [int(after.sum())]
             theirs = self.gather(mine)
             if theirs and all(others == mine for others in theirs) and not unmoved.all():
-                warnings.warn("replicas hold equal weights before they meet: is something else "
-                              "averaging gradients? DDP?")
+                warnings.warn("replicas hold equal weights before they average: is something "
+                              "else averaging gradients? DDP?")
         stuck = (self.still == LOOKS).nonzero().flatten().tolist()
         if stuck and self.rank == self.ranks[0] and not self.spoilt:        # NaN stays NaN
             warnings.warn(f"{len(stuck)} of {len(self.params)} trainable parameters do not move, "

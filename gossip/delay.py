@@ -1,6 +1,6 @@
 """Messages that travel during inner steps, so that the outer step waits less or not at all.
 
-`PhiAhead` is the paper's: phi leaves with the first of the inner steps. `Delayed` (ours, `--delay`)
+`PhiAhead` is in the paper: phi leaves with the first inner step. `Delayed` (ours, `--delay`)
 sends theta at the m-th step too, goes on training, and merges D steps later what came, keeping what
 was learnt:
 
@@ -25,10 +25,10 @@ from gossip.due import Due
 
 
 class Messenger:
-    """A thread that exchanges messages beside the training, one exchange after the other, in the
+    """A thread that exchanges messages during the training, one exchange after the other, in the
     order in which they leave.
 
-    This order is the same on all ranks, since it is that of their inner steps. So the oldest
+    This order is the same on all ranks, since it is the order of their inner steps. So the oldest
     exchange that is not done can always end: both partners have come to it, or will without waiting
     for a later one.
     process_group: one of its own, and so connections of its own: the training's other messages must
@@ -67,8 +67,8 @@ class Messenger:
 
 
 class PhiAhead(Around):
-    """Around a NoLoCo where gamma differs from beta: phi travels during the inner steps, so theta
-    alone blocks.
+    """Around a NoLoCo whose gamma differs from beta: phi travels during the inner steps, so only
+    theta blocks.
     """
 
     def __init__(self, outer):
@@ -107,8 +107,8 @@ class Delayed(Around):
     """Around any outer optimizer: its messages travel during D inner steps.
 
     delay: D, from 1 to inner_steps. messenger, late: fragments share one, and take turns.
-    Memory beside that of the outer optimizer: sent, as large as theta; for DiLoCo what it sums,
-    too. A run that stops after m k + D steps has just merged.
+    Memory in addition to the outer optimizer's: sent, as large as theta, and for DiLoCo also what
+    it sums. A run that stops after m k + D steps has just merged.
     """
 
     def __init__(self, outer, delay, messenger=None, late=0):
@@ -163,7 +163,7 @@ class Delayed(Around):
             self.flying.result()
 
     def state_dict(self):
-        """`sent` is a tensor also where nothing is under way: torch.distributed.checkpoint loads
+        """`sent` is a tensor even if nothing is under way: torch.distributed.checkpoint loads
         into the tensors that a new process has."""
         return dict(super().state_dict(), sent=self.sent, group=self.group)
 

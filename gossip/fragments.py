@@ -1,4 +1,4 @@
-"""Fragments: K parts of the weights take turns, so that no message holds the whole model
+"""Fragments: K parts of the weights synchronise in turn, so that no message holds the whole model
 (`--fragments K`).
 
 Fragment k is about 1/K of the flat vector of weights. It has an outer optimizer of its own, with
@@ -7,9 +7,10 @@ fragment 0:
 
     at step s = k m / K + j m       fragment k does N1 to N3 with the group drawn for (j, k)
 
-A replica sends the same bytes as with whole messages, in messages a K-th as long. With a delay of D
-steps a message is hidden that takes D steps, K times less than a whole one. For DiLoCo fragments
-are known as Streaming DiLoCo (arXiv 2501.18512). For pairs they are ours.
+A replica sends the same bytes as with whole messages, in messages a K-th as long. A delay of D
+steps hides a message that takes D steps, and a fragment's message takes a K-th of a whole one's
+time. For DiLoCo fragments are known as Streaming DiLoCo (arXiv 2501.18512). For pairs they are
+ours, not the paper's.
 
 Delayed fragments share one thread and one process group, so exchanges leave in the order of inner
 steps, which all ranks share; fragments that are due at one step leave in the order of k. An

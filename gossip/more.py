@@ -1,6 +1,6 @@
 """Options of train.py that no paper has, and the parts that they bring.
 
-train.options adds them and train.built takes the parts, if the folder gossip/ is beside train.py.
+train.options adds them and train.built takes the parts, if the folder gossip/ is next to train.py.
 """
 from gossip import outer_optimizer, sums
 from gossip.muon import muon
@@ -13,13 +13,13 @@ def add_options(parser, number):
     """number: train.number, which makes argument types."""
     add = parser.add_argument
     add("--wire", default="fp32", choices=["fp32", "bf16", "int8"],
-        help="how a weight, Delta or gradient travels (%(default)s)")
+        help="the type in which weights, Deltas or gradients are sent (%(default)s)")
     add("--delay", type=number(int), default=0,
-        help="inner steps that messages travel (%(default)s, as in the paper)")
+        help="inner steps between sending and merging (%(default)s, as in the paper)")
     add("--fragments", type=number(int, 1), default=1,
         help="parts of the weights that are averaged in turn (%(default)s, as in the paper)")
     add("--optimizer", default="adam", choices=["adam", "muon"],
-        help="muon: for the layers' matrices (%(default)s)")
+        help="the inner optimizer; muon: for the matrices of the layers (%(default)s)")
     add("--tokenizer", help="a Hugging Face tokenizer.json (default: bytes)")
 
 
@@ -42,7 +42,7 @@ def parts(o):
 
 
 def phi_travels(o):
-    """Then it leaves with the first of the inner steps (gossip/delay.py, PhiAhead)."""
+    """Whether phi travels too, in which case it leaves early (gossip/delay.py, PhiAhead)."""
     return o.method == "noloco" and o.gamma not in (None, o.beta)
 
 

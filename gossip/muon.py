@@ -1,4 +1,4 @@
-"""Muon for the layers' matrices (`--optimizer muon`).
+"""Muon for the matrices of the layers (`--optimizer muon`).
 
 Neither paper uses Muon, but with it NoLoCo came nearer to DDP (docs/results.md). Adam divides each
 number of a gradient by the noise of that replica's own small batches. Muon makes a matrix's update
@@ -19,8 +19,8 @@ class Muon(torch.optim.Optimizer):
     """torch.optim.Muon without weight decay, with updates as large as Adam's, and fp32 on a CPU.
 
     torch's own (2.13) always multiplies in bf16. That takes a processor without bf16 arithmetic 2
-    to 37 times as long as fp32, and then a step of the tiny model takes up to five times as long as
-    Adam's (docs/speed.md). On a GPU it stays bf16. All ranks on CPUs compute alike, whatever their
+    to 37 times as long as fp32, and a step of the tiny model then takes up to five times as long as
+    Adam's. On a GPU it stays bf16. All ranks on CPUs compute alike, whatever their
     processors.
 
     params: a list of matrices, or of stacks of matrices (..., rows, columns).

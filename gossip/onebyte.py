@@ -1,24 +1,25 @@
-"""NoLoCo's theta in one byte a weight (after Moniqua, arXiv 2002.11787, and SwarmSGD, 1910.12308).
+"""NoLoCo's theta in one byte per weight (after Moniqua, arXiv 2002.11787, and SwarmSGD,
+1910.12308).
 
 Partners hold nearly equal weights, so a weight may travel modulo some B: the receiver takes the
 value with that remainder which is nearest to its own weight. The code needs no state, so any two
-replicas can meet. For each block, a tensor of the model or a piece of one:
+replicas can average. For each block, a tensor of the model or a piece of one:
 
     B = 16 max |theta - phi| ,   s = B / 256                                           (M1)
-    k = round(theta / s) mod 256         travels, one byte a weight, and s             (M2)
+    k = round(theta / s) mod 256         travels in one byte per weight, with s            (M2)
     theta' = s (k + 256 round((own / s - k) / 256))                                    (M3)
 
     |theta' - theta| <= s / 2    wherever  |theta - own| < B / 2 - s                   (M4)
 
-B is the sender's. How far the sender has come since its last outer step tells how far replicas are
+The sender chooses B. How far it has come since its last outer step tells how far replicas are
 apart. (phi differs between replicas by about as much, since a pair's average halves what each round
 adds.) Rounding is to the nearest, and fp32 weights stay where they are, so no update is rounded
 away. The error of a pair's mean is at most s / 4, a 64th of the sender's largest step. s is at
 least 2^-22 max |theta|, since fp32 counts no further; so of a block that has not moved a partner
 reads little but its own. M4 holds in exact
 arithmetic: rounding in fp32 adds at most about 2^-23 |theta|. We measured up to 0.33 s more than s
-/ 2 where |theta / s| is near 2^22, and at most 0.01 s below 2^16. docs/hosts.md says how often M4's
-condition fails.
+/ 2 where |theta / s| is near 2^22, and at most 0.01 s below 2^16. docs/speed.md says how near M4's
+condition came to failing.
 """
 import torch
 
@@ -32,10 +33,10 @@ WHOLE = 1.5 * 2**23         # the last byte of x + WHOLE, |x| < 2^22, is that of
 class OneByteNoLoCo(NoLoCo):
     """NoLoCo whose theta travels in one byte per weight.
 
-    If phi travels too, it does so in fp32: it says nothing of how far replicas are apart.
+    If phi travels too, it does so in fp32.
 
     lengths: if params is a vector, those of the tensors in it (see `lengths_of`).
-    Memory beside NoLoCo's: a byte per weight for the message, and one for each partner's.
+    Memory in addition to NoLoCo's: one byte per weight for the message and for each partner's.
     """
 
     def __init__(self, params, ranks=None, *, lengths=None, **settings):

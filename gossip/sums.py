@@ -2,8 +2,8 @@
 (`--wire`).
 
 Both are sums of a vector v_i over n replicas, in place. `Bf16Sum` is an all-reduce of bf16. Gloo
-cannot sum codes, so `Int8Sum` swaps codes twice. Each of the n parts is cut into equal blocks of at
-most BLOCK values, and a block has a scale s of its own.
+cannot sum codes, so `Int8Sum` swaps codes twice. Each of the n parts is cut into equal blocks of
+at most BLOCK values, and a block has a scale s of its own.
 Error feedback, e and f, adds what one rounding left over to the next:
 
     x = v_i + e_i ,   s = max |x| / 127 ,   k = round(x / s) ,   e_i <- x - s k         (Q1)
@@ -16,7 +16,7 @@ Over any number of sums e and f hold all that has not been applied yet:
     total applied = sum_i (total v_i - e_i) - f     with f = (f_1, ..., f_n)            (Q3)
 
 Each part travels directly, so a sum takes two latencies of the network, a ring 2 (n - 1). NoLoCo
-has no bf16: it sends theta, from which bf16 would round updates away. Its one byte is that of
+has no bf16: it sends theta, from which bf16 would round updates away. Its one byte is in
 onebyte.py.
 """
 import math

@@ -1,4 +1,4 @@
-"""Plan SkipPipe's paths; without options for the published instance.
+"""Plan SkipPipe's paths, without options for the published instance.
 
     python -m planning                                          # a table, and the paths
     python -m planning --sizes 7,5,5,5,5,5,5,5 --kept 6         # 42 nodes in the same cities
@@ -27,25 +27,25 @@ def options(argv):
     parser = argparse.ArgumentParser("python -m planning", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--instance", metavar="FILE", help="JSON with delay and compute (s) and "
-                       "stages: a network of your own")
-    which.add_argument("--sizes", type=numbers, help="nodes in each stage, e.g. 7,5,5: in the "
-                       "published cities, assigned to stages first")
+    which.add_argument("--instance", metavar="FILE", help="a network of your own: JSON with delay "
+                       "and compute (seconds) and stages")
+    which.add_argument("--sizes", type=numbers, help="nodes of each stage, e.g. 7,5,5, in the "
+                       "published cities; they are assigned to stages first")
     parser.add_argument("--kept", type=int, help="stages that a microbatch visits, the first "
                         "included (default: two thirds)")
-    parser.add_argument("--microbatches", type=int, default=6, help="per origin, in rounds of as "
-                        "many as nodes hold, as in train.py (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="limit of the planning, and as "
-                        "much for --sizes (%(default)s)")
+    parser.add_argument("--microbatches", type=int, default=6, help="microbatches per origin, in "
+                        "rounds of as many as a node holds, as in train.py (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="limit of the search; with "
+                        "--sizes as much again for the assignment to stages (%(default)s)")
     parser.add_argument("--results", metavar="FILE", help="write the plan and the table as JSON")
-    parser.add_argument("--picture", metavar="FILE", help="draw the plan's timeline, and where "
+    parser.add_argument("--picture", metavar="FILE", help="draw the plan's timeline, and if "
                         "nodes have names the map of its paths: .png, .svg, .pdf")
     return parser, parser.parse_args(argv)
 
 
 def understand(o):
     """(network, names, (kept, paths per origin, rounds)). Raises ValueError, OSError or ImportError
-    where nothing can be planned, drawn or written, so any exception after it is a mistake in this
+    if nothing can be planned, drawn or written, so any exception after it is a mistake in this
     program."""
     if o.instance:
         network, names = read_instance(o.instance)
@@ -70,8 +70,8 @@ def understand(o):
 
 
 def make_writable(file):
-    """Create the file where it is missing, and its folder. Raises OSError where it cannot be
-    written, so before any work is lost."""
+    """Create the file if it is missing, and its folder. Raises OSError if it cannot be written,
+    before any work is lost."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a"):
         pass

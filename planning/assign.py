@@ -12,7 +12,7 @@ def assign_stages(network, stages_kept, microbatches_per_origin=3, rounds=1, swa
                   seed=0, *, iterations=None):
     """The network with its nodes dealt to stages of the same sizes, for short iterations.
 
-    More than WHOLE nodes by geography (`regions.cut`). Up to WHOLE nodes by local search: swap two
+    Above WHOLE nodes by geography (`regions.cut`), otherwise by local search: swap two
     nodes of different stages, and keep the swap if the first plan's iteration gets no longer, or
     hardly. seconds and iterations (swaps tried) limit the search; the other options are as in
     `plan`."""

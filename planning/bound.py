@@ -29,8 +29,8 @@ def origin_bound(schedule, origin, rounds, shortest):
 def one_machine(tasks, chains):
     """A lower bound of the seconds that one machine needs for `chains` equal chains of tasks: the
     largest that tasks i to j give, for i <= j. tasks: (seconds busy, seconds from a task's start
-    until its chain's next task may start; the last's: until the machine is usable). For each j one
-    i will do: 1 and 2 together grow with j, but equally for every i.
+    until its chain's next task may start; after the last: until the machine is usable). For each j
+    one i will do: 1 and 2 together grow with j, but equally for every i.
 
     1. No chain's task i starts before that chain's tasks 0 to i - 1 and their waits are over.
     2. From then on the machine does tasks i to j of every chain, one at a time.
@@ -90,8 +90,8 @@ def task_bound(schedule, origin, rounds, out, back):
     rounded up.
 
     Case 1: no chain is longer. Then at least microbatches - lanes (q - 1) chains have q, and
-    `one_machine` bounds the time of these alone. Case 2: a chain has q + 1, which alone takes its
-    time. This cannot be where the chains are the paths, of `rounds` each."""
+    `one_machine` bounds the time of only these. Case 2: a chain has q + 1 and takes at least its
+    own time. This cannot be if the chains are the paths, of `rounds` each."""
     network, paths = schedule.network, schedule.origins.count(origin)
     w, pause = network.compute[origin], network.overhead
     away, _ = out(origin)

@@ -4,7 +4,7 @@ from collections import Counter
 from planning.drawing import WIDTH, pyplot
 from skippipe import BACKWARD, FORWARD, LOSS
 
-# The tone of each kind of task. Where a node waits it is white.
+# The tone of each kind of task. White is a node that waits.
 TONES = {FORWARD: "#8FC1E3", LOSS: "#0B2545", BACKWARD: "#2F7AB5"}
 NAMED = 48      # nodes; of more, a picture names the stages only and has no map
 # The colours of origins in the map, in turn.

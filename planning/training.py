@@ -1,4 +1,4 @@
-"""Planned paths for training, with the dead or by this room's searches."""
+"""Planned paths for training, without dead nodes or by the searches of this folder."""
 from dataclasses import asdict
 from functools import partial
 
@@ -37,10 +37,10 @@ def plan_paths(network, routing, skip, microbatches, seed, dead=(), before=None)
     regions: only around nodes that have died since `before`)), which JSON can hold.
 
     routing: a key of PLANNERS. skip: the share of the stages that a path leaves out. microbatches:
-    per origin; it sends as many at once as nodes hold, the rest in further rounds where that
+    per origin; it sends as many at once as nodes hold, the rest in further rounds if that
     divides. dead: ranks that are not there; the living may have less room, so then paths become
     shorter where they must. before: a plan from before they died. With more than `regions.WHOLE`
-    ranks only their regions are planned anew (`regions.around`). Raises Infeasible where there is
+    ranks only their regions are planned anew (`regions.around`). Raises Infeasible if there is
     no plan."""
     rounds = rounds_of(microbatches, min(network.memory))
     kept = min(stages_to_keep(skip, network.stages), len(living(network.stages, dead)))

@@ -617,7 +617,7 @@ WARNINGS = {        # fault: part of what the first rank says of it, once
     "seeds": "replicas began with different weights: ",
     "order": "replicas began with different weights: ",
     "loaded": "weights were loaded after the outer optimizer was made, ",
-    "averaged": "replicas hold equal weights before they meet: ",
+    "averaged": "replicas hold equal weights before they average: ",
     "replaced": "2 of 4 trainable parameters do not move, first number 2: ",
     "NaN": None,
 }

@@ -1,10 +1,10 @@
-"""Refresh the code in docs/annotated.md, the papers beside the code.
+"""Refresh the code in docs/annotated.md, the papers annotated with the code.
 
     python -m tools.annotate
 
 A comment before each block of the page names the code that the block shows, and the page does not
-display it. After <!-- noloco.outer_update --> stands the code of that name, without its docstring.
-After <!-- skippipe.simulate | end = now ... # S4 --> stand only the lines from the first that has
+display it. After <!-- noloco.outer_update --> comes the code of that name, without its docstring.
+After <!-- skippipe.simulate | end = now ... # S4 --> come only the lines from the first that has
 the words on the left to the next that has those on the right, and after
 <!-- skippipe.simulate | # S3 --> only the first line that has these words.
 """

@@ -28,9 +28,10 @@ def main(argv=None):
 
 def export(argv, job):
     parser = Parser(__doc__)
-    parser.add_argument("run", help="its folder, with the checkpoint parts of all ranks")
-    parser.add_argument("out", type=empty_folder, help="a folder that is empty, or not there yet")
-    parser.add_argument("--replica", default="mean", help="0, 1, ..., or the mean of all (default)")
+    parser.add_argument("run", help="the run's folder, with the checkpoint parts of all ranks")
+    parser.add_argument("out", type=empty_folder, help="a folder to write, new or empty")
+    parser.add_argument("--replica", default="mean",
+                        help="the replica to write: 0, 1, ..., or mean, of all (default)")
     parser.add_argument("--data", help="where the run's data are now (default: where they were)")
     a = parser.parse_args(argv)
     need(job.world == 1, "tools.export runs in one process, without torchrun")
@@ -67,7 +68,7 @@ def export(argv, job):
 def newest(folder, stages):
     """(step, {rank: its part}) of the newest checkpoint of which all parts are here.
 
-    Where a rank was dead (survive/checkpoints.py), a replica's part does for its own.
+    If a rank was dead (survive/checkpoints.py), another replica's part takes the place of its own.
     """
     for place in sorted(folder.glob("checkpoints/[0-9]*[0-9]"), reverse=True):
         files = {}
@@ -129,7 +130,7 @@ def save_pretrained(model, folder, positions, end=None):
 
 
 def save_tokenizer(folder, tokenizer, end):
-    """The run's tokenizer beside the model, as tokenizer.json and tokenizer_config.json."""
+    """Write the run's tokenizer next to the model, as tokenizer.json and tokenizer_config.json."""
     from tokenizers import Tokenizer
     name = Tokenizer.from_file(tokenizer).id_to_token(end)
     (folder / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())

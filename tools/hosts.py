@@ -17,8 +17,8 @@ torchrun waits at the end up to 300 s for a host that never comes back. The tool
 iproute2 and util-linux.
 
 LINK is a host (its link carries its rate each way), or a pair as 2-5. A pair's rate is a limit
-beside those of its hosts' links. A pair's latency is its own, else the larger of its two hosts'.
-What changes later is for a program of your own, with `Hosts.cut` and the tables of `Hosts`.
+in addition to those of its hosts' links. A pair's latency is its own, else the larger of its two
+hosts'. A program of your own can change links later, with `Hosts.cut` and the tables of `Hosts`.
 
 However the tool ends, SIGKILL included, the kernel ends its hosts: each command's parent dies with
 the tool, and a host's processes with the first of them. Namespaces and interfaces end with the last
@@ -119,9 +119,9 @@ class Hosts(AbstractContextManager):
     """`with Hosts(4, mbit={(): 200, (3,): 20}, latency={(1, 2): 5}) as hosts:` four machines.
 
     Keys of the tables: () all hosts, (host,) one, (host, other) a pair, ascending. mbit: Mbit/s, 0
-    for as fast as the relay carries. latency: milliseconds one way. cpu: processors. networks: each
+    for as fast as the relay can. latency: milliseconds one way. cpu: processors. networks: each
     host's path for `enter`. The tables `mbit` and `latency` may change at any time. Raises OSError
-    where this machine cannot be several.
+    if this machine cannot be several hosts.
     """
 
     def __init__(self, count, mbit=(), latency=(), cpu=()):
@@ -301,9 +301,9 @@ def read(arguments):
 
     parser.add_argument("hosts", type=int)
     add("mbit", "--mbit", "[LINK=]NUMBER", help="rate each way (200; 0: no limit)")
-    add("mbit", "--slow", "LINK=NUMBER", help="of one link")
+    add("mbit", "--slow", "LINK=NUMBER", help="rate of one link")
     add("latency", "--latency", "[LINK=]NUMBER", help="milliseconds one way (0)")
-    add("cpu", "--cpu", "[HOST=]NUMBER", help="processors, 0.05 or more")
+    add("cpu", "--cpu", "[HOST=]NUMBER", help="processors of each host, 0.05 or more")
     parser.add_argument("--cities", action="store_true", help="links between cities; --mbit is 0")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)

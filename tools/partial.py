@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 6 -m tools.partial runs/NAME --shares 1,0.75,0.5 [--dead 3,5]
 
 It needs as many processes as the run has ranks; each loads its part of the newest checkpoint. Stage
-0 always runs. Of the others all choices run, or 16 drawn ones, with the scale of
-`with_stages_missing`; without any scale if the run was --unscaled, or if --unscaled is given here.
+0 always runs. All choices of the other stages run, or 16 sampled ones, with the scale of
+`with_stages_missing`, or without any scale if --unscaled was given to the run or is given here.
 The numbers are kept in runs/NAME/partial.json.
 """
 import math
@@ -26,9 +26,9 @@ def main(argv=None):
 
 def infer(job, argv):
     parser = Parser(__doc__)
-    parser.add_argument("run", help="its folder")
+    parser.add_argument("run", help="the run's folder")
     parser.add_argument("--shares", type=shares, default=[1.0, 0.75, 0.5],
-                        help="of the stages")
+                        help="shares of the stages that run (1,0.75,0.5)")
     parser.add_argument("--dead", type=integers, default=[], help="ranks that no path visits")
     parser.add_argument("--unscaled", action="store_true", help="evaluate as the papers do")
     a = parser.parse_args(argv)
@@ -64,7 +64,7 @@ def shares(text):
 
 
 def with_stages_missing(rho, there):
-    """What takes rho's place where only so many of the stages run, stage 0 among them.
+    """What takes rho's place if only so many of the stages run, stage 0 among them.
 
     Each adds more, so that on average over the choices of stages the sum is what it was in
     training; but none adds more than it has learnt.

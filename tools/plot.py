@@ -3,9 +3,9 @@
     python -m tools.plot runs/A                             into runs/A/plot.png
     python -m tools.plot runs/A runs/B [--out FILE.png]     into runs/plot.png
 
-Held-out loss against steps, seconds and bytes, and the replicas' weight spread. A ring is the loss
-of the merged model, the mean of all replicas. A dashed line, against steps, is an event, such as a
-rank that died.
+The picture has the held-out loss against steps, seconds and bytes, and the replicas' weight spread.
+A ring is the loss of the merged model, the mean of all replicas. A dashed line is an event, such as
+a rank that died.
 What is not finite is left out: a line that ends early is of a run that diverged.
 This file needs nothing of ours: it reads runs/NAME/config.json and metrics.jsonl (docs/metrics.md).
 """
@@ -35,7 +35,7 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, help="the picture (default: plot.png, in the folder of "
-                        "one run, or beside that of the first)")
+                        "one run, or next to the folder of the first)")
     a = parser.parse_args(argv)
     # `runs/*` may name an earlier picture.
     folders = [folder for folder in dict.fromkeys(a.runs) if not folder.is_file()]
@@ -91,7 +91,7 @@ def known(row, metric):
 
 
 def read_run(folder, colour):
-    """The Run of a folder. Ends this program where there is none, or nothing to draw yet."""
+    """The Run of a folder. Ends this program if there is none, or nothing to draw yet."""
     try:
         method = json.loads((folder / "config.json").read_text())["method"]
         text = (folder / "metrics.jsonl").read_text()
