@@ -184,8 +184,10 @@ class NoLoCo:
             theta[piece].copy_(phi)                             # N3: theta
 
     def mean(self, vectors, out=None):
-        """The mean, added up in the order of ranks, so that all replicas get the same bits. out: None,
-        or the first vector, which then becomes the mean."""
+        """The mean, added up in the order of ranks, so that all replicas get the same bits.
+
+        out: None, or the first vector, which then becomes the mean.
+        """
         mean = vectors[0]
         for count, vector in enumerate(vectors[1:], start=2):
             mean = torch.lerp(mean, vector, 1 / count, out=out)
