@@ -102,8 +102,8 @@ def draw(plt, found):
     words = "no significant cost"
     ends = list(costs.values())
     if any(significant(ends)):
-        words = f"it costs {ends[-1].mean:.0%}"
-    frame(figure, found, f"Training goes on when nodes die; {words}", "What deaths of nodes cost")
+        words = f"they cost up to {ends[-1].mean:.0%} perplexity"
+    frame(figure, found, f"Lost microbatches: {words}", "What lost microbatches cost")
     return figure
 
 

@@ -399,7 +399,7 @@ def draw_fragments(plt, found):
     colours = [COLOURS["NoLoCo"] if "fragments" in name else GREY for name in named]
     forest(axis, named, colours)
     axis.set(xlabel="nats per byte (below zero: the first one is better)")
-    frame(figure, found, "Fragments end lower than whole messages, mostly by their shorter delay",
+    frame(figure, found, "Fragments have a lower loss than whole messages, mostly by the delay",
           "Fragments and whole messages")
     return figure
 

@@ -160,7 +160,7 @@ def draw_over_tree(plt, found):
     axis.set(xlabel="how much messages vary, std(t) / t_c", ylim=(0, None),
              ylabel="time of a tree all-reduce\nover a pair's")
     legend(axis)
-    frame(figure, found, f"A pair averages {alike:.0f} times as fast as a tree of 1024, more where "
+    frame(figure, found, f"A pair averages {alike:.0f} times as fast as a tree of 1024, more if "
           "messages vary", "A tree all-reduce over a pair (Fig. 5A)")
     return figure
 
