@@ -322,8 +322,8 @@ def finding(drawn):
     """In how many comparisons the first one ended lower, after Holm's correction."""
     never = [race for race in drawn if race.one == PAIRS]
     pairs = [race for race in drawn if race.one == NOLOCO]
-    return (f"Lower loss: pairs that never wait in {wins(never)} of {len(never)} cases, NoLoCo than "
-            f"DiLoCo in {wins(pairs)} of {len(pairs)}")
+    return (f"Lower loss: pairs that never wait in {wins(never)} of {len(never)} cases, "
+            f"NoLoCo than DiLoCo in {wins(pairs)} of {len(pairs)}")
 
 
 def wins(drawn):

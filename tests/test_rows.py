@@ -142,7 +142,7 @@ def test_evaluations_are_means_over_the_choices_of_as_many_stages():
 
 def test_equal_time_has_the_steps_that_fit(monkeypatch):
     """30 s and a synchronisation of 10 s, or 10 s and the same."""
-    monkeypatch.setattr(skipping, "makespan", lambda network, routing, skip: 30.0 - 40 * skip)
+    monkeypatch.setattr(skipping, "makespan", lambda network, routing, skip, per_origin: 30.0 - 40 * skip)
     monkeypatch.setattr(skipping, "slowest_all_reduce", lambda network, cities: 10.0)
     assert skipping.equal_time.__wrapped__(300, 4, 0.5, "stronger") == 600
 
