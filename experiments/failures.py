@@ -3,7 +3,7 @@
     python -m experiments.failures [--scale try|plot|full] [--plot]
     torchrun --nproc-per-node 8 -m experiments.failures --losing 0.1 0 --stages 2,2,2,2 ...    a run
 
-full: half an hour of two cores. Deaths are emulated: an iteration drops the microbatches of one
+full: an hour of two cores. Deaths are emulated: an iteration drops the microbatches of one
 node, and no process ends. Named before the runs: perplexity with deaths in 10% of the iterations
 over that without.
 """
