@@ -114,7 +114,7 @@ BEST_FIRST = lambda branch: branch._replace(depth=0, excess=0)      # the paper'
     (True, DEEPEST_FIRST, 1000, 33.8685), (True, VALID_FIRST, 1000, 33.3137), (True, BEST_FIRST, 1000, None),
     (True, BEST_FIRST, 3000, 33.3137)])
 def test_what_the_papers_search_finds_without_the_first_sweep(tied, order, work, seconds, monkeypatch):
-    """docs/planning.md has the table. Tied, as in the released search: an origin's three microbatches take
+    """docs/annotated.md has the table. Tied, as in the released search: an origin's three microbatches take
     one path."""
     branch, dispatch = skippipe.branch, skippipe.dispatch
     network, each = NETWORK, 3
