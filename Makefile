@@ -10,7 +10,7 @@ export MALLOC_TRIM_THRESHOLD_ = 4294967296
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 8 train.py --stages 4,4 --steps 600
 
-# every row of README's table, a small copy beside its expected numbers, into runs/plot: at most 15
+# a small version of every row, compared with its expected numbers, into runs/plot: at most 15
 # minutes on 2 idle cores. QUICK=1: a try of each, under 2 minutes, into runs/try
 plots: .venv/ready
 	$(BIN)/python -m experiments --scale $(if $(QUICK),try,plot)
@@ -29,7 +29,7 @@ faults: .venv/ready
 headline: .venv/ready
 	$(BIN)/python -m experiments --scale full
 
-# the rows that run between 8 hosts of this machine, as root: about 5 and 2.7 hours on 2 idle cores.
+# the rows that run between 8 hosts of this machine, as root: about 6 and 2.7 hours on 2 idle cores.
 # What is finished is kept, and not run again. QUICK=1: a try
 hosts: .venv/ready
 	$(BIN)/python -m experiments.race --scale $(if $(QUICK),try,full)

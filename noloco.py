@@ -126,7 +126,8 @@ class NoLoCo:
     def exchange(self, theta, group, process_group=None):
         """Swap theta, and phi if its mean counts, with the group: (thetas, phis), by rank.
 
-        process_group: None means the default one. The next exchange overwrites what came.
+        process_group: None means the default one. `outer_step` and the next exchange overwrite
+        what came.
         """
         thetas = self.swap("theta", theta, group, process_group)
         phis = []
@@ -168,7 +169,7 @@ class NoLoCo:
         return self.buffers[key]
 
     def outer_step(self, theta, thetas, phis):
-        """N1 to N3 with the group's vectors; theta, this replica's own among them, becomes phi.
+        """N1 to N3 with the group's vectors, which it overwrites; theta becomes phi.
 
         Override it for an outer rule of your own.
         """
@@ -177,7 +178,7 @@ class NoLoCo:
             piece = slice(start, start + size)
             phi = self.phi[piece]
             came = [vector[piece] for vector in thetas]
-            mean_theta = self.mean(came, out=came[0])           # nobody needs what came any more
+            mean_theta = self.mean(came, out=came[0])
             mean_phi = self.mean([vector[piece] for vector in phis]) if phis else phi
             outer_update(phi, self.delta[piece], mean_theta, mean_phi,
                          self.alpha, self.beta, self.gamma)

@@ -4,7 +4,7 @@ In the papers' order, NoLoCo (arXiv 2506.10911) before SkipPipe (2502.19913). Un
 
     python -m pytest -q test_minimal.py
 
-It needs the five files beside it, torch, einops, tqdm and pytest. Where a claim needs processes,
+It needs the five other files, torch, einops, tqdm and pytest. Where a claim needs processes,
 five are started once. docs/annotated.md shows the code that each test is about.
 """
 import itertools
@@ -123,7 +123,7 @@ def test_groups_are_uniformly_random():
     assert equal < 60  # another stage draws independently: equal by chance in 1 of 15
 
 
-# ================ NoLoCo: the whole algorithm, beside all replicas simulated in float64
+# ================ NoLoCo: the whole algorithm, compared with all replicas simulated in float64
 
 
 def small_model(rank, seed=0):
@@ -356,7 +356,7 @@ def test_theorem_1_the_spread_grows_as_the_rate_squared():
     assert abs(slope - 2) < 0.1
 
 
-# ================ NoLoCo: Fig. 5A, a tree of all replicas beside a pair
+# ================ NoLoCo: Fig. 5A, a tree of all replicas and a pair
 
 
 @pytest.mark.parametrize("spread", [0, 0.5, 2.0])
@@ -422,7 +422,7 @@ def test_fig_5a_without_spread_a_tree_takes_log2_n_pairs(n):
     assert ratio == math.log2(n) and error == 0                         # 10 where n = 1024
 
 
-# ================ NoLoCo: Fig. 5B, waiting for all beside waiting for a partner
+# ================ NoLoCo: Fig. 5B, waiting for all and for a partner
 
 
 def test_b4_two_replicas_wait_alike_and_many_gain():

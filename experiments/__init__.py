@@ -20,6 +20,7 @@
     missing.py      stages missing at inference
     together.py     both papers at once
     failures.py     a node dies in training
+    peers.py        the speed of parts, compared with other projects
 
 `python -m experiments` shows all rows that need no root; harness.py has the scales.
 """

@@ -85,12 +85,14 @@ def by_turns(peer, scale, clock, wait):
     """[seconds of ours, seconds of theirs], each a list with a number per turn.
 
     wait: called before each, so that all ranks begin together. The first turn is not counted: it
-    connects, and makes what is used again.
+    connects, and makes what is used again. Which of the two is first changes with the turn.
     """
     seconds = [], []
     with peer.ours(scale) as ours, peer.theirs(scale) as theirs:
+        sides = [(ours, seconds[0]), (theirs, seconds[1])]
         for _ in range(scale.turns + 1):
-            for run, its in zip((ours, theirs), seconds):
+            sides.reverse()
+            for run, its in sides:
                 wait()
                 began = clock()
                 run()
@@ -139,7 +141,8 @@ def averager(scale):
     model = replica(scale)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)                    # it averages only what has one
-    with warnings.catch_warnings(action="ignore"):      # that period 1 is DDP's
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                 # that period 1 is DDP's
         its = PeriodicModelAverager(period=1)
     yield lambda: its.average_parameters(model.parameters())
 

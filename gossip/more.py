@@ -6,7 +6,7 @@ from gossip import outer_optimizer, sums
 from gossip.muon import muon
 from skippipe import read_network
 
-PLANNERS = ["stronger", "no-swaps", "dtfm"]     # of --routing: planning/, beside the paper's search
+PLANNERS = ["stronger", "no-swaps", "dtfm"]     # of --routing; the paper's search is skippipe.py's
 
 
 def add_options(parser, number):

@@ -1,5 +1,6 @@
 """experiments/: what all rows share: records of runs and their runner, statistics, tables, pictures, docs."""
 
+import functools
 import itertools
 import json
 import math
@@ -13,7 +14,8 @@ from dataclasses import replace
 import pytest
 
 import train
-from experiments import __main__, gap, harness, pictures, stats
+from experiments import (__main__, failures, gap, harness, many, missing, pictures, routing, skipping,
+                         stats)
 from tests.harness import HERE, error_of
 
 ROWS = {row.name: row for row in (*__main__.ROWS, *__main__.BETWEEN_HOSTS)}
@@ -237,38 +239,83 @@ def test_the_docs_tables_are_what_the_results_print(capsys):
     assert checked["speed.md"] >= 3 and checked["results.md"] >= 12, checked
 
 
-INTERVAL = re.compile(r"([-+]?[\d.]+)%?(?: nats| perplexity)?(?:\*\*)? \[(-?[\d.]+), (-?[\d.]+)\]")
+INTERVAL = re.compile(r"([-+]?[\d.]+)%?(?: nats(?: per byte)?| perplexity)?(?:\*\*)? "
+                      r"\[(-?[\d.]+), (-?[\d.]+)\]")
 
 
 def intervals_of(text):
     """{(mean, low, high)} of each interval in the text; of a percentage, the numbers."""
-    return {tuple(float(number) for number in found) for found in INTERVAL.findall(text)}
+    return {tuple(map(float, found)) for found in INTERVAL.findall(text)}
 
 
 def test_every_interval_of_readme_and_results_is_one_that_the_results_give(capsys):
-    """Also those of sentences, which may tell it with the other sign: 0.1 [0.0, 0.2] lower."""
+    """Those of sentences may have the other sign: 0.1 [0.0, 0.2] lower."""
     printed = intervals_of("\n".join(printed_tables(capsys)))
-    printed |= {(-mean, -high, -low) for mean, low, high in printed}
+    turned = {(-mean, -high, -low) for mean, low, high in printed}
     for name in ("README.md", "docs/results.md"):
-        text = " ".join((HERE / name).read_text().split())
-        told = intervals_of(text)
-        assert len(re.findall(r" \[-?[\d.]+, -?[\d.]+\]", text)) == len(INTERVAL.findall(text)), name
-        assert told - printed == set() and len(told) >= 8, (name, told - printed)
+        lines = (HERE / name).read_text().splitlines()
+        table = "\n".join(line for line in lines if line.startswith("|"))
+        rest = " ".join(line.strip() for line in lines if not line.startswith("|"))
+        assert intervals_of(table) - printed == set(), name
+        assert intervals_of(rest) - printed - turned == set(), name
+        for text in (table, rest):
+            brackets = re.findall(r" \[-?[\d.]+, -?[\d.]+\]", text)
+            assert len(brackets) == len(INTERVAL.findall(text)) > 3, name
 
 
-def test_the_other_figures_of_readme_are_what_the_results_give():
-    """Of the rows that have no interval: {the row's place in docs/results.md: its figures}."""
+def claims():
+    """{a section of docs/results.md: the Comparisons that its row tells}, of the sections with seeds."""
+    records = {name: harness.load(ROWS[name], HERE, "full")["records"]
+               for name in ("gap", "routing", "skipping", "failures")}
+    of_many = many.named(harness.load(ROWS["many"], HERE, "full"))
+    over = functools.partial(gap.over, records["gap"], gap.MAIN, gap.NOLOCO[10])
+    halves = [missing.over_whole(records["skipping"], skipping.facts_of(stages, *skipping.HALF, "steps"), 50)
+              for stages in (4, 8)]
+    quarter = skipping.facts_of(8, *skipping.QUARTER, "steps")
+    return {
+        "many-replicas": [of_many["NoLoCo minus DiLoCo, 128 replicas, best delay"]],
+        "compared-with-ddp": [over()],
+        "compared-with-diloco": [over(base=gap.DILOCO[20], how=stats.nats)],
+        "random-routing": [routing.random_over_fixed(records["routing"], "local", routing.last_spread,
+                                                     stats.ratio)],
+        "skipping": [skipping.over_full(records["skipping"], quarter, "unscaled", "unscaled")],
+        "missing": halves,
+        "failures": [failures.cost(records["failures"], 0.1)],
+    }
+
+
+def row_of(name, place):
+    """The row of the page's first table that links to this section of docs/results.md."""
+    _, rows = next(tables_of(HERE / name))
+    (row,) = [row for row in rows if f"#{place})" in row]
+    return row
+
+
+@pytest.mark.parametrize("name, link", [("README.md", "docs/results.md"), ("docs/results.md", "")])
+def test_a_rows_figure_is_the_one_of_its_section_and_its_seeds_are_counted(name, link):
+    for place, compared in claims().items():
+        row = row_of(name, place)
+        for one in compared:
+            text = str(one) if "%" in one.form else str(one).replace(" [", " nats [")
+            assert text in row, (name, place, text)
+            seeds = len(one.differences)
+            assert f"{seeds} seeds" in row or row.split("|")[3].strip() == str(seeds), (name, place)
+
+
+def test_the_figures_without_seeds_are_what_the_results_give():
     shorter = harness.load(ROWS["shorter"], HERE, "full")["methods"]
     full = shorter["full pipeline"]["seconds"]
-    less = [f"{1 - shorter[name]['seconds'] / full:.0%}" for name in ("SkipPipe", "full pipeline, planned")]
-    seconds = harness.load(ROWS["sync"], HERE, "full")["ratio"]["1024"][0][0]
-    bytes_sent = f"{gap.bytes_of_ddp(gap.NOLOCO[10], 8):.0%}"
-    figures = {"shorter-iterations": less, "synchronisation": [f"{seconds:.0f} times"],
-               "compared-with-ddp": [f"{bytes_sent} of the bytes"]}
-    text = " ".join((HERE / "README.md").read_text().split())
-    for place, wanted in figures.items():
-        told = " ".join(part[:400] for part in text.split(f"results.md#{place})")[1:])
-        assert [figure for figure in wanted if figure not in told] == [], place
+    less = f"{1 - shorter['SkipPipe']['seconds'] / full:.0%}"
+    planned = f"{1 - shorter['full pipeline, planned']['seconds'] / full:.0%}"
+    pair = harness.load(ROWS["sync"], HERE, "full")["ratio"]["1024"][0][0]
+    for name in ("README.md", "docs/results.md"):
+        assert f"| {less}" in row_of(name, "shorter-iterations")
+        assert f"| {pair:.0f} times" in row_of(name, "synchronisation")
+        text = " ".join((HERE / name).read_text().split())
+        sent = f"{gap.bytes_of_ddp(gap.NOLOCO[10], 8):.0%}"
+        assert re.search(rf"for {sent} of (the|DDP's) bytes", text)
+        assert re.search(rf"takes {less} less time than the unplanned full pipeline", text)
+        assert re.search(rf"without skipping, already saves {planned}\.", text)
 
 
 def crowded(figure):

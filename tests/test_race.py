@@ -400,6 +400,12 @@ def test_the_best_two_tries_run_again_and_the_better_mean_races(told, tmp_path):
         runs = race.tries(seed, race.other_rates(o), o)
         assert len(runs) == 18
         harness.keep("race", [kept(run, loss) for run, loss in zip(runs, itertools.cycle(losses))], o)
+    with pytest.raises(train.BadInput, match=f"--seeds {race.TRIED}"):
+        race.chosen(o)                                      # the lowest rate is best: a lower one
+    for seed in (race.TRIED, race.AGAIN):
+        runs = race.tries(seed, race.beyond(o), o)
+        assert {run.facts["rate"] for run in runs} == {race.RATE / 4} and len(runs) == 9
+        harness.keep("race", [kept(run, 1.1) for run in runs], o)
     assert race.chosen(o) == {raced: (*settings[1][:3], race.RATE / 2)
                               for raced, settings in race.TRIES.items()}
     told[0].extend([CALM] * 9)
