@@ -18,12 +18,17 @@ class SurvivingLog(Log):
         super().__init__(run)
         self.latest = {}            # {rank: its newest row}
 
+    def take_row(self):
+        """The evaluation that comes next has a membership of its own, since the last step's may
+        have lost a rank."""
+        self.run.routes.begin(self.run.step - 0.5)
+        return super().take_row()
+
     def average(self, vector):
         run = self.run
-        replicas = next(ranks for ranks in run.routes.stages if run.job.rank in ranks)
-        if len(replicas) == 1:
+        if len(run.replicas) == 1:
             return 0.0, 0
-        return run.job.average(vector, replicas, f"spread/{run.stage}/{self.place()}")
+        return run.job.average(vector, run.replicas, f"spread/{run.stage}/{self.place()}")
 
     def place(self):
         """Names this evaluation, alike on all ranks."""
@@ -52,7 +57,8 @@ class SurvivingLog(Log):
             rows.append(its if rank in found else its | NOTHING)
         line = self.line_of(rows)
         line["ranks"] = len(found)
-        line["simulated_seconds"] = self.run.routes.makespan
+        plan = self.run.routes.present
+        line["simulated_seconds"] = plan and plan["makespan"]
         for column in ("lost_microbatches", "steps_alone"):
             line[column] = sum(its[column] for its in self.latest.values())
         if not all_compared(found, self.run.stages):
