@@ -90,7 +90,7 @@ class Membership:
         """Whether a rank has begun this step, or begins it within so many seconds."""
         end = time.monotonic() + seconds
         while not self.store.check([f"members/{step}"]):
-            if time.monotonic() > end:
+            if time.monotonic() >= end:
                 return False
             self.beat()
             with contextlib.suppress(dist.DistStoreError):

@@ -66,7 +66,7 @@ class SurvivingPipeline(Pipeline):
         if not self.peers:
             return False
         if idle:
-            self.members.begun(step, self.job.timeout)
+            self.members.begun(step, 10 * self.job.timeout)
         life, before = self.members.record[self.rank], self.dead
         record = self.members.at(step)
         if self.ran:

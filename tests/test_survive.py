@@ -212,9 +212,9 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
         if job == "skip" and fault is not Fault.LOSE_NODE_0:
             dead = next(e["step"] for e in events if e["event"] == "dead")
             assert dead > 22
-        # what went through it in one iteration, and in those that others, who do not need it, had begun
-        # by then: to the next outer step at most
-        assert 0 <= rows[-1]["lost_microbatches"] <= (2 if job == "skip" else 4) * 6
+        # four in one iteration, and in those that others, who do not need it, had begun by then: to the next
+        # outer step at most
+        assert 0 <= rows[-1]["lost_microbatches"] <= 4 * 6
     assert not dies or rows[-1]["ranks"] == world - 1
     assert rows[-1]["step"] == (60 if job == "pipeline" else 120)
     assert rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
@@ -242,7 +242,7 @@ def test_nobody_is_lost_who_was_not_killed(seed, corpus, tmp_path):
     """Kills at random moments, of two ranks, or of node 0 with the store. KILLED_RUNS=60: of so many runs."""
     draw = random.Random(f"kills {seed}")
     stages = ["8", "4,4", "3,3,2"][seed % 3]
-    victims = [0] if draw.random() < 0.3 else draw.sample(range(1, 6), 2)
+    victims = [0] if seed % 4 == 3 else draw.sample(range(1, 6), 2)
     steps = sorted(draw.sample(range(1, 50), len(victims)))
     kills = [(victim, step, draw.uniform(0, 0.1)) for victim, step in zip(victims, steps)]
     argv = [*FAULTS, "--stages", stages, "--layers", 3, "--survive", patience(3), "--data", corpus]
