@@ -156,12 +156,16 @@ class Membership:
         """A step that a rank has begun lately. Raises Lost if none begins within 60 timeouts."""
         end = time.monotonic() + 60 * self.timeout
         while time.monotonic() < end:
-            beats = [self.read(f"beat/{r}") for r in range(self.world)]
-            newest = max((float(beat.split()[1]) for beat in beats if beat), default=-1.0)
+            newest = max(self.begun_by(r) for r in range(self.world))
             if newest >= 0:
                 return int(newest)
             time.sleep(self.tick)
         raise Lost("no rank trains")
+
+    def begun_by(self, rank):
+        """The step that a rank has begun last, or -1."""
+        beat = self.read(f"beat/{rank}")
+        return float(beat.split()[1]) if beat else -1.0
 
     # ---- signs of life
 

@@ -4,9 +4,9 @@ survive/membership.py says who takes part in an outer step. Each one uses a proc
 own. N2 is done with the partners that came and whose numbers are finite.
 
 A rank that waits for a partner in vain tells the membership, so an absent replica costs one
-exchange to each partner already scheduled with it. On one stage a late replica jumps: its next
-inner step is the last one of the newest outer step that any replica has begun. Lateness does not
-spread: a replica that waits gives signs of life, and who waits for this one waits twice as long.
+exchange to each partner already scheduled with it. On one stage a late replica jumps to the first
+begun outer step in which it can still meet a partner. Lateness does not spread: a replica that
+waits gives signs of life, and who waits for this one waits twice as long.
 """
 import contextlib
 import os
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from noloco import NoLoCo, random_groups
-from survive.membership import Membership
+from survive.membership import ALIVE, Membership, numbers
 from survive.network import Lost, connect, is_loss, set_deadline
 from train import gloo_interface
 
@@ -95,26 +95,41 @@ class SurvivingNoLoCo(NoLoCo):
         return (outer + 1) * self.inner_steps - 1
 
     def jump(self):
-        """A late replica comes back: it does the newest begun outer step next."""
+        """A late replica comes back. It leaves out begun outer steps to which no partner can come,
+        with their inner steps, and does the first other one next: a partner may wait there."""
         self.members.come_back()
-        now = newest = self.steps // self.inner_steps
-        while self.members.begun(self.last_of(newest + 1)):
-            newest += 1
-        if self.members.begun(self.last_of(newest)):
-            self.steps = self.last_of(newest)
-            if newest > now:
-                self.report("leapt", outer_steps=newest - now)
+        first = outer = self.steps // self.inner_steps
+        while self.members.begun(self.last_of(outer)):
+            if self.is_open(outer):
+                self.steps = self.last_of(outer)
+                break
+            outer += 1
+        if outer > first:
+            self.steps = max(self.steps, outer * self.inner_steps)
+            self.report("leapt", outer_steps=outer - first)
+
+    def is_open(self, outer):
+        """Whether a partner can still come to meet this replica in this begun outer step."""
+        step = self.last_of(outer)
+        then = numbers(self.members.read(f"members/{step}"))
+        group = self.draw(outer, then)
+        if self.store.check([f"outer/{step}/{group[0]}/members"]):
+            return False
+        now = self.members.lives()
+        return any(r != self.rank and now[r] == then[r] and self.members.begun_by(r) <= step
+                   for r in group)
 
     # ---- an outer step
 
     def group(self):
-        """The replicas that meet in this outer step; this one alone if it takes no part."""
-        self.members.at(self.steps)
-        alive = [r for r in self.ranks if r in self.members.alive()]
+        return self.draw(self.steps // self.inner_steps, self.members.at(self.steps))
+
+    def draw(self, outer, lives):
+        """This replica's group among those that are alive; this one alone if it is not."""
+        alive = [r for r in self.ranks if lives[r] % 3 == ALIVE]
         if self.rank not in alive:
             return (self.rank,)
-        number = self.steps // self.inner_steps
-        groups = random_groups(alive, self.group_size, number, self.seed)
+        groups = random_groups(alive, self.group_size, outer, self.seed)
         return next(group for group in groups if self.rank in group)
 
     def cost(self, group):
