@@ -48,7 +48,7 @@ class SurvivingLog(Log):
             self.run.outer.alone = counts.get("steps_alone", 0)
 
     def report(self, row, ends):
-        found = self.run.job.collect(f"row/{self.place()}", self.counts() | row)
+        found = self.run.job.collect(f"row/{self.place()}", self.counts() | row, self.run.step)
         if not self.run.job.leads:
             return
         self.latest |= found

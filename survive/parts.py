@@ -6,7 +6,7 @@ Where a lost peer is handled:
     one stage: a partner is missed                        outer.py     gather -> Membership.miss
         the outer step of the rank that missed it         outer.py     exchange, accept
         the next outer steps leave it out, for all        outer.py     group -> Membership.at
-        a late replica goes to the newest outer step      outer.py     step -> jump
+        a late replica catches up                         outer.py     step -> jump, is_open
         it comes back as a new process (--join)           outer.py     join, then accept
     pipeline: a peer is silent or its connection broke    pipeline.py  arrive, blame -> miss
         all drop this iteration and their connections     pipeline.py  tentative
@@ -71,7 +71,8 @@ class SurvivingJob(Job):
         # step.
         self.patience = timeout / 3
         self.asks = asks
-        # After a takeover: the step at which the job goes on, and the address of its store.
+        # After a takeover: the step of each rank, the latest of them, and the address of the store.
+        self.began_at = getattr(job, "began_at", {})
         self.latest = getattr(job, "latest", -1)
         self.address = getattr(job, "address", None)
         self.joining = asks or self.latest >= 0
@@ -128,9 +129,11 @@ class SurvivingJob(Job):
         if self.leads:
             self.answers("left", set(range(self.world)) - self.members.away(), seconds)
 
-    def collect(self, name, values):
+    def collect(self, name, values, step):
         """{rank: its values} of the ranks that answer within `patience`. Only the first rank gets
         them; the others get {} at once.
+
+        A rank that had passed this step before a takeover has told its values to the lost store.
 
         If the first rank waited longer, its partner would do the next outer step without it. It
         does so if too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
@@ -140,15 +143,18 @@ class SurvivingJob(Job):
         if not self.leads:
             return {}
         number, last, last_but_one = self.known
-        here = self.answers(name, set(range(self.world)) - self.members.away(), self.patience)
+        passed = {r for r, began in self.began_at.items() if began >= step} - self.members.away()
+        awaited = set(range(self.world)) - self.members.away() - passed
+        here = self.answers(name, awaited, self.patience)
         for _ in range(15):                 # 15 times patience: 5 timeouts
-            if enough(here, last, last_but_one, tie=True):
+            if enough(passed.union(here), last, last_but_one, tie=True):
                 break
-            here = self.answers(name, last, self.patience)
-        if not enough(here, last, last_but_one, tie=True):
-            raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is "
-                       "cut off")
-        self.store.set("known", json.dumps([number + 1, here, last]))
+            here = self.answers(name, set(last) - passed, self.patience)
+        living = sorted(passed.union(here))
+        if not enough(living, last, last_but_one, tie=True):
+            raise Gone(f"only ranks {living} answer, too few to go on: the others are gone, or it "
+                       "is cut off")
+        self.store.set("known", json.dumps([number + 1, living, last]))
         self.write_events()
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 

@@ -81,7 +81,8 @@ def move(job, run):
                 "stage 0")
     other = copy(job)
     other.store = store
-    other.latest = max(step for _, _, _, step in told)
+    steps = [step for _, _, _, step in told]
+    other.latest, other.began_at = max(steps), dict(zip(members, steps))
     run.o.resume = str(run.folder)
     if not began:
         settle_job(store, job, run, host, number + 1, members)
