@@ -444,12 +444,13 @@ def _half_way(rank, world, sends, number, seconds):
 
 def test_a_step_has_one_membership_and_who_was_missed_misses_nobody():
     store = dist.HashStore()
-    one, two, three = (Membership(store, rank, 4, 60.0, away=[3]) for rank in range(3))
+    one, two, three = (Membership(store, rank, 4, 1.0, away=[3]) for rank in range(3))
     assert one.alive() == [0, 1, 2]
     one.at(5)
     assert one.miss(2, [0, 1, 2]) and not one.miss(2, [0, 1, 2])    # two waited for it: it is absent once
     assert two.at(5) == one.record and two.alive() == [0, 1, 2]     # this step had begun
     assert two.at(6) != one.record and two.alive() == [0, 1]
+    two.beat(5.0)                                                   # it says which step it has begun
     assert two.away() == {2, 3}
     three.at(5)
     assert not three.miss(0, [0, 1, 2])             # it wakes up, and the others are far away
