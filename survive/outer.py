@@ -278,7 +278,8 @@ class SurvivingNoLoCo(NoLoCo):
     def join(self):
         """Come to the next outer steps without weights, until a partner has given its theta.
 
-        Raises Lost, a RuntimeError, when no replica begins an outer step within 60 timeouts.
+        Raises Lost, a RuntimeError, when no outer step is left, or no replica begins one within 60
+        timeouts.
         """
         self.adopted = None
         while self.adopted is None:
@@ -286,6 +287,8 @@ class SurvivingNoLoCo(NoLoCo):
             outer = (self.members.newest() + 1) // self.inner_steps
             while self.members.begun(self.last_of(outer)):
                 outer += 1
+            if self.last_of(outer) >= self.last:
+                raise Lost("training is over")
             if not self.members.begun(self.last_of(outer), 60 * self.timeout):
                 raise Lost("no rank trains")
             self.theta.fill_(NO_WEIGHT)

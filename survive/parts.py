@@ -273,8 +273,8 @@ def build(job, o):
     except ValueError as error:
         raise BadInput(error)
     except (dist.DistError, Lost) as error:
-        sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
-                 f"({one_line(error)[:100]}); start again, with --join or --resume")
+        sys.exit(f"stopped: rank {job.rank} could not begin to train ({one_line(error)[:100]}); "
+                 "start again, with --join or --resume")
 
 
 def build_parts(job, o):

@@ -281,7 +281,8 @@ def _return(argv):
     """Rank 2 is started again once it is missed."""
     os.environ["RANK"] = "2"
     store = Job().store
-    wait_until(lambda: store.get("lives").split()[2] != b"2")
+    # With a limit: to measure how slow the machine is would take longer than the run.
+    wait_until(lambda: store.check(["lives"]) and store.get("lives").split()[2] != b"2", limit=600)
     return surviving_main(2, 4, [*argv, "--join"])
 
 
