@@ -21,7 +21,7 @@ class SurvivingCheckpoints(Checkpoints):
         for mark in self.folder.glob(f"*/rank{self.job.rank}.dead"):
             for r in replicas:
                 file = mark.with_name(f"rank{r}.pt")
-                if file.exists() and mark.parent.name.isdigit():        # else somebody's copy
+                if file.exists():
                     found.setdefault(int(mark.parent.name), file)
         return dict(sorted(found.items()))
 
@@ -48,7 +48,7 @@ class SurvivingCheckpoints(Checkpoints):
         """
         held = list(self.own())
         self.tell_of_part(held[-1])
-        gone = self.job.members.away()
+        gone = self.job.gone()
         if self.job.leads:
             self.mark_dead(held, gone)
         everyone = range(self.job.world)

@@ -18,17 +18,12 @@ class SurvivingLog(Log):
         super().__init__(run)
         self.latest = {}            # {rank: its newest row}
 
-    def take_row(self):
-        """The evaluation that comes next has a membership of its own, since the last step's may
-        have lost a rank."""
-        self.run.routes.begin(self.run.step - 0.5)
-        return super().take_row()
-
     def average(self, vector):
         run = self.run
-        if len(run.replicas) == 1:
+        replicas = next(ranks for ranks in run.routes.stages if run.job.rank in ranks)
+        if len(replicas) == 1:
             return 0.0, 0
-        return run.job.average(vector, run.replicas, f"spread/{run.stage}/{self.place()}")
+        return run.job.average(vector, replicas, f"spread/{run.stage}/{self.place()}")
 
     def place(self):
         """Names this evaluation, alike on all ranks."""
@@ -48,7 +43,7 @@ class SurvivingLog(Log):
             self.run.outer.alone = counts.get("steps_alone", 0)
 
     def report(self, row, ends):
-        found = self.run.job.collect(f"row/{self.place()}", self.counts() | row, self.run.step)
+        found = self.run.job.collect(f"row/{self.place()}", self.counts() | row)
         if not self.run.job.leads:
             return
         self.latest |= found
@@ -57,8 +52,7 @@ class SurvivingLog(Log):
             rows.append(its if rank in found else its | NOTHING)
         line = self.line_of(rows)
         line["ranks"] = len(found)
-        plan = self.run.routes.present
-        line["simulated_seconds"] = plan and plan["makespan"]
+        line["simulated_seconds"] = self.run.routes.makespan
         for column in ("lost_microbatches", "steps_alone"):
             line[column] = sum(its[column] for its in self.latest.values())
         if not all_compared(found, self.run.stages):

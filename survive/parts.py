@@ -1,25 +1,31 @@
 """train.Run and train.train with parts that outlive the processes beside them.
 
-Where a lost peer is handled:
+Where a dead peer is handled:
 
-    a rank is absent, joins or comes back: the states     membership.py
-    one stage: a partner is missed                        outer.py     gather -> Membership.miss
+    one stage: a partner is missed, and marked absent     meeting.py   members_of -> mark_absent
         the outer step of the rank that missed it         outer.py     exchange, accept
-        the next outer steps leave it out, for all        outer.py     group -> Membership.at
-        a late replica catches up                         outer.py     step -> jump, is_open
-        it comes back as a new process (--join)           outer.py     join, then accept
-    pipeline: a peer is silent or its connection broke    pipeline.py  arrive, blame -> miss
-        all drop this iteration and their connections     pipeline.py  tentative
-        the next iteration has another group              pipeline.py  begin -> regroup
+        outer steps begun later leave it out, for all     outer.py     settle_ranks
+        outer steps that list it already                  outer.py     expected, leap (one stage)
+        it comes back after a hang                        outer.py     step -> leap, hurry
+        it comes back as a new process (--join)           outer.py     join, then accept -> adopt
+    pipeline: a peer is silent or its connection broke    pipeline.py  watch -> probe; wait, attempt
+        it is declared dead                               pipeline.py  declare_dead
+        the iteration from which all do without           pipeline.py  publish, agree, go_over
+        microbatches on it are lost and counted           pipeline.py  take, task
         paths and the plan, without it and with it again  routes.py    go_round
-        it wakes up: it joins as a new process does       pipeline.py  leave; go_through
-        it joins, with a replica's or its own weights     join_pipeline; pipeline.py hand_over
-    both: an evaluation misses a rank                     SurvivingJob.collect, average
+        outer steps of its stage                          outer.py     settle_ranks (excluded)
+        it wakes up: it joins as a new process does       pipeline.py  leave; parts.py go_through
+        it comes back as a new process (--join)           parts.py     join; pipeline.py ask
+        it takes a replica's weights, or its checkpoint   pipeline.py  take_weights, hand_over
+        the other ranks connect to it                     pipeline.py  go_over -> admit
+    both: an evaluation misses a rank                     parts.py     SurvivingJob.collect, meet
         its numbers in the log                            log.py       SurvivingLog.report
-        the store is lost, with node 0                    survive -> standby.py move
+        the store is lost, with node 0                    parts.py     survive -> standby.py move
         the process ends                                  __main__.py  main
 
-docs/failures.md lists the faults and the waiting times.
+In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage
+declares it dead. survive/meeting.py lists the states. docs/failures.md lists the faults and the
+waiting times.
 """
 import contextlib
 import json
@@ -35,21 +41,41 @@ from gossip import more
 from gossip.onebyte import OneByte, lengths_of
 from survive.checkpoints import SurvivingCheckpoints
 from survive.log import SurvivingLog
-from survive.membership import Membership
-from survive.network import Gone, Left, Lost, connect, is_loss, set_deadline
+from survive.meeting import (Gone, Left, absent, come_back, connect, is_loss, members_of,
+                             notice_silence, outliving)
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
 from survive.routes import SurvivingRoutes
 from survive.standby import accepts, enough, host_standby, move
 from train import STOPPED, BadInput, Job, average_in, need, one_line
 
+EVENTS = {      # the first rank's line for each event, at its next evaluation
+    "leapt":
+        "rank {rank} left out {outer_steps} outer steps from outer step {outer} on: no partner is "
+        "left",
+    "outer step without partners":
+        "rank {rank} did outer step {outer} without ranks {missing} {error}",
+    "not finite":
+        "rank {rank} refused the numbers of ranks {refused} in outer step {outer}: not finite",
+    "fp32 instead of int8":
+        "rank {rank} sent fp32 instead of int8 in outer step {outer}, to ranks {far}",
+    "joined":
+        "rank {rank} joined after outer step {outer} with the weights of rank {given_by}",
+    "lost":
+        "rank {rank} lost rank {peer} at step {step}: {error}",
+    "dead":
+        "from step {step} paths avoid ranks {ranks}, dead or joining, and stages "
+        "{stages_left_out}{how}",
+    "takeover":
+        "rank {rank} leads from step {step} on, with another store and without ranks {missing}",
+}
+
 
 class SurvivingJob(Job):
     """A Job without a default process group, in which every wait ends.
 
-    timeout: the seconds of --survive. members: who takes part. ranks: those that share values: all,
-    or after a takeover those that met. joining: whether this process takes its place in a job that
-    trains.
+    timeout: the seconds of --survive. members: the ranks that share values: all, or after a
+    takeover those that met. joining: whether this process takes its place in a job that trains.
     """
 
     def __init__(self, job, timeout, asks):
@@ -59,7 +85,7 @@ class SurvivingJob(Job):
         """
         self.rank, self.world, self.restarts = job.rank, job.world, job.restarts
         self.store, self.then = job.store, job.then
-        self.ranks = getattr(job, "ranks", range(job.world))
+        self.members = getattr(job, "members", range(job.world))
         self.device, self.nccl = job.device, job.nccl
         # Calls of `share` so far: one, of the options. All calls come before the training. A rank
         # that joins reads in its second call (`connect`) what the others told in theirs; of the
@@ -71,23 +97,22 @@ class SurvivingJob(Job):
         # step.
         self.patience = timeout / 3
         self.asks = asks
-        # After a takeover: the step of each rank, the latest of them, and the address of the store.
-        self.began_at = getattr(job, "began_at", {})
+        # After a takeover: the step at which the job goes on, and the address of its store.
         self.latest = getattr(job, "latest", -1)
         self.address = getattr(job, "address", None)
         self.joining = asks or self.latest >= 0
+        self.excluded = set()               # the dead of the present iteration; empty on one stage
+        self.unanswered = set()         # ranks that the last `collect` missed: it waits for none
         self.events_read = 0
         if self.store.check(["takeover/members"]):
-            self.ranks = [int(r) for r in self.store.get("takeover/members").split()]
+            self.members = [int(r) for r in self.store.get("takeover/members").split()]
             self.address = json.loads(self.store.get("address"))
-        self.leads = self.rank == self.ranks[0]
-        # The factor is 5 because a cut that the replicas survive must not end the job.
-        set_deadline(self.store, 5 * timeout)
-        away = set(range(self.world)) - set(self.ranks)
-        self.members = Membership(self.store, self.rank, self.world, timeout, away)
+        self.leads = self.rank == self.members[0]
+        if self.world > 1:
+            notice_silence(self.store, timeout)
         self.standby = getattr(job, "standby", None) or host_standby()
         if self.leads and not self.joining:
-            self.store.set("known", json.dumps([0, list(self.ranks), list(self.ranks)]))
+            self.store.set("known", json.dumps([0, list(self.members), list(self.members)]))
 
     def start_group(self):
         """None: each message has a group that ends with its peer."""
@@ -100,16 +125,16 @@ class SurvivingJob(Job):
         # Not by `share`: a rank that joins has a new standby store, and the others read it the next
         # time.
         self.store.set(f"standby/{self.rank}", json.dumps(self.standby[1]))
-        texts = self.store.multi_get([f"standby/{r}" for r in self.ranks])
-        self.addresses = dict(zip(self.ranks, map(json.loads, texts)))
+        texts = self.store.multi_get([f"standby/{r}" for r in self.members])
+        self.addresses = dict(zip(self.members, map(json.loads, texts)))
         self.addresses[self.rank] = self.standby[1]
-        self.known = json.loads(self.store.get("known"))        # membership.py says what it holds
+        self.known = json.loads(self.store.get("known"))        # meeting.py says what it holds
 
     def share(self, value=None):
-        """As Job.share, among `ranks`."""
+        """As Job.share, among the members."""
         self.calls += 1
         self.store.set(f"{self.calls}/{self.rank}", json.dumps(value))
-        texts = self.store.multi_get([f"{self.calls}/{r}" for r in self.ranks])
+        texts = self.store.multi_get([f"{self.calls}/{r}" for r in self.members])
         if STOPPED in texts and not self.joining:
             self.leave(5)
             sys.exit(2)
@@ -124,16 +149,20 @@ class SurvivingJob(Job):
         super().stop(line, status)
 
     def leave(self, seconds):
-        """As Job.leave, for the ranks that take part."""
+        """As Job.leave, for the ranks that live."""
         self.store.set(f"left/{self.rank}", "=")
         if self.leads:
-            self.answers("left", set(range(self.world)) - self.members.away(), seconds)
+            everyone = set(range(self.world))
+            here = self.answers("left", everyone - self.gone() - self.unanswered, seconds)
+            self.unanswered = everyone.difference(here)
 
-    def collect(self, name, values, step):
+    def gone(self):
+        """The ranks that are dead or absent at this moment, of which each rank has its own view."""
+        return self.excluded | absent(self.store, range(self.world))
+
+    def collect(self, name, values):
         """{rank: its values} of the ranks that answer within `patience`. Only the first rank gets
         them; the others get {} at once.
-
-        A rank that had passed this step before a takeover has told its values to the lost store.
 
         If the first rank waited longer, its partner would do the next outer step without it. It
         does so if too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
@@ -143,18 +172,17 @@ class SurvivingJob(Job):
         if not self.leads:
             return {}
         number, last, last_but_one = self.known
-        passed = {r for r, began in self.began_at.items() if began >= step} - self.members.away()
-        awaited = set(range(self.world)) - self.members.away() - passed
-        here = self.answers(name, awaited, self.patience)
+        expected = set(range(self.world)) - self.gone() - self.unanswered
+        here = self.answers(name, expected, self.patience)
         for _ in range(15):                 # 15 times patience: 5 timeouts
-            if enough(passed.union(here), last, last_but_one, tie=True):
+            if enough(here, last, last_but_one, tie=True):
                 break
-            here = self.answers(name, set(last) - passed, self.patience)
-        living = sorted(passed.union(here))
-        if not enough(living, last, last_but_one, tie=True):
-            raise Gone(f"only ranks {living} answer, too few to go on: the others are gone, or it "
-                       "is cut off")
-        self.store.set("known", json.dumps([number + 1, living, last]))
+            here = self.answers(name, last, self.patience)
+        if not enough(here, last, last_but_one, tie=True):
+            raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is "
+                       "cut off")
+        self.store.set("known", json.dumps([number + 1, here, last]))
+        self.unanswered = set(range(self.world)) - set(here)
         self.write_events()
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 
@@ -165,7 +193,8 @@ class SurvivingJob(Job):
         return [r for r in range(self.world) if self.store.check([f"{name}/{r}"])]
 
     def tell(self, event):
-        """Send an event to the first rank's log."""
+        """Send an event to the first rank's log, with its line for the screen."""
+        event = dict(event, line=EVENTS[event["event"]].format(**event))
         self.store.append("events", json.dumps(event) + "\n")
 
     def write_events(self):
@@ -176,52 +205,41 @@ class SurvivingJob(Job):
         with open(self.log, "a") as file:
             for line in lines[self.events_read:]:
                 file.write(line + "\n")
-                tqdm.write(in_words(json.loads(line)))
+                tqdm.write(json.loads(line)["line"])
         self.events_read = len(lines)
 
     def average(self, vector, replicas, key):
         """As train.average_in, over the replicas that come in time: (the sum, how many numbers were
         compared), (0.0, 0) if that was in vain. key: unique to this average."""
         try:
-            here = self.meet(key, replicas)
-            # It is kept: peers may still read from it.
-            self.link = connect(self.store, key, self.rank, here, 2 * self.patience)
+            members, self.link = self.meet(key, replicas)   # kept: peers may still read from it
             if self.link:
-                return average_in(self.link, vector, len(here)), len(vector)
+                return average_in(self.link, vector, len(members)), len(vector)
         except RuntimeError as error:
             if not is_loss(error):
                 raise
         return 0.0, 0
 
     def meet(self, key, ranks):
-        """The ranks that come in time to compare weights."""
-        return self.members.gather(key, ranks, self.patience, 2 * self.patience)
+        """(the ranks that come in time, their process group for one use)."""
+        come_back(self.store, self.rank)
+        members = members_of(self.store, key, self.rank, ranks, 2 * self.patience)
+        return members, connect(self.store, key, self.rank, members, 2 * self.patience)
 
     def close(self):
         """As Job.close. The first rank may host the store: it waits 5 timeouts for late ranks."""
         with contextlib.suppress(RuntimeError):
             self.leave(self.patience)
-            if self.leads:
-                self.wait_for_late()
-
-    def wait_for_late(self):
-        late = [r for r in self.ranks if not self.store.check([f"left/{r}"]) and accepts(self, r)]
-        if len(self.stages) > 1:                # there it would have to join again
-            late = [r for r in late if r not in self.members.away()]
+        late = [r for r in self.unanswered - self.excluded if accepts(self, r)]
         seconds = 5 * self.timeout
         for r in late:
             self.say(f"waiting up to {seconds:g} s for rank {r}, which is late")
-        self.store.wait([f"left/{r}" for r in late], timedelta(seconds=seconds))
+        with outliving():
+            self.store.wait([f"left/{r}" for r in late], timedelta(seconds=seconds))
 
     def say(self, line):
         if self.leads:
             tqdm.write(line)
-
-
-def in_words(event):
-    """The line of an event on the screen."""
-    facts = [f"{name} {value}" for name, value in event.items() if name != "event"]
-    return f"{event['event']}: {', '.join(facts)}"
 
 
 def survive(run):
@@ -239,12 +257,10 @@ def survive(run):
             if not run.checkpoints.parts():
                 # Nor do the ranks that died before have one.
                 then = "the ranks have no checkpoint in common: start again with another --name"
+            with outliving():               # `save` ends with a message to the lost store
+                run.checkpoints.save(run.step, train.state_of(run))
             why = error
-            if isinstance(error, Gone):
-                with contextlib.suppress(dist.DistError):
-                    run.checkpoints.save(run.step, train.state_of(run))
-            else:
-                run.checkpoints.write_part(run.step, train.state_of(run))
+            if not isinstance(error, Gone):
                 why = "the store is lost, and a standby store too"
                 with contextlib.suppress(dist.DistError):
                     why = move(job, run)
@@ -272,9 +288,9 @@ def build(job, o):
         return build_parts(job, o)
     except ValueError as error:
         raise BadInput(error)
-    except (dist.DistError, Lost) as error:
-        sys.exit(f"stopped: rank {job.rank} could not begin to train ({one_line(error)[:100]}); "
-                 "start again, with --join or --resume")
+    except dist.DistError as error:
+        sys.exit(f"stopped: rank {job.rank} lost another rank before it could train "
+                 f"({one_line(error)[:100]}); start again, with --join or --resume")
 
 
 def build_parts(job, o):
@@ -292,7 +308,6 @@ def build_parts(job, o):
         Log=SurvivingLog, make_outer=make_outer)
     run = train.Run(job, o, **parts)
     job.read()          # it waits for the other ranks: no outer step misses one that builds slower
-    job.store.set_timeout(timedelta(seconds=5 * job.timeout))       # no key comes later than that
     job.log = run.folder / "metrics.jsonl"
     job.vectors = [run.theta]           # what a replica of the stage gives to one that joins
     if run.outer:
@@ -305,21 +320,24 @@ def build_parts(job, o):
 def make_outer(run):
     """As train.make_outer, of a class that outlives its partners."""
     job, o = run.job, run.o
+    replicas = run.stages[run.stage]
     if o.method != "noloco" or job.world == 1:
         return train.make_outer(run)
     codec = None
-    if o.wire == "int8" and len(run.replicas) > 1:
+    if o.wire == "int8" and len(replicas) > 1:
         codec = OneByte(lengths_of(run.model.parameters()))
 
     def reset():
         for optimizer in run.inner:
             optimizer.state.clear()
 
-    # In a pipeline all ranks do each iteration together: no replica may leave out inner steps.
     return SurvivingNoLoCo(
-        run.theta, run.replicas, **run.outer_settings, codec=codec, store=job.store,
-        timeout=job.timeout, members=job.members, jumps=len(o.stages) == 1, last=o.steps,
-        tell=job.tell, reset=reset)
+        run.theta, replicas, **run.outer_settings, codec=codec, store=job.store,
+        timeout=job.timeout,
+        # In a pipeline all ranks do each iteration together, so no replica may leave out inner
+        # steps there.
+        catch_up=len(o.stages) == 1, last=o.steps, tell=job.tell, reset=reset,
+        excluded=job.excluded)
 
 
 def join(run):
@@ -332,8 +350,7 @@ def join(run):
         own_checkpoint(run)
         step = job.latest if run.pipeline.peers else run.step
         if job.leads:
-            missing = sorted(job.members.away())
-            job.tell(dict(event="takeover", step=step, rank=job.rank, missing=missing))
+            job.tell(dict(event="takeover", step=step, rank=job.rank, missing=sorted(job.gone())))
     elif run.pipeline.peers:
         step = join_pipeline(run)
     else:
@@ -349,20 +366,16 @@ def join(run):
 
 def join_pipeline(run):
     """Take a replica's weights, or this rank's own. Returns the step from which it takes part."""
-    job, pipeline = run.job, run.pipeline
-    step = job.members.join()
+    job, rank = run.job, run.job.rank
+    step = run.pipeline.ask()
     need(step < run.o.steps, "--join: training is over")
-    run.routes.begin(step)
-    giver = pipeline.giver(job.rank)
-    if not pipeline.group:
-        line = f"rank {job.rank} lost rank {giver}, which was to give it its weights, or another"
-        raise Left(line, job, asks=True)
-    if giver is None:
-        giver = job.rank
+    giver = run.pipeline.take_weights()
+    if giver == rank:
         own_checkpoint(run)
-    job.members.begin()
+    job.excluded.add(rank)          # until it begins, so that it makes new paths as all ranks do
+    come_back(job.store, rank)
     outer = step // (run.o.inner_steps or 1)
-    job.tell(dict(event="joined", step=step, outer=outer, rank=job.rank, given_by=giver))
+    job.tell(dict(event="joined", step=step, outer=outer, rank=rank, given_by=giver))
     return step
 
 

@@ -1,246 +1,432 @@
-"""A pipeline that outlives its ranks: an iteration is tentative, as torchft's steps are.
+"""A pipeline that outlives its ranks: a dead peer costs the microbatches on it, and later paths
+avoid it.
 
-All ranks that take part in an iteration (membership.py) share one Gloo group, for as long as they
-stay the same. A rank that waits in vain for a peer tells the membership that it is absent, and then
-closes all its own connections. So every rank that waits for this one gets an error, finds in the
-store that somebody is absent, and closes its own connections too. The tokens of that iteration, and
-of those that were begun before anyone knew, are lost on these ranks. The next iteration has a group
-without the absent one.
+What a dead or silent peer should have sent is lost, and so is everything computed from it alone. A
+rank with nothing to deliver sends a LOST marker. So every live rank still makes all its planned
+sends and receives.
 
-A rank tells first and closes then. So a connection that breaks while all ranks of the group are
-still there is that of a dead peer.
+Who takes part in an iteration: the first rank to begin iteration t writes every rank's life to
+lives/t in the store (compare_set). All other ranks adopt that list, so no rank waits for agreement.
+A life is a number that only grows. It starts at 0; an even life is alive, an odd one dead. A peer
+that declares a rank dead adds 1. A rank that joins adds 1 again, and writes this into the first
+iteration that no rank has begun. So a list with the larger number of each rank is always the newer
+one.
 
-A wait that is broken off closes all connections of its group, and when a connection breaks in the
-middle of a message, Gloo never ends the wait for it. So a thread waits for the messages, and the
-main thread for that thread. Meanwhile it gives signs of life, and looks for those of its peer.
+Each pair of ranks has a Gloo group of its own, since a wait that is broken off closes all
+connections of its group. Each pair also has a thread that waits for its messages. When a connection
+breaks in the middle of a message, Gloo (2.13) never ends the wait for it. The main thread waits for
+that thread instead, and `probe` can end this wait.
 """
 import contextlib
-import math
+import queue
 import sys
+import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from survive.membership import ABSENT, ALIVE, JOINING
-from survive.network import DAY, Caller, Left, Lost, close, gloo_group, is_loss, probe
-from train import Pipeline, one_line, tag
+from skippipe import BACKWARD, kind
+from survive.meeting import Left, Silent, gloo_group, is_loss, notice_silence
+from train import Pipeline, gloo_interface, one_line, tag
+
+DAY = 86400.0       # seconds: no timeout in practice
+
+# The first element of a LOST marker is a NaN that arithmetic never makes, so a real NaN stays
+# visible.
+LOST = {torch.float32: (torch.int32, 0x7FC0DEAD), torch.bfloat16: (torch.int16, 0x7FEB)}
+
+
+def lost_marker(shape, dtype):
+    integer, bits = LOST[dtype]
+    message = torch.zeros(shape, dtype=dtype)
+    message.view(-1)[:1].view(integer).fill_(bits)
+    return message
+
+
+def is_lost(message):
+    integer, bits = LOST[message.dtype]
+    return int(message.view(-1)[:1].view(integer)) == bits
+
+
+def is_dead(life):
+    """Whether a rank with this life, the number of its deaths and returns, is dead."""
+    return life % 2 == 1
 
 
 class SurvivingPipeline(Pipeline):
-    """As Pipeline; job is a SurvivingJob. A peer is absent without a sign of life for a third of
-    its timeout.
+    """As Pipeline; job is a SurvivingJob. A peer is dead without a beat for a third of its timeout.
 
-    lost: microbatches of this origin that never came home. ranks: those that are connected, or
-    join, in the lives `epoch`; group: their Gloo group, None after a loss.
+    lost: microbatches of this origin that never came home.
+    record: every rank's life in the iteration begun last.
+    lives: every rank's newest life that is known here.
+    job.excluded: the ranks that every rank leaves out of the present iteration.
     """
 
     def connect(self, pairs):
+        job = self.job
         # The ranks of other stages that a path may join with this one.
         self.peers = [a + b - self.rank for a, b in pairs if self.rank in (a, b)]
-        self.members = self.job.members
-        self.third = self.job.timeout / 3
+        self.step = -1
+        self.lives = [0 if r in job.members else 1 for r in range(job.world)]
+        self.record = self.lives.copy()
         self.lost = 0
-        self.group = self.epoch = None
-        self.ranks, self.dead = [], []
-        self.ran = False
-        self.thread = Caller()
-        self.allow(10 * self.job.timeout)                   # the first run may compile
+        self.groups = {}                    # of each peer: the Future of a Gloo group
+        self.queues = {}                    # of each peer: what its thread is to do
+        self.marker = lost_marker(self.message_shape, self.dtype)
+        # (a peer, the Future of its message or its group) during a wait. The watch reads it, so the
+        # two are one value: read one after the other, they could be of two waits.
+        self.waiting = None
+        self.broken = set()                 # peers whose connection broke during a wait
+        self.busy_until = self.grace = torch.inf        # see `allow`; the first run may compile
+        self.stopped = threading.Event()
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+        if not self.peers or job.asks:
+            return
+        for peer in self.living(self.peers):
+            self.link(peer)
+        if job.latest < 0:          # all begin together. After a takeover a peer may die meanwhile
+            for group in self.groups.values():
+                group.result()
+        self.watcher.start()
 
-    def allow(self, seconds):
-        """Until the next iteration this rank may be silent for so much longer."""
-        if self.peers:
-            self.members.beat(seconds)
+    def link(self, peer):
+        """Start the thread that connects to a peer's present life, then waits for its messages."""
+        a, b = sorted((self.rank, peer))
+        key = f"pair/{a}/{b}/{self.record[a]}/{self.record[b]}"
+        connect = partial(gloo_group, self.job.store.clone(), key, int(self.rank == b), 2, DAY)
+        if peer in self.queues:
+            self.queues[peer].put(None)
+        self.broken.discard(peer)
+        self.groups[peer], self.queues[peer] = Future(), queue.SimpleQueue()
+        self.queues[peer].put((connect, self.groups[peer]))
+        threading.Thread(target=serve_pair, args=[self.queues[peer]], daemon=True).start()
 
     # ---- an iteration
 
     def begin(self, step, idle=False):
-        """Begin iteration `step`. Returns whether other ranks take part in it than before.
+        """Begin iteration `step`. Returns whether other ranks are dead in it than before.
 
         idle: this rank has no task. It lets another rank begin first. If it ran ahead, iterations
         would begin before a death in earlier ones is known. Raises DistError when the first rank is
-        absent, and Left when this rank is.
+        dead, and Left when this rank is.
         """
-        if not self.peers:
-            return False
-        if idle:
-            self.members.begun(step, 10 * self.job.timeout)
-        life, before = self.members.record[self.rank], self.dead
-        record = self.members.at(step)
-        if self.ran:
+        self.step = step
+        before = set(self.job.excluded)
+        if self.grace < torch.inf:
             self.allow(0.0)
-        if record[self.rank] // 3 != life // 3:
-            self.leave(life)
-        alive = self.members.alive()
-        self.dead = [r for r, _ in enumerate(record) if r not in alive]
-        if self.job.ranks[0] in self.dead:
+        if self.peers:
+            if idle:
+                with contextlib.suppress(dist.DistStoreError):      # no rank has begun in time
+                    self.job.store.wait([f"lives/{step}"], timedelta(seconds=self.job.timeout))
+            self.go_over(self.agree(step))
+        if self.job.members[0] in self.job.excluded:
             raise dist.DistError("the rank that leads is gone")
-        # A rank that joins stays connected when it begins. Each other change makes a new key.
-        epoch = [life - 1 if life % 3 == ALIVE else life for life in record]
-        if epoch != self.epoch:
-            self.epoch = epoch
-            with self.tentative():
-                self.regroup()
-        return self.dead != before
+        return self.job.excluded != before
 
-    @contextlib.contextmanager
-    def tentative(self):
-        """After a loss this rank closes its connections: the others get to know of it."""
-        try:
-            yield
-        except Lost:
-            if self.group:
-                close(self.group)
-            self.group = None
-            self.thread.end()
-            self.thread = Caller()                  # the other one may wait for ever
+    def go_over(self, record):
+        """Go over to every rank's life in the present iteration, and meet those that join in it.
+
+        Raises Left if this rank is dead in it.
+        """
+        old = self.record
+        if record[self.rank] != old[self.rank]:
+            self.leave()
+        self.record = record
+        dead = {r for r, life in enumerate(record) if is_dead(life)}
+        # The outer step holds this very set, and threads read it: it never lacks a dead rank.
+        self.job.excluded |= dead
+        self.job.excluded &= dead
+        changed = [r for r, life in enumerate(record) if life != old[r]]
+        for rank in self.living(changed):
+            self.job.unanswered.discard(rank)
+            self.admit(rank)
 
     def run(self, paths, batches, train=True, order=None):
-        if not self.peers:
-            return super().run(paths, batches, train, order)
-        found = None
-        if self.group:
-            with self.tentative():
-                found = super().run(paths, batches, train, order)
-        self.ran = True
+        found = super().run(paths, batches, train, order)
         # What comes next is an outer step, or after an evaluation a checkpoint and the log.
-        self.allow(0.0 if train else 10 * self.job.timeout)
-        if found:
-            return found
-        if train:
-            self.lost += len(batches)
-        return torch.zeros((), device=self.device), 0, 0
+        self.allow(self.job.timeout if train else 10 * self.job.timeout)
+        return found
 
     def take(self, u, hop):
-        if self.peers:
-            self.members.beat()
-        return super().take(u, hop)
+        self.busy_until = time.monotonic() + self.grace
+        x = super().take(u, hop)
+        return None if x is None or is_lost(x) else x
+
+    def task(self, u, hop, x):
+        """As Pipeline.task. Without an input (x is None) the task is skipped and passes on None."""
+        if x is not None or hop == 0:
+            return super().task(u, hop, x)
+        forward = 2 * len(self.paths[u]) - hop
+        if kind(self.paths[u], hop) == BACKWARD:
+            self.saved.pop((u, forward), None)
+            if forward == 0:                    # the microbatch should have come home here
+                self.lost += 1
+        return None
 
     # ---- messages
 
     def send(self, tensor, to, u, hop):
-        tensor = tensor.to(self.message_device).contiguous()
+        tensor = self.marker if tensor is None else tensor.to(self.message_device).contiguous()
         self.count(tensor, to, u, hop)
-        return self.post(self.group.send, tensor, to, tag(u, hop)), tensor
+        place = int(to > self.rank)
+        work = self.attempt(to, lambda group: group.send([tensor], place, tag(u, hop)))
+        return Message(self, work, to), tensor
 
     def receive(self, source, u, hop):
         buffer = torch.empty(self.message_shape, dtype=self.dtype)
-        return self.post(self.group.recv, buffer, source, tag(u, hop)), buffer
+        place = int(source > self.rank)
+        work = self.attempt(source, lambda group: group.recv([buffer], place, tag(u, hop)))
+        return Message(self, work, source, buffer), buffer
 
-    def post(self, move, tensor, peer, number):
-        """move: the group's send or recv. Returns a Message."""
+    def attempt(self, peer, message):
+        """The work of a message to or from a peer; None when the peer is dead."""
+        if self.lives[peer] != self.record[peer]:
+            return None
         try:
-            return Message(self, move([tensor], self.ranks.index(peer), number), peer)
+            return message(self.until(peer, self.groups[peer]))
         except RuntimeError as error:
-            self.blame(peer, error)
+            if not is_loss(error):
+                raise
+            self.declare_dead(peer, error)
 
-    def arrive(self, future, peers):
-        """Wait until the thread has done what needs these peers. Raises Lost if a rank of the
-        present group is absent by then."""
-        since = time.monotonic()
-        while not wait([future], self.members.tick).done:
-            self.members.beat()
-            if self.members.over(self.ranks, self.members.lives()):
-                raise Lost("another rank is lost")
-            for peer in peers:
-                if self.members.silent(peer, self.third, since):
-                    self.blame(peer, Lost(f"no sign of life for {self.third:g} s"))
-                self.check(peer)
-
-    def check(self, peer):
-        """Raises Lost if the connection to a peer is broken."""
-        if not self.group:
-            return
+    def until(self, peer, arrival):
+        """The result of a Future that the peer's thread sets, or the error that the watch sets."""
+        if not arrival.done():
+            self.waiting = peer, arrival
         try:
-            probe(self.group, self.ranks.index(peer))
+            return arrival.result()
+        finally:
+            self.waiting = None
+            self.busy_until = time.monotonic() + self.grace
+
+    def arrives(self, work, peer):
+        """Wait for a message. Returns False if it is lost with its peer."""
+        if work is None:
+            return False
+        try:
+            if peer in self.broken:             # the peer's thread may be stuck; no more can arrive
+                return work.wait(timedelta(milliseconds=1))
+            arrival = Future()
+            self.queues[peer].put((work.wait, arrival))
+            return self.until(peer, arrival)
         except RuntimeError as error:
-            self.blame(peer, error)
+            if not is_loss(error):
+                raise
+            self.broken.add(peer)
+            self.declare_dead(peer, error)
+            return False
 
-    def blame(self, peer, error):
-        """Tell the membership that a peer is absent, unless another rank was lost before.
+    # ---- the dead
 
-        Raises Lost; an error that is no loss is raised as it is.
-        """
-        if not is_loss(error):
-            raise error
-        if self.members.miss(peer, self.ranks):
-            self.job.tell(dict(event="lost", step=math.ceil(self.members.step), rank=self.rank,
-                               peer=peer, error=one_line(error)[:100]))
-        raise Lost(f"rank {peer} is lost")
+    def living(self, ranks):
+        return [r for r in ranks if not is_dead(self.record[r])]
 
-    # ---- who takes part
-
-    def regroup(self):
-        """Meet the ranks of the present iteration in a new group, and give weights to those that
-        join.
-
-        The old group lives until all have come, since others may still wait for its messages.
-        """
-        record, old, self.group = self.members.record, self.group, None
-        self.ranks = [r for r, life in enumerate(record) if life % 3 != ABSENT]
-        key = "pipeline/" + ".".join(str(life) for life in self.epoch)
-        here = self.members.gather(key, self.ranks, self.third, DAY)
-        for rank in set(self.ranks) - set(here):
-            self.blame(rank, Lost("it did not come"))
-        place = self.ranks.index(self.rank)
-        store = self.job.store.clone()                      # a client serves one thread
-        connecting = self.thread.call(gloo_group, store, key, place, len(here),
-                                      self.job.timeout / 5)
-        self.arrive(connecting, self.ranks)
-        if connecting.exception():
-            # Gloo does not say who did not come. If one has died, it gives no sign of life now.
-            self.arrive(self.thread.call(time.sleep, self.job.timeout), self.ranks)
-            self.blame(self.rank, connecting.exception())
-        self.group = connecting.result()
-        del old
-        for rank in self.ranks:
-            if record[rank] % 3 == JOINING:
-                self.hand_over(rank)
-
-    def giver(self, rank):
-        """The replica that gives its weights to `rank`, which joins; None if none is left."""
-        stage = next(ranks for ranks in self.job.stages if rank in ranks)
-        return min(set(stage) & set(self.members.alive()), default=None)
-
-    def hand_over(self, rank):
-        """Send job.vectors to a rank that joins, or receive them as this rank."""
-        giver = self.giver(rank)
-        if giver is None or self.rank not in (giver, rank):
+    def declare_dead(self, peer, error):
+        """Every rank leaves this peer out, from the first iteration on that no rank has begun."""
+        if self.lives[peer] != self.record[peer]:
             return
-        move, peer = self.group.send, rank
-        if self.rank == rank:
-            move, peer = self.group.recv, giver
-        for number, vector in enumerate(self.job.vectors, start=8):     # train.tag is above 15
-            host = vector.cpu()
-            self.post(move, host, peer, number).wait()
-            vector.copy_(host)
+        if self.job.store.check([self.key("dropped", self.rank)]):
+            self.leave()                        # a peer has declared this rank dead
+        self.lives[peer] += 1
+        error = one_line(error)[:100]
+        self.job.tell(dict(event="lost", step=self.step, rank=self.rank, peer=peer, error=error))
+        self.publish()
 
-    def leave(self, life):
-        """This rank, which was in this life, is absent. Raises Left; ends the process if a new one
-        has its place."""
+    def publish(self):
+        """Write `lives` for the first iteration that no rank has begun.
+
+        Returns (this iteration, its lives).
+        """
+        step = self.step + 1
+        record = self.agree(step)
+        while record != self.lives:         # that iteration has begun without what this rank knows
+            step += 1
+            record = self.agree(step)
+        return step, record
+
+    def agree(self, step):
+        """Settle the lives of iteration `step`, and return them.
+
+        The first rank to ask writes its own list, which counts for all.
+        """
+        mine = " ".join(str(life) for life in self.lives)
+        record = [int(n) for n in self.job.store.compare_set(f"lives/{step}", "", mine).split()]
+        self.lives = [max(newer) for newer in zip(self.lives, record)]
+        return record
+
+    def leave(self):
+        """This rank was declared dead. Raises Left; ends the process if another has its place."""
         if self.job.leads:
             raise dist.DistError("this rank led, and was silent for so long that others left it")
-        if self.members.lives()[self.rank] != 3 * (life // 3 + 1):
+        self.agree(int(self.job.store.get("step")))
+        if self.lives[self.rank] > self.record[self.rank] + 1:
             print(f"rank {self.rank} leaves: a new process has its place", file=sys.stderr,
                   flush=True)
             sys.exit(0)
         line = f"rank {self.rank} was declared dead, since it was silent: it joins again"
         raise Left(line, self.job, asks=True)
 
+    # ---- coming back
+
+    def ask(self):
+        """Take part from the first iteration that no rank has begun. Returns this iteration."""
+        self.step = int(self.job.store.get("step"))         # waits until a rank has begun
+        self.agree(self.step)
+        # An even number: a new life of this rank, whose death may not have been noticed.
+        life = self.lives[self.rank]
+        self.lives[self.rank] = life + 1 if is_dead(life) else life + 2
+        self.step, self.record = self.publish()
+        self.watcher.start()
+        return self.step
+
+    def take_weights(self):
+        """Receive job.vectors from a living replica, and connect to the other stages.
+
+        Returns this replica: this rank itself if no replica of its stage has weights. Raises Left
+        if the replica died.
+        """
+        giver = self.choose_giver(self.rank)
+        if giver != self.rank and not self.hand_over(giver, gives=False):
+            self.close()
+            line = f"rank {self.rank} lost rank {giver}, which gave it its weights"
+            raise Left(line, self.job, asks=True)
+        self.job.store.set(self.key("ready", self.rank), "=")
+        for peer in self.living(self.peers):
+            self.link(peer)
+        return giver
+
+    def admit(self, rank):
+        """Connect to a rank that joins in this iteration, or give it weights."""
+        if rank in self.peers:
+            self.link(rank)
+        elif self.rank == self.choose_giver(rank):
+            self.hand_over(rank, gives=True)
+
+    def choose_giver(self, rank):
+        """The replica that gives its weights to `rank`, which joins: the first rank to ask chooses.
+
+        It is `rank` itself if no other replica of the stage is alive and has weights.
+        """
+        store = self.job.store
+        replicas = set(range(self.job.world)) - {*self.peers, rank}
+        # A replica of life 0 has trained from the start. A later one must have its weights.
+        able = [r for r in self.living(replicas)
+                if self.record[r] == 0 or store.check([self.key("ready", r)])]
+        return int(store.compare_set(self.key("giver", rank), "", str(min(able, default=rank))))
+
+    def hand_over(self, peer, gives):
+        """Send job.vectors to a replica that joins, or receive them. Returns whether all came."""
+        self.link(peer)
+        place = int(peer > self.rank)
+
+        def message(group):
+            move = group.send if gives else group.recv
+            return move([host], place, number)
+
+        for number, vector in enumerate(self.job.vectors):
+            host = vector.cpu()
+            if not self.arrives(self.attempt(peer, message), peer):
+                return False
+            vector.copy_(host)
+        return True
+
+    # ---- the watch
+
+    def watch(self):
+        """A thread. It sends this rank's beats, and ends a wait for which no message can come.
+
+        This rank beats while it waits for a peer or its task is not overdue.
+        """
+        store = self.job.store.clone()          # a client that waits serves no other thread
+        notice_silence(store, self.job.timeout)
+        seen = {}
+        while not self.stopped.wait(self.job.timeout / 12):
+            now, waiting = time.monotonic(), self.waiting
+            try:
+                if waiting or now - self.busy_until < self.job.timeout / 3:
+                    store.add(self.key("beat", self.rank), 1)
+                    if self.step >= 0:
+                        store.set("step", str(self.step))
+                if waiting:
+                    self.probe(store, *waiting, seen, now)
+            except RuntimeError as error:       # also of a lost store, which training notices
+                if waiting:
+                    with contextlib.suppress(InvalidStateError):    # the message was faster
+                        _, arrival = waiting
+                        arrival.set_exception(error)
+                elif not is_loss(error):
+                    raise
+
+    def probe(self, store, peer, arrival, seen, now):
+        """Raises RuntimeError if the wait for a peer should end: `is_loss` is true of it.
+
+        seen: {beat's key: (its count, when this rank first read that count)}.
+
+        Another rank may have dropped this one. The peer is silent without a beat for a third of the
+        timeout. (A third, because other replicas of the stage then still wait in their outer step
+        for the ranks that were held up.) A connection may have broken in the middle of a message:
+        then no receive can be posted.
+        """
+        if store.check([self.key("dropped", self.rank)]):
+            raise Silent("other ranks do not wait for this rank any more")
+        key = self.key("beat", peer)
+        count = store.add(key, 0)
+        if seen.get(key, (None, 0.0))[0] != count:
+            seen[key] = count, now
+        if now - seen[key][1] > self.job.timeout / 3 and not arrival.done():
+            # When it wakes it must not declare this rank dead.
+            store.set(self.key("dropped", peer), "=")
+            raise Silent(f"no sign of life for {self.job.timeout / 3:g} s")
+        if not self.groups[peer].done():
+            return
+        # There is one connection for each interface. Gloo takes the one of the tag modulo their
+        # number. It forgets a receive whose work is dropped.
+        for number, _ in enumerate(gloo_interface().split(",")):
+            self.groups[peer].result().recv([torch.empty(1)], int(peer > self.rank), number)
+
+    def key(self, what, rank):
+        """A key of the store that concerns the present life of a rank."""
+        return f"{what}/{rank}/{self.record[rank]}"
+
+    def allow(self, seconds):
+        """This rank's next tasks may take `seconds` longer than a third of the timeout."""
+        self.busy_until = time.monotonic() + seconds
+        self.grace = seconds
+
     def close(self):
-        self.thread.end()
+        self.stopped.set()
+        for works in self.queues.values():
+            works.put(None)
+        if self.watcher.is_alive():
+            self.watcher.join()
 
 
 class Message:
-    """The work of a message. Its wait raises Lost if the peer is lost."""
+    """What stands for the work of a message: its wait ends if the peer is lost, too. buffer: of a
+    message to this rank; it then holds the LOST marker."""
 
-    def __init__(self, pipeline, work, peer):
-        self.pipeline, self.work, self.peer = pipeline, work, peer
+    def __init__(self, pipeline, work, peer, buffer=None):
+        self.pipeline, self.work, self.peer, self.buffer = pipeline, work, peer, buffer
 
     def wait(self):
-        waiting = self.pipeline.thread.call(self.work.wait, timedelta(seconds=DAY))
-        self.pipeline.arrive(waiting, [self.peer])
-        if waiting.exception():
-            self.pipeline.blame(self.peer, waiting.exception())
+        arrived = self.pipeline.arrives(self.work, self.peer)
+        if not arrived and self.buffer is not None:
+            self.buffer.copy_(self.pipeline.marker)
+
+
+def serve_pair(works):
+    """A thread, which may never end: make each of a peer's works, (function, Future of its result).
+
+    Whoever waits for the Future gets the error of its work, too.
+    """
+    for work, arrival in iter(works.get, None):
+        with contextlib.suppress(InvalidStateError):        # the watch was faster
+            try:
+                arrival.set_result(work())
+            except Exception as error:
+                arrival.set_exception(error)
+        del work, arrival                                   # they hold the message

@@ -1,16 +1,15 @@
 """Paths around the dead: each iteration draws or plans its paths over the ranks that are alive in
 it."""
 import json
-import math
 
 from planning.training import living, plan_paths
 from skippipe import Network
-from survive.network import Gone
+from survive.meeting import Gone
 from train import Routes, make_plan
 
 
 class SurvivingRoutes(Routes):
-    """As Routes, over the ranks that take part.
+    """As Routes, over the ranks that are not in `job.excluded`.
 
     plan: the first plan, which checkpoints hold. mended: the plan around the dead; None without.
     """
@@ -26,23 +25,22 @@ class SurvivingRoutes(Routes):
         self.mended = None
 
     @property
-    def present(self):
-        """The plan of this moment; None without a plan."""
-        return self.mended or self.plan
+    def makespan(self):
+        """Seconds of an iteration by the plan of this moment; None without a plan."""
+        plan = self.mended or self.plan
+        return plan and plan["makespan"]
 
     def at(self, step):
-        self.begin(step)
-        if self.plan:
-            return self.present["paths"], self.present["order"]
+        idle = self.plan and not (self.mended or self.plan)["order"][self.job.rank]
+        if self.pipeline.begin(step, idle):
+            self.go_round(step)
+        if self.mended:
+            return self.mended["paths"], self.mended["order"]
         return super().at(step)
 
-    def begin(self, step):
-        """Find out who takes part in this step. After a death or a return: new paths. Raises Gone
-        when there are none."""
-        idle = self.plan and not self.present["order"][self.job.rank]
-        if not self.pipeline.begin(step, idle):
-            return
-        dead = self.pipeline.dead
+    def go_round(self, step):
+        """After a death or a return: new paths. Raises Gone when there are none."""
+        dead = sorted(self.job.excluded)
         left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= set(dead)]
         if 0 in left_out:
             raise Gone("every replica of stage 0 is gone")
@@ -50,12 +48,13 @@ class SurvivingRoutes(Routes):
             raise Gone(f"every replica of stage {left_out[0]} is gone and without --skip no "
                        "microbatch can leave it out")
         self.stages = living(self.all_stages, dead)
+        how = ""
         if self.plan:
             self.mended = self.plan_round(dead) if dead else None
+            how = f"; paths planned {(self.mended or {}).get('planned', 'anew')}"
         if dead and self.job.leads:         # a rank that joins tells that itself
-            planned = self.mended and self.mended["planned"]
-            self.job.tell(dict(event="dead", step=math.ceil(step), ranks=dead,
-                               stages_left_out=left_out, planned=planned))
+            self.job.tell(dict(event="dead", step=step, ranks=dead, stages_left_out=left_out,
+                               how=how))
 
     def plan_round(self, dead):
         """The plan without the dead. It depends on the network, the seed, the first plan and the

@@ -24,6 +24,7 @@ leaves that case out.
 import json
 import os
 import socket
+import threading
 from concurrent import futures
 from contextlib import suppress
 from copy import copy
@@ -31,8 +32,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from survive.membership import ABSENT, ALIVE, Membership, words
-from survive.network import Caller, Left
+from survive.meeting import Left, mark_absent, members_of
 
 
 def host_standby():
@@ -68,21 +68,17 @@ def move(job, run):
     began = store.check(["takeover/members"])       # the others have met: this rank comes too late
     store.set(f"takes part/{job.rank}", json.dumps([*job.known, run.step]))
     answering = candidates[candidates.index(host):]
-    members = Membership(store, job.rank, job.world, job.timeout).gather(
-        "takeover", answering, 5 * job.timeout, 5 * job.timeout)
-    keys = [f"takes part/{r}" for r in members]
-    told = [json.loads(text) for text in store.multi_get(keys)]
+    members = members_of(store, "takeover", job.rank, answering, 10 * job.timeout)
+    told = [json.loads(text) for text in store.multi_get([f"takes part/{r}" for r in members])]
     number, last, last_but_one, _ = max(told)       # of all, the newest list of an evaluation
     if not enough(members, last, last_but_one) or members[0] not in run.stages[0]:
         # The first rank must be one of stage 0, since its log needs the data.
-        store.delete_key("takeover/members")            # a later meeting may be held at this store
-        store.delete_key(f"takeover/{job.rank}")
+        forget_meeting(store, job)
         return (f"the store is lost; ranks {members} of {last} are too few to go on, or none of "
                 "stage 0")
     other = copy(job)
     other.store = store
-    steps = [step for _, _, _, step in told]
-    other.latest, other.began_at = max(steps), dict(zip(members, steps))
+    other.latest = max(step for _, _, _, step in told)
     run.o.resume = str(run.folder)
     if not began:
         settle_job(store, job, run, host, number + 1, members)
@@ -99,7 +95,7 @@ def hosts_in_order(job):
     """
     led = [r for r, address in job.addresses.items() if address == job.address]
     ranks = {*job.known[1], job.rank}.difference(led)
-    return sorted(ranks, key=lambda r: (r not in job.ranks, r))
+    return sorted(ranks, key=lambda r: (r not in job.members, r))
 
 
 def first_that_answers(job, ranks):
@@ -111,6 +107,14 @@ def first_that_answers(job, ranks):
     return None, None
 
 
+def forget_meeting(store, job):
+    """Remove the traces of a meeting that was too small: a later one may be held at this store."""
+    store.delete_key("takeover/members")
+    store.delete_key(f"takeover/{job.rank}")
+    for rank in range(job.world):
+        store.delete_key(f"absent/{rank}")
+
+
 def settle_job(store, job, run, host, number, members):
     """Write to the standby store what ranks read at a job's store. All members write the same."""
     settings = {"first plan": run.routes.plan, "address": job.addresses[host],
@@ -118,8 +122,8 @@ def settle_job(store, job, run, host, number, members):
     for rank in range(job.world):                   # for ranks that join: the first call of `share`
         settings[f"1/{rank}"] = vars(run.o)
     store.multi_set(list(settings), [json.dumps(value) for value in settings.values()])
-    lives = [ALIVE if r in members else ABSENT for r in range(job.world)]
-    store.compare_set("lives", words([ALIVE] * job.world), words(lives))
+    for rank in set(range(job.world)) - set(members):
+        mark_absent(store, rank, "takeover")
 
 
 def accepts(job, rank):
@@ -154,16 +158,31 @@ def standby_of(job, rank):
         if not accepts(job, rank):
             return None
         with suppress(futures.TimeoutError, RuntimeError):
-            # A stopped process takes a connection, as the kernel does it, and never answers: torch
-            # (2.13) then waits without a timeout.
-            connecting = Caller().call(connect_to, job.addresses[rank], job.patience)
-            store = connecting.result(job.patience)
+            store = within(job.patience, connect_to, job.addresses[rank], job.patience)
             store.set_timeout(timedelta(seconds=300))
             return dist.PrefixStore("attempt0", store)
     return None
 
 
 def connect_to(address, patience):
-    """A client of the store at this address. It may never return."""
+    """A client of the store at this address. It may never return: see `within`."""
     wait = timedelta(seconds=patience)
     return dist.TCPStore(*address, timeout=wait, wait_for_workers=False)
+
+
+def within(seconds, function, *args):
+    """function(*args), made by a thread. Raises futures.TimeoutError if it is late.
+
+    A stopped process takes a connection, as the kernel does it, and never answers. torch (2.13)
+    then waits without a timeout. The thread is left behind.
+    """
+    found = futures.Future()
+
+    def make():
+        try:
+            found.set_result(function(*args))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=make, daemon=True).start()
+    return found.result(seconds)
