@@ -74,8 +74,8 @@ def test_what_is_not_installed_is_named_and_not_measured(monkeypatch, capsys):
 
 
 def test_a_ratio_is_ours_over_the_peers_turn_by_turn(capsys):
-    """By hand: 1/2, 3/2, 2/4."""
-    clock = iter([0, 5, 0, 7, 0, 1, 0, 2, 0, 3, 0, 2, 0, 2, 0, 4])      # the first turn is not counted
+    """By hand: 1/2, 3/2, 2/4. Ours is first in the first and third of these, the peer's in the second."""
+    clock = iter([0, 5, 0, 7, 0, 1, 0, 2, 0, 2, 0, 3, 0, 2, 0, 4])      # the first turn is not counted
     scale = TRY._replace(turns=3)
     side = peers.contextmanager(lambda scale: iter([lambda: None]))
     peer = peers.Peer(peers.SYNC, "ours", side, "torch", "theirs", side)
