@@ -62,9 +62,12 @@ class Scale(NamedTuple):
     tokens: int         # per sequence
 
 
-SCALES = {"try": Scale(1, (2,), Config(), Config(), 16),
-          "plot": Scale(3, (2,), MIDDLE, MIDDLE, 64),
-          "full": Scale(9, (2, 4), LARGE, MIDDLE, 128)}
+SCALES = {"try": Scale(1, (2, 1), Config(), Config(), 16),
+          "plot": Scale(3, (2, 1), MIDDLE, MIDDLE, 64),
+          "full": Scale(9, (2, 4, 1), LARGE, MIDDLE, 128)}
+# {ranks: the parts that so many measure, and by which clock}
+PARTS = {1: ((MODEL,), time.process_time), 2: ((SYNC, PIPELINE), time.perf_counter),
+         4: ((SYNC,), time.perf_counter)}
 
 
 class Peer(NamedTuple):
@@ -374,24 +377,20 @@ def measure(o):
             file = Path(folder, "records.json")
             run_ranks(processes, "-m", "experiments.peers", o.scale, str(file))
             records += json.loads(file.read_text())
-    torch.set_num_threads(1)
-    for peer in installed(MODEL):
-        seconds = by_turns(peer, SCALES[o.scale], time.process_time, lambda: None)
-        records.append(record(peer, 1, seconds))
     missing = [f"{peer.package}'s {peer.name}" for peer in PEERS if not find_spec(peer.package)]
     return dict(records=records, missing=missing)
 
 
 def measure_in_ranks(scale, file):
-    """Synchronisation and, between two ranks, pipelines. Rank 0 writes the records."""
+    """The parts that so many ranks have. Rank 0 writes the records."""
     os.environ.setdefault("RUST_LOG", "error")          # else torchft tells of every quorum,
     logging.disable(logging.WARNING)                    # and that there is no NCCL
     dist.init_process_group("gloo")
     world = dist.get_world_size()
-    peers = installed(SYNC, PIPELINE) if world == 2 else installed(SYNC)
+    parts, clock = PARTS[world]
     records = []
-    for peer in tqdm(peers, "peers", disable=dist.get_rank() > 0):
-        seconds = torch.tensor(by_turns(peer, SCALES[scale], time.perf_counter, dist.barrier))
+    for peer in tqdm(installed(*parts), "peers", disable=dist.get_rank() > 0):
+        seconds = torch.tensor(by_turns(peer, SCALES[scale], clock, dist.barrier))
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         records.append(record(peer, world, seconds.tolist()))
     if dist.get_rank() == 0:

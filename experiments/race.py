@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from experiments.clock import CPU, PROGRAM
+from experiments.fleet import beyond_the_edge
 from experiments.harness import Row, Run, command, make_runs, records_in, results_file
 from experiments.pictures import COLOURS, GREY, WIDTH, forest, frame
 from experiments.stats import Comparison, Table, by_seed, mean, paired, significant, those
@@ -217,12 +218,8 @@ def beyond(o):
     found = {}
     for raced, settings in at_rates(o).items():
         *setting, best = settings[0]
-        rates = sorted(rate for *_, rate in settings)
-        found[raced] = []
-        if best == rates[0]:
-            found[raced] = [(*setting, best / 2)]
-        if best == rates[-1]:
-            found[raced] = [(*setting, 2 * best)]
+        rates = [rate for *_, rate in settings]
+        found[raced] = [(*setting, rate) for rate in beyond_the_edge(rates, best)]
     return found
 
 
