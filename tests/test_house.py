@@ -87,6 +87,7 @@ def test_no_file_is_over_450_lines():
 
 def places_in(text):
     """The anchors of a page: of its headings, as GitHub names them, and those that it gives."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)     # comments are no headings
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     named = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
     return {*named, *re.findall(r'<a id="([^"]+)">', text)}
