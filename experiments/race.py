@@ -133,9 +133,7 @@ def measure(o):
         settings = {raced: tries[0] for raced, tries in TRIES.items()}
         make_runs("race", race_runs(settings, o.scale), o, turn_of=turn)
     else:
-        make_tries(o)
-        if not o.seeds or min(o.seeds) < TRIED:
-            make_runs("race", race_runs(chosen(o), o.scale), o, turn_of=turn, most_others=OTHERS)
+        make_runs("race", race_runs(chosen(o), o.scale), o, turn_of=turn, most_others=OTHERS)
 
 
 def race_runs(settings, scale):
@@ -164,14 +162,38 @@ def place(run):
 # ---------------------------------------------------------------- the tries
 
 
-def make_tries(o):
-    """All on the first seed, then the best two of each list on the second, then the better one's
-    other rates on both."""
-    make_runs("race", tries(TRIED, TRIES, o), o, most_others=OTHERS)
-    make_runs("race", tries(AGAIN, best_two(o), o), o, most_others=OTHERS)
-    for lists in (other_rates, beyond):
-        for seed in (TRIED, AGAIN):
-            make_runs("race", tries(seed, lists(o), o), o, most_others=OTHERS)
+def chosen(o):
+    """{(point, method): the setting that races}. The tries that are missing are made before.
+
+    Raises BadInput where --seeds leaves out a seed of the tries and they are not there.
+    """
+    both = TRIED, AGAIN
+    order = tried(TRIES, [TRIED], o)
+    order = tried({raced: settings[:2] for raced, settings in order.items()}, both, o)
+    order = tried({raced: with_rates(settings[0]) for raced, settings in order.items()}, both, o)
+    order = tried({raced: settings + beyond(settings) for raced, settings in order.items()}, both, o)
+    return {raced: settings[0] for raced, settings in order.items()}
+
+
+def tried(lists, seeds, o):
+    """These lists of settings, each in the order of its mean losses on these seeds."""
+    for seed in seeds:
+        make_runs("race", tries(seed, lists, o), o, most_others=OTHERS)
+    records = records_in(results_file(o.out, "race"))
+    return {raced: ranked(raced, settings, seeds, records) for raced, settings in lists.items()}
+
+
+def with_rates(setting):
+    """The setting, and with half and twice its rate."""
+    *others, rate = setting
+    return [setting, (*others, rate / 2), (*others, 2 * rate)]
+
+
+def beyond(settings):
+    """One more if the first, the best, has the lowest or highest rate of these; else none."""
+    *others, best = settings[0]
+    rates = [rate for *_, rate in settings]
+    return [(*others, rate) for rate in beyond_the_edge(rates, best)]
 
 
 def tries(seed, lists, o):
@@ -182,53 +204,6 @@ def tries(seed, lists, o):
             for setting in lists[point.name, method]:
                 runs.append(a_run("try", point, method, setting, seed, o.scale))
     return runs
-
-
-def best_two(o):
-    """{(point, method): the two tries that end lowest on the first seed}. Raises BadInput where one
-    is missing."""
-    records = records_in(results_file(o.out, "race"))
-    return {raced: ranked(raced, settings, (TRIED,), records)[:2]
-            for raced, settings in TRIES.items()}
-
-
-def better(o):
-    """{(point, method): of these two the try with the lower mean}. Raises BadInput where one is
-    missing."""
-    records = records_in(results_file(o.out, "race"))
-    return {raced: ranked(raced, settings, (TRIED, AGAIN), records)[0]
-            for raced, settings in best_two(o).items()}
-
-
-def other_rates(o):
-    """{(point, method): the better try with half and twice its rate}"""
-    return {raced: [(*setting, rate / 2), (*setting, 2 * rate)]
-            for raced, (*setting, rate) in better(o).items()}
-
-
-def at_rates(o):
-    """{(point, method): the better try and its other rates, the best first}"""
-    records, others = records_in(results_file(o.out, "race")), other_rates(o)
-    return {raced: ranked(raced, [setting, *others[raced]], (TRIED, AGAIN), records)
-            for raced, setting in better(o).items()}
-
-
-def beyond(o):
-    """{(point, method): one more try if the best of its three rates is the lowest or highest}"""
-    found = {}
-    for raced, settings in at_rates(o).items():
-        *setting, best = settings[0]
-        rates = [rate for *_, rate in settings]
-        found[raced] = [(*setting, rate) for rate in beyond_the_edge(rates, best)]
-    return found
-
-
-def chosen(o):
-    """{(point, method): the try that races}: the better one at the best of its rates. Raises
-    BadInput where one is missing."""
-    records, more = records_in(results_file(o.out, "race")), beyond(o)
-    return {raced: ranked(raced, [*settings, *more[raced]], (TRIED, AGAIN), records)[0]
-            for raced, settings in at_rates(o).items()}
 
 
 def ranked(raced, settings, seeds, records):
@@ -242,7 +217,7 @@ def ranked(raced, settings, seeds, records):
         for seed in seeds:
             if seed not in losses:
                 raise BadInput(f"the race needs its tries first, and none is there of {method} at "
-                               f"{point} with {named(setting)}: --seeds {seed}")
+                               f"{point} with {named(setting)}: --seeds {TRIED} {AGAIN}")
         means[setting] = statistics.mean(losses[seed] for seed in seeds)
     return sorted(settings, key=means.get)
 

@@ -375,42 +375,33 @@ def kept(run, loss):
     return run.known | dict(corpus="text", machine="here", cpu_hours=0.0, others=0.0, merged=loss)
 
 
-def test_the_best_two_tries_run_again_and_the_better_mean_races(told, tmp_path):
+def test_the_best_two_tries_run_again_and_the_better_mean_races(monkeypatch, tmp_path):
     """On the first seed the fourth try is best, then the second; on the other the second is far better, and
-    half its rate is better still."""
-    o = asked(tmp_path)
-    on_first = 1.5, 1.2, 1.6, 1.1, 1.4, 1.3
-    with pytest.raises(train.BadInput, match="needs its tries first"):
-        race.best_two(o)
-    runs = race.tries(race.TRIED, race.TRIES, o)
-    harness.keep("race", [kept(run, loss) for run, loss in zip(runs, itertools.cycle(on_first))], o)
-    again = race.best_two(o)
-    for raced, settings in race.TRIES.items():
-        assert again[raced] == [settings[3], settings[1]]
-    with pytest.raises(train.BadInput, match=f"--seeds {race.AGAIN}"):
-        race.measure(asked(tmp_path, seeds=[0]))            # the race does not begin
-    assert not told[1]
-    runs = race.tries(race.AGAIN, again, o)
-    assert len(runs) == 18
-    harness.keep("race", [kept(run, loss) for run, loss in zip(runs, itertools.cycle((1.5, 1.2)))], o)
-    assert race.better(o) == {raced: settings[1] for raced, settings in race.TRIES.items()}
-    with pytest.raises(train.BadInput, match=f"--seeds {race.TRIED}"):
-        race.measure(asked(tmp_path, seeds=[0]))            # not before the other rates are there
-    for seed, losses in ((race.TRIED, (0.9, 1.3)), (race.AGAIN, (1.0, 1.6))):
-        runs = race.tries(seed, race.other_rates(o), o)
-        assert len(runs) == 18
-        harness.keep("race", [kept(run, loss) for run, loss in zip(runs, itertools.cycle(losses))], o)
-    with pytest.raises(train.BadInput, match=f"--seeds {race.TRIED}"):
-        race.chosen(o)                                      # the lowest rate is best: a lower one
-    for seed in (race.TRIED, race.AGAIN):
-        runs = race.tries(seed, race.beyond(o), o)
-        assert {run.facts["rate"] for run in runs} == {race.RATE / 4} and len(runs) == 9
-        harness.keep("race", [kept(run, 1.1) for run in runs], o)
-    assert race.chosen(o) == {raced: (*settings[1][:3], race.RATE / 2)
-                              for raced, settings in race.TRIES.items()}
-    told[0].extend([CALM] * 9)
+    half its rate is better still, a quarter is not."""
+    ran, on_first = [], (1.5, 1.2, 1.6, 1.1, 1.4, 1.3)
+
+    def train_once(name, run):
+        facts = run.facts
+        ran.append(facts)
+        settings = [race.named(setting) for setting in race.TRIES[facts["point"], facts["method"]]]
+        number = settings.index(dict(m=facts["m"], K=facts["K"], D=facts["D"], rate=race.RATE))
+        loss = {race.TRIED: on_first[number], race.AGAIN: 1.0 if number == 1 else 1.9}.get(facts["seed"], 1.0)
+        loss += {0.5: -0.2, 1: 0.0, 2: 0.3, 0.25: 0.1}[facts["rate"] / race.RATE]
+        return kept(run, loss)
+
+    monkeypatch.setattr(harness, "train_once", train_once)
+    with pytest.raises(train.BadInput, match=f"--seeds {race.TRIED} {race.AGAIN}"):
+        race.measure(asked(tmp_path, seeds=[0]))            # no race without its tries
+    assert not ran
+    race.measure(asked(tmp_path, seeds=[race.TRIED, race.AGAIN]))
+    # Of nine lists: six tries, two again, two rates on both seeds, one rate beyond on both.
+    assert len(ran) == 9 * (6 + 2 + 4 + 2) and {facts["stage"] for facts in ran} == {"try"}
+    ran.clear()
     race.measure(asked(tmp_path, seeds=[0]))
-    assert len(told[1]) == 9                                # all at three points, and no try again
+    assert len(ran) == 9                                    # all at three points, and no try again
+    for facts in ran:
+        *second, rate = race.TRIES[facts["point"], facts["method"]][1]
+        assert race.named((*second, rate / 2)).items() <= facts.items() and facts["stage"] == "race"
 
 
 # ---------------------------------------------------------------- what is compared
