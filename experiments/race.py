@@ -171,7 +171,7 @@ def chosen(o):
     order = tried(TRIES, [TRIED], o)
     order = tried({raced: settings[:2] for raced, settings in order.items()}, both, o)
     order = tried({raced: with_rates(settings[0]) for raced, settings in order.items()}, both, o)
-    order = tried({raced: settings + beyond(settings) for raced, settings in order.items()}, both, o)
+    order = tried({raced: them + beyond(them) for raced, them in order.items()}, both, o)
     return {raced: settings[0] for raced, settings in order.items()}
 
 
