@@ -76,7 +76,7 @@ def main():
     ranks = [start(rank, size, words) for rank in range(size)]
     machine = nullcontext()
     if network:
-        machine = Hosts(size, **read([str(size), *network, "--", "ranks"]).tables)
+        machine = Hosts(size, **read([str(size), *network, "--", "true"]).tables)
     with machine as hosts:
         port = str(free_port())
         for rank, (_, tell) in enumerate(ranks):

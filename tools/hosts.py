@@ -32,6 +32,7 @@ import os
 import re
 import sched
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -291,7 +292,7 @@ def refuse(text):
 
 def read(arguments):
     """The options, with `tables` for Hosts."""
-    parser = argparse.ArgumentParser("tools.hosts", description=__doc__,
+    parser = argparse.ArgumentParser("python -m tools.hosts", description=__doc__,
                                      formatter_class=argparse.RawTextHelpFormatter)
     parser.error = refuse
 
@@ -309,6 +310,9 @@ def read(arguments):
     options = parser.parse_args(arguments)
     if not 2 <= options.hosts <= 200:
         refuse(f"{options.hosts} hosts: it must be 2 to 200")
+    program = options.command[0]
+    if not shutil.which(program):
+        refuse(f"{program}: no such program: begin with torchrun or python (. .venv/bin/activate)")
     mbit, latency = city_tables(options.hosts) if options.cities else ({}, {})
     options.tables = {"mbit": mbit, "latency": latency, "cpu": {}}
     for name, table in options.tables.items():
