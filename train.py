@@ -840,10 +840,11 @@ class Run:
 
 def begin(run):
     """The first rank says what begins, and writes what a run's folder has then."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)       # as Ctrl-C: see `in_one_line`
     if run.step:
         run.job.then = f"; go on with {resume(run.folder)}"
     if run.job.leads and run.step >= run.o.steps:
-        print(f"{run.folder} has done all its {run.step} steps: give more --steps to go on")
+        print(f"{run.folder} is at step {run.step}, --steps is {run.o.steps}: give more to go on")
     elif run.job.leads:
         write_folder(run)
     run.job.share()                                     # the folder is there
@@ -944,7 +945,9 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line."""
 
     def __init__(self, description):
-        super().__init__(description=description, allow_abbrev=False,
+        module = sys.modules["__main__"].__spec__               # None: of a file, as train.py
+        prog = module and f"python -m {module.name.removesuffix('.__main__')}"
+        super().__init__(prog=prog, description=description, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
@@ -1058,6 +1061,7 @@ def parse(argv, world=1, parser=None):
 
 def read_config(folder, parser):
     """{option: value} of a run's config.json, checked like a command line. Raises BadInput."""
+    need(Path(folder).is_dir(), f"{folder}: no such folder: give that of a run, as runs/NAME")
     words = []
     try:
         for name, value in json.loads(Path(folder, "config.json").read_text()).items():
@@ -1134,12 +1138,11 @@ def load_corpus(o, tokenizer=None):
     if not train_files:
         count = max(o.seq_len + 1, len(c.heldout) // 20)
         c.train, c.heldout = c.heldout[:-count], c.heldout[-count:]
-    place = o.data or root
-    need(o.data or len(c.train) > 5e6, f"{place} has under 5 MB of .py text: give --data TEXT")
+    need(o.data or len(c.train) > 5e6, f"{root} has under 5 MB of .py text: give --data TEXT")
     c.digest = digest.hexdigest()[:12]
     count = (len(c.heldout) - 1) // o.seq_len
-    need(count >= o.eval_sequences, f"{place} has {len(c.heldout)} held-out tokens, {count} "
-         "sequences: give more data, or a smaller --eval-sequences or --seq-len")
+    need(count >= o.eval_sequences, f"{o.data or root} has {len(c.heldout)} held-out tokens, "
+         f"{count} sequences: give more data, or a smaller --eval-sequences or --seq-len")
     for part in filter(len, (c.train, c.heldout)):
         stacked([part[:1 << 24]], o.vocab)
     return c
@@ -1155,19 +1158,19 @@ def stacked(rows, vocab):
 
 def find_files(data):
     """(the folder that paths are relative to, files) of --data: all text, or all .bin. By default
-    the .py files of Python's own library: real text, on every machine, so that nobody downloads
-    data."""
+    the .py files of Python's own library: real text, which every machine has."""
     root = Path(data or sysconfig.get_paths()["stdlib"])
     if root.is_file():
         return root.parent, [root]
+    need(root.is_dir(), f"{root}: no such file or folder")
     files = []
     for folder, inside, names in os.walk(root):
         inside[:] = [name for name in inside if name[0] != "." and (data or name not in LEFT_OUT)]
-        files += [Path(folder, name) for name in names if name[0] != "."]
-    if not data:
-        files = [path for path in files if path.suffix == ".py"]
+        files += [Path(folder, name) for name in names
+                  if name[0] != "." and (data or name.endswith(".py"))]
+    need(files, f"{root} has no file to read")
     kinds = {path.suffix == ".bin" for path in files}
-    need(len(kinds) == 1, f"{root}: no such file, or none to read, or .bin files beside text")
+    need(len(kinds) == 1, f"{root} has .bin files and text: give a folder with only one of them")
     return root, sorted(files)
 
 
@@ -1298,8 +1301,7 @@ class Job:
             late.cancel()
 
     def share(self, value=None):
-        """Every rank's value, by rank: all call this equally often. It ends this process if a rank
-        has stopped."""
+        """Every rank's value; all call this equally often. A rank that stops ends this process."""
         self.calls += 1
         self.store.set(f"{self.calls}/{self.rank}", json.dumps(value))
         texts = self.store.multi_get([f"{self.calls}/{r}" for r in range(self.world)])
@@ -1310,7 +1312,8 @@ class Job:
 
     def stop(self, line, status=2):
         """End this process, and all that wait for its next value. The first to stop says why."""
-        usual = signal.signal(signal.SIGINT, signal.SIG_IGN)    # torchrun repeats Ctrl-C
+        usual = signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C may come twice
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)           # a second one ends this process
         first = True
         with contextlib.suppress(RuntimeError):         # of a lost store
             first = self.store.add("stopped", 1) == 1
@@ -1326,8 +1329,7 @@ class Job:
         """The first rank leaves last, since it may host the store; it waits so long at most."""
         self.store.set(f"left/{self.rank}", "=")
         if self.leads:
-            left = [f"left/{r}" for r in range(self.world)]
-            self.store.wait(left, timedelta(seconds=seconds))
+            self.store.wait([f"left/{r}" for r in range(self.world)], timedelta(seconds=seconds))
 
     def connect(self, o):
         """NCCL if each process has a GPU of its own, else Gloo.

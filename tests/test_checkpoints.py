@@ -128,9 +128,9 @@ def test_resume_of_a_run_that_has_done_its_steps_says_so_and_changes_nothing(don
     folder = shutil.copytree(done, tmp_path / "copy")
     state = lambda: {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in folder.rglob("*")}
     before = state()
-    for extra in ([], ["--steps", 4, "--eval-every", 2], ["--steps", 3]):
+    for steps, extra in ((4, []), (4, ["--steps", 4, "--eval-every", 2]), (3, ["--steps", 3])):
         out = run(2, "--resume", "runs/x", *extra, cwd=folder)
-        assert out == "runs/x has done all its 4 steps: give more --steps to go on\n"
+        assert out == f"runs/x is at step 4, --steps is {steps}: give more to go on\n"
     assert "needs 2 processes but got 1" in refused(1, "--resume", "runs/x", cwd=folder)
     assert state() == before
     out = run(2, "--resume", "runs/x", "--steps", 5, "--lr", 0.01, cwd=folder)
@@ -292,12 +292,13 @@ def test_who_stops_says_why_and_ends_all_that_wait_for_its_next_value(capsys):
     assert stop.value.code == 2 and capsys.readouterr().err == "error: 1; and then\n"
 
 
-def test_a_second_interrupt_does_not_keep_a_rank_from_saying_why_it_stops(capsys):
-    """torchrun sends each process a Ctrl-C of its own."""
+def test_a_second_interrupt_does_not_keep_a_rank_from_saying_why_it_stops_and_sigterm_does(capsys):
+    """Ctrl-C may come twice."""
     job, usual = Job(), signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*_):
         os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         return 1
 
     job.store = SimpleNamespace(add=interrupted, set=interrupted, wait=interrupted)
@@ -412,7 +413,7 @@ def whole(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind, number", [
-    ("--stages 4 --inner-steps 2", signal.SIGKILL),
+    ("--stages 4 --inner-steps 2", signal.SIGKILL), ("--stages 4 --inner-steps 2", signal.SIGTERM),
     *(pytest.param(*other, marks=pytest.mark.faults) for other in (
         ("--stages 4 --inner-steps 2", signal.SIGINT), ("--method ddp", signal.SIGKILL),
         ("--method ddp", signal.SIGINT), ("--stages 2,2", signal.SIGKILL), ("--stages 2,2", signal.SIGINT)))])

@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,6 +143,14 @@ def test_groups_that_are_larger_than_was_asked_for_are_named(size, most):
     found = train.remarks(plain)
     assert (f"up to {most} replicas average together: a stage does not divide into groups of {size}"
             in found) == (most > 0)
+
+
+@pytest.mark.parametrize("name", ["survive.__main__", "experiments.gap", None])
+def test_help_names_the_program_as_python_takes_it(name, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", name and ModuleSpec(name, None), raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    names = {"survive.__main__": "python -m survive", "experiments.gap": "python -m experiments.gap"}
+    assert train.Parser("").prog == names.get(name, "train.py")
 
 
 def test_help_has_every_option():
