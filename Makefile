@@ -25,7 +25,7 @@ faults: .venv/ready
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "faults and not alone"
 	$(BIN)/python -m pytest -q -m alone
 
-# the results and the pictures of docs/: about 25 hours on 2 cores. What results/ has is not made again
+# the results and the pictures of docs/: about 24 hours on 2 cores. What results/ has is not made again
 headline: .venv/ready
 	$(BIN)/python -m experiments --scale full
 

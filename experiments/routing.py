@@ -2,7 +2,7 @@
 
     python -m experiments.routing [--scale try|plot|full] [--plot]
 
-full: two hours of two cores. 4 replicas of 2 stages; "never averaged" has no outer step, NoLoCo one
+full: an hour of two cores. 4 replicas of 2 stages; "never averaged" has no outer step, NoLoCo one
 every 10 steps. Losses are the mean over the replicas, as in the paper. Named before the runs: the
 spread without outer steps, random over fixed routing.
 """
