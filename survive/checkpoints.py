@@ -21,7 +21,7 @@ class SurvivingCheckpoints(Checkpoints):
         for mark in self.folder.glob(f"*/rank{self.job.rank}.dead"):
             for r in replicas:
                 file = mark.with_name(f"rank{r}.pt")
-                if file.exists():
+                if file.exists() and mark.parent.name.isdigit():    # no copy that somebody keeps
                     found.setdefault(int(mark.parent.name), file)
         return dict(sorted(found.items()))
 

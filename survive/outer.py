@@ -344,7 +344,8 @@ class SurvivingNoLoCo(NoLoCo):
     def join(self):
         """Come to the next outer steps without weights, until a partner has given its theta.
 
-        Raises RuntimeError when no replica begins an outer step within 60 timeouts.
+        Raises ValueError when no outer step is left, and RuntimeError when no replica begins one
+        within 60 timeouts.
         """
         self.adopted = None
         outer = max(0, *(position(self.store, r)[0] for r in self.ranks))
@@ -367,6 +368,8 @@ class SurvivingNoLoCo(NoLoCo):
 
     def wait_for_begin(self, outer):
         """Wait until a replica has begun outer step `outer`, at most 60 timeouts."""
+        if (outer + 1) * self.inner_steps > self.last:
+            raise ValueError("training is over")
         self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
 
 

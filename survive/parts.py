@@ -108,8 +108,6 @@ class SurvivingJob(Job):
             self.members = [int(r) for r in self.store.get("takeover/members").split()]
             self.address = json.loads(self.store.get("address"))
         self.leads = self.rank == self.members[0]
-        if self.world > 1:
-            notice_silence(self.store, timeout)
         self.standby = getattr(job, "standby", None) or host_standby()
         if self.leads and not self.joining:
             self.store.set("known", json.dumps([0, list(self.members), list(self.members)]))
@@ -271,6 +269,8 @@ def survive(run):
 
 def go_through(job, o, joins):
     """Build and train. A rank that was silent, so that others left it, joins again."""
+    if job.world > 1:
+        notice_silence(job.store, o.survive)
     while True:
         job = SurvivingJob(job, o.survive, joins)
         try:

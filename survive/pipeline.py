@@ -24,13 +24,12 @@ import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from skippipe import BACKWARD, kind
-from survive.meeting import Left, Silent, gloo_group, is_loss, notice_silence
+from survive.meeting import Left, Silent, gloo_group, is_loss
 from train import Pipeline, gloo_interface, one_line, tag
 
 DAY = 86400.0       # seconds: no timeout in practice
@@ -97,7 +96,11 @@ class SurvivingPipeline(Pipeline):
         """Start the thread that connects to a peer's present life, then waits for its messages."""
         a, b = sorted((self.rank, peer))
         key = f"pair/{a}/{b}/{self.record[a]}/{self.record[b]}"
-        connect = partial(gloo_group, self.job.store.clone(), key, int(self.rank == b), 2, DAY)
+
+        def connect():
+            # The clone connects to the store, which may be stopped: that holds this thread only.
+            return gloo_group(self.job.store.clone(), key, int(self.rank == b), 2, DAY)
+
         if peer in self.queues:
             self.queues[peer].put(None)
         self.broken.discard(peer)
@@ -342,7 +345,6 @@ class SurvivingPipeline(Pipeline):
         This rank beats while it waits for a peer or its task is not overdue.
         """
         store = self.job.store.clone()          # a client that waits serves no other thread
-        notice_silence(store, self.job.timeout)
         seen = {}
         while not self.stopped.wait(self.job.timeout / 12):
             now, waiting = time.monotonic(), self.waiting

@@ -32,7 +32,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from survive.meeting import Left, mark_absent, members_of
+from survive.meeting import Left, mark_absent, members_of, notice_silence
 
 
 def host_standby():
@@ -65,6 +65,7 @@ def move(job, run):
     host, store = first_that_answers(job, candidates)
     if store is None:
         return "the store is lost, and no standby store answers"
+    notice_silence(store, job.timeout)
     began = store.check(["takeover/members"])       # the others have met: this rank comes too late
     store.set(f"takes part/{job.rank}", json.dumps([*job.known, run.step]))
     answering = candidates[candidates.index(host):]

@@ -17,6 +17,7 @@ import time
 import types
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train
 from model import Llama
-from survive.meeting import Silent, gloo_group, is_loss
+from survive.checkpoints import SurvivingCheckpoints
+from survive.meeting import Silent, gloo_group, is_loss, notice_silence
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob, own_checkpoint
 from survive.pipeline import SurvivingPipeline, is_lost
@@ -36,8 +38,12 @@ from tests.harness import (HERE, SMALL, assert_same, checkpoint, fork, free_port
 from train import Job
 
 
-Fault = enum.Enum("Fault", """LATE PAUSE DIE_IN_HAND_OVER HANG SLOW SEND_NAN DIE_BEFORE_EXCHANGE LOSE_STORE
-    DIE_IN_EXCHANGE DIE_IN_FORWARD DIE_IN_BACKWARD CRASH_IN_CHECKPOINT DIE_IN_EVALUATION LOSE_NODE_0""")
+Fault = enum.Enum("Fault", """LATE PAUSE DIE_IN_HAND_OVER STOP_STORE STOP_NODE_0 HANG SLOW SEND_NAN
+    DIE_BEFORE_EXCHANGE LOSE_STORE DIE_IN_EXCHANGE DIE_IN_FORWARD DIE_IN_BACKWARD CRASH_IN_CHECKPOINT
+    DIE_IN_EVALUATION LOSE_NODE_0""")
+STORE_FAULTS = {    # what befalls the process that hosts the store
+    Fault.STOP_STORE: signal.SIGSTOP, Fault.STOP_NODE_0: signal.SIGSTOP,
+    Fault.LOSE_STORE: signal.SIGKILL, Fault.LOSE_NODE_0: signal.SIGKILL}
 FAULTS = ["--steps", 60, "--inner-steps", 5, "--lr", 3e-3, "--warmup", 5, "--eval-every", 20,
           "--save-every", 20, "--name", "x", *SMALL, "--layers", 1]      # and --survive patience(3)
 LONG = ["--steps", 120, "--eval-every", 60, "--save-every", 60, "--lr", 1e-2]
@@ -125,11 +131,12 @@ def inject(faults, store):
             NOW.fault = queue.pop(0)[0]
             if NOW.fault is Fault.PAUSE:
                 subprocess.Popen(["sh", "-c", f"sleep {2 * NOW.third}; kill -CONT {os.getpid()}"])
-            if NOW.fault in (Fault.HANG, Fault.PAUSE):
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if NOW.fault in (Fault.LOSE_STORE, Fault.LOSE_NODE_0):      # when nobody still evaluates
+            if NOW.fault in STORE_FAULTS:               # when nobody still evaluates
                 job.store.wait([f"begun/{step - 1}/{r}" for r in range(job.world)])
-                os.kill(store, signal.SIGKILL)
+                Path("stopped").write_text(f"{store} {os.getpid()}")
+                os.kill(store, STORE_FAULTS[NOW.fault])
+            if NOW.fault in (Fault.HANG, Fault.PAUSE, Fault.STOP_NODE_0):
+                os.kill(os.getpid(), signal.SIGSTOP)
             if NOW.fault is Fault.LOSE_NODE_0:
                 die()
 
@@ -176,7 +183,7 @@ def sound(corpus, tmp_path_factory):
 
 
 # `make test` has a death and a return, a lost store and a stage that dies out: the tests below
-CASES = [pytest.param(f, j, id=f"{f.name}-{j}") for j in [*JOBS][:4] for f in [*Fault][3:]]
+CASES = [pytest.param(f, j, id=f"{f.name}-{j}") for j in [*JOBS][:4] for f in [*Fault][5:]]
 
 
 @pytest.mark.faults
@@ -320,6 +327,80 @@ def test_the_nodes_of_two_stores_die_and_between_them_a_node_comes_back(stages, 
     assert rows[-1]["step"] == 300 and rows[-1]["ranks"] == 3 and rows[-1]["heldout_loss"] < 0.5
 
 
+def _wake(argv):
+    """What is stopped wakes when the others have ended."""
+    finished = lambda: any(row["step"] == 60 and "ranks" in row for row in metrics(Path("runs/x")))
+    wait_until(lambda: Path("stopped").exists() and finished(), limit=600)      # that measures no slowness
+    for pid in Path("stopped").read_text().split():
+        os.kill(int(pid), signal.SIGCONT)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("fault", [Fault.STOP_STORE, Fault.STOP_NODE_0])
+@pytest.mark.parametrize("job", ["one stage", "pipeline"])
+def test_a_stopped_store_holds_nobody(job, fault, corpus, tmp_path):
+    """Its kernel still acknowledges what arrives, so TCP never gives it up."""
+    first, *others, _ = failing(job, [(fault, 0, 22)], tmp_path, "--data", corpus, "--steps", 60, *OFTEN,
+                                helper=_wake)
+    print(first, *others, sep="\n")
+    assert [code for code, _ in others] == [0] * 3
+    rows = metrics(tmp_path / "runs/x")
+    fallen = [0] if fault is Fault.STOP_NODE_0 else []
+    assert [row["missing"] for row in rows if row.get("event") == "takeover"] == [fallen]
+    assert rows[-1]["step"] == 60 and rows[-1]["ranks"] == 4 - len(fallen)
+    said = first[1].splitlines()[-1] if first[0] == 0 else first[0]
+    assert said.startswith("stopped: rank 0 at step ") == bool(fallen)
+
+
+def _asks_a_stopped_store(rank, world, seconds, port, pid):
+    """What a rank's requests raise for a key that never comes: at a store that lives, at one that is stopped,
+    and when that has woken."""
+    errors = []
+    store, waiting, getting = (dist.TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(3))
+    notice_silence(store, seconds)
+
+    def attempt(function, *args):
+        try:
+            function(*args)
+        except dist.DistError as error:
+            errors.append(type(error).__name__)
+
+    attempt(store.wait, ["nothing"], timedelta(seconds=10 * seconds))
+    os.kill(pid, signal.SIGSTOP)
+    attempt(waiting.wait, ["nothing"], timedelta(hours=1))
+    attempt(getting.get, "nothing")
+    attempt(store.check, ["nothing"])
+    os.kill(pid, signal.SIGCONT)
+    attempt(store.check, ["nothing"])
+    return errors
+
+
+def test_a_stopped_store_is_lost_and_no_key_that_never_comes():
+    with store_host() as host:
+        [errors] = processes(1, _asks_a_stopped_store, patience(0.1), *host, limit=patience(30))
+    assert errors == ["DistStoreError"] + ["DistNetworkError"] * 4
+
+
+def test_a_replica_that_comes_back_after_the_last_outer_step_is_told_so(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    store = dist.HashStore()
+    store.multi_set(["at/0", "outer/0/9/ranks"], ["9 out", "0"])
+    params = [torch.nn.Parameter(torch.ones(4))]
+    outer = SurvivingNoLoCo(params, range(2), inner_steps=5, last=50, store=store)
+    with pytest.raises(ValueError, match="^training is over$"):
+        outer.join()
+
+
+def test_a_copy_of_a_checkpoint_is_no_part(tmp_path):
+    """Somebody keeps one beside the others."""
+    for name in ("00000003", "00000003.bak"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        for file in ("rank0.pt", "rank0.bak.pt", "rank1.dead", "rank1.bak.dead"):
+            (tmp_path / "checkpoints" / name / file).touch()
+    job = types.SimpleNamespace(rank=1, stages=[[0, 1]])
+    assert SurvivingCheckpoints(job, tmp_path).parts() == {3: tmp_path / "checkpoints/00000003/rank0.pt"}
+
+
 @pytest.mark.parametrize("job, at, hint", [
     ("thin", 5, "the ranks have no checkpoint in common: start again with another --name"),
     ("thin", 22, "go on with --resume runs/x"), ("thin, skip", 22, None)], ids=["at once", "later", "skip"])
@@ -417,9 +498,8 @@ class WatchedInTurns(SurvivingPipeline):
         self.judged.set()
 
 
-def test_the_silence_of_one_peer_never_ends_the_wait_for_another(monkeypatch):
+def test_the_silence_of_one_peer_never_ends_the_wait_for_another():
     """The first message comes, and the wait for the second begins, while the watch reads."""
-    monkeypatch.setattr("survive.pipeline.notice_silence", lambda *_: None)
     pipeline = WatchedInTurns.__new__(WatchedInTurns)
     pipeline.job = types.SimpleNamespace(store=types.SimpleNamespace(clone=dist.HashStore), timeout=0.01)
     pipeline.rank, pipeline.step = 0, -1
