@@ -48,11 +48,11 @@ class SurvivingCheckpoints(Checkpoints):
         """
         held = list(self.own())
         self.tell_of_part(held[-1])
-        gone = self.job.gone()
+        away = self.job.away()
         if self.job.leads:
-            self.mark_dead(held, gone)
+            self.mark_dead(held, away)
         everyone = range(self.job.world)
-        living = [r for r in everyone if r not in gone]
+        living = [r for r in everyone if r not in away]
         of_all = self.newest_saved(held, everyone)
         of_living = self.newest_saved(held, living)
         self.forget([step for step in held[:-2] if step < of_living and step != of_all])
@@ -69,10 +69,10 @@ class SurvivingCheckpoints(Checkpoints):
                 newest = max(newest, step)
         return newest
 
-    def mark_dead(self, steps, gone):
-        """Mark the ranks that are gone, at each of these steps of which they have no part."""
+    def mark_dead(self, steps, away):
+        """Mark the ranks that are away, at each of these steps of which they have no part."""
         for step in steps:
-            for r in gone:
+            for r in away:
                 if not self.job.store.check([f"saved/{step}/{r}"]):
                     (self.place(step) / f"rank{r}.dead").touch()
 

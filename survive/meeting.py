@@ -4,13 +4,20 @@ A wait that times out closes every connection of its process group. A restarted 
 an old group. So each meeting makes a Gloo group of its own (about 10 ms). The store holds the list
 of its members.
 
+Which kind of dead is a rank? It is *absent* if no rank waits for it in outer steps and evaluations.
+It is *dead*, in a pipeline, if no path visits it and no rank waits for it. It is *away* if it is
+absent or dead, or both. It is *missed* if it did not answer the last evaluation in time: the next
+one does not wait for it (`SurvivingJob.missed`, the first rank's own set). It has *ended* if its
+process has. No rank knows that: the others mark it absent, or declare it dead, when they have
+waited for it in vain.
+
     state       of rank R
     alive       it takes part
     late        it takes part, but may be behind: `SurvivingNoLoCo.late`
-    absent      no rank waits for it: absent/R is in the store, or in a pipeline its number in
-                lives/T is odd
+    absent      absent/R is in the store
+    dead        in a pipeline: its life, the number in lives/T, is odd
     joining     it has no weights yet, and asks a replica for them
-    gone        its process has ended
+    ended       its process has ended
 
     from         to        cause                                     function
     alive        late      R did an outer step without a partner     SurvivingNoLoCo.note_missing
@@ -18,26 +25,23 @@ of its members.
     late         alive     every partner came, and R is not absent    SurvivingNoLoCo.gather
     alive, late  absent    a rank waited in vain for R:
                            in an outer step, or to compare weights   members_of -> mark_absent
-                           in a pipeline                             Pipeline.declare_dead
                            at a takeover                             standby.move -> mark_absent
+    alive, late  dead      a peer waited in vain for R's message     Pipeline.declare_dead
     absent       late      R was only slow, and removes absent/R:
                            before an inner step                      SurvivingNoLoCo.step -> hurry
                            to compare weights in an evaluation       SurvivingJob.meet
-    absent       joining   R was only slow, and its number is odd    Pipeline.leave
-                           R comes too late to a takeover            standby.move
+    absent       joining   R comes too late to a takeover            standby.move
+    dead         joining   R was only slow                           Pipeline.leave
     joining      joining   the replica that was to give R weights died:
                            on one stage                              SurvivingNoLoCo.join
                            in a pipeline                             Pipeline.take_weights
     joining      absent    R has a replica's weights, on one stage   SurvivingNoLoCo.join
     joining      late      R has a replica's or own, in a pipeline   parts.join
-    joining      gone      no replica has weights for R, nor has R   parts.own_checkpoint
-    any          gone      R's process dies
-                           too few ranks are left                    Gone, or standby.move
+    joining      ended     no replica has weights for R, nor has R   parts.own_checkpoint
+    any          ended     R's process dies
+                           too few ranks are left                    TooFew, or standby.move
                            a new process has R's place               Pipeline.leave
-    gone         joining   R's new process, started with --join      parts.build
-
-An evaluation misses a rank that does not answer in time. The next one does not wait for this rank:
-`SurvivingJob.unanswered`, the first rank's own list.
+    ended        joining   R's new process, started with --join      parts.build
 
 The keys of the store in survive/, and who writes them:
 
@@ -68,9 +72,9 @@ The keys of the store in survive/, and who writes them:
     first plan      the plan that checkpoints hold (planned paths). The first rank, or those of a
                     takeover.
     standby/R       the address of rank R's standby store (standby.py). R itself.
-    known           the number of the last evaluation, the ranks that answered it, and those that
+    answered        the number of the last evaluation, the ranks that answered it, and those that
                     answered the one before. The first rank, or those of a takeover.
-    takes part/R    at a standby store: what rank R last read of `known`, and R's step. R itself.
+    takes part/R    at a standby store: what rank R last read of `answered`, and R's step. R itself.
     takeover/R      rank R has come to that store. takeover/members: the ranks that go on, the
                     first first.
 """
@@ -88,8 +92,8 @@ import torch.distributed as dist
 from train import gloo_interface
 
 
-class Gone(RuntimeError):
-    """Training cannot go on. Each survivor writes a checkpoint and prints the message, one line."""
+class TooFew(RuntimeError):
+    """Too few ranks are left. Each of them writes a checkpoint and prints the message, one line."""
 
 
 class Silent(RuntimeError):

@@ -38,8 +38,7 @@ class SurvivingNoLoCo(NoLoCo):
     then resets the inner optimizer.
     codec: a OneByte (gossip/onebyte.py), by which theta travels where all of a group can read it;
     None: it travels in fp32.
-    excluded: a set that the caller keeps: the replicas that are dead now (empty without a
-    pipeline).
+    dead: a set that the caller keeps: the replicas that are dead now (empty without a pipeline).
     alone: the number of outer steps done without any partner.
 
     `step` outlives the loss of a partner. It raises DistError when the store is lost, and every
@@ -48,19 +47,19 @@ class SurvivingNoLoCo(NoLoCo):
     """
 
     def __init__(self, params, ranks=None, *, store, timeout=60.0, catch_up=True, last=sys.maxsize,
-                 tell=print, reset=lambda: None, excluded=frozenset(), codec=None, **kwargs):
+                 tell=print, reset=lambda: None, dead=frozenset(), codec=None, **kwargs):
         ranks = range(int(os.environ["WORLD_SIZE"])) if ranks is None else ranks
         super().__init__(params, ranks, **kwargs)
         self.rank = int(os.environ["RANK"])
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among the replicas {self.ranks}")
         self.store, self.timeout = store, timeout
-        self.catch_up, self.last, self.excluded = catch_up, last, excluded
+        self.catch_up, self.last, self.dead = catch_up, last, dead
         self.name = f"outer/{self.ranks[0]}"
         self.tell, self.reset = tell, reset
         self.codec = codec
         self.late = False
-        self.last_stale_list = -1           # the last outer step whose list may name an absentee
+        self.stale_until = -1       # lists of outer steps up to this one may name an absentee
         self.alone = self.alone_in_a_row = 0
         self.unreached = set()      # since the last exchange: partners that came, but sent nothing
         self.error = ""             # what torch said when a partner was lost in this outer step
@@ -74,7 +73,7 @@ class SurvivingNoLoCo(NoLoCo):
 
     def step(self):
         with outliving():                                   # a lost store is noticed after the step
-            if self.late or self.current <= self.last_stale_list:
+            if self.late or self.current <= self.stale_until:
                 self.leap()
             if self.late:
                 self.hurry()
@@ -96,7 +95,7 @@ class SurvivingNoLoCo(NoLoCo):
         The first replica to ask writes the list, without those that are absent by then. It counts
         for all.
         """
-        away = (self.excluded | absent(self.store, self.ranks)) - {self.rank}
+        away = (self.dead | absent(self.store, self.ranks)) - {self.rank}
         here = " ".join(str(r) for r in self.ranks if r not in away)
         settled = self.store.compare_set(f"{self.name}/{outer}/ranks", "", here)
         return [int(r) for r in settled.split()]
@@ -212,10 +211,10 @@ class SurvivingNoLoCo(NoLoCo):
 
     def note_missing(self, outer, missing):
         """This replica is late now. The lists of begun outer steps may name the missing ones."""
-        self.late, self.last_stale_list = True, outer
+        self.late, self.stale_until = True, outer
         with outliving():
-            while self.begun(self.last_stale_list + 1):
-                self.last_stale_list += 1
+            while self.begun(self.stale_until + 1):
+                self.stale_until += 1
         self.report("outer step without partners", missing=sorted(missing), error=self.error)
 
     def post(self, group, vectors, process_group):
@@ -268,7 +267,7 @@ class SurvivingNoLoCo(NoLoCo):
         if n > 1:
             self.alone_in_a_row, self.unreached = 0, set()
             return
-        if len(set(self.ranks) - self.excluded) > 1:
+        if len(set(self.ranks) - self.dead) > 1:
             self.alone += 1
         self.alone_in_a_row += 1
         self.unreached |= unreached

@@ -13,7 +13,7 @@ Where a dead peer is handled:
         the iteration from which all do without           pipeline.py  publish, agree, go_over
         microbatches on it are lost and counted           pipeline.py  take, task
         paths and the plan, without it and with it again  routes.py    go_round
-        outer steps of its stage                          outer.py     settle_ranks (excluded)
+        outer steps of its stage                          outer.py     settle_ranks (dead)
         it wakes up: it joins as a new process does       pipeline.py  leave; parts.py go_through
         it comes back as a new process (--join)           parts.py     join; pipeline.py ask
         it takes a replica's weights, or its checkpoint   pipeline.py  take_weights, hand_over
@@ -41,7 +41,7 @@ from gossip import more
 from gossip.onebyte import OneByte, lengths_of
 from survive.checkpoints import SurvivingCheckpoints
 from survive.log import SurvivingLog
-from survive.meeting import (Gone, Left, absent, come_back, connect, is_loss, members_of,
+from survive.meeting import (Left, TooFew, absent, come_back, connect, is_loss, members_of,
                              notice_silence, outliving)
 from survive.outer import SurvivingNoLoCo
 from survive.pipeline import SurvivingPipeline
@@ -101,8 +101,8 @@ class SurvivingJob(Job):
         self.latest = getattr(job, "latest", -1)
         self.address = getattr(job, "address", None)
         self.joining = asks or self.latest >= 0
-        self.excluded = set()               # the dead of the present iteration; empty on one stage
-        self.unanswered = set()         # ranks that the last `collect` missed: it waits for none
+        self.dead = set()                   # those of the present iteration; empty on one stage
+        self.missed = set()     # ranks that the last `collect` missed: the next waits for none
         self.events_read = 0
         if self.store.check(["takeover/members"]):
             self.members = [int(r) for r in self.store.get("takeover/members").split()]
@@ -110,7 +110,7 @@ class SurvivingJob(Job):
         self.leads = self.rank == self.members[0]
         self.standby = getattr(job, "standby", None) or host_standby()
         if self.leads and not self.joining:
-            self.store.set("known", json.dumps([0, list(self.members), list(self.members)]))
+            self.store.set("answered", json.dumps([0, list(self.members), list(self.members)]))
 
     def start_group(self):
         """None: each message has a group that ends with its peer."""
@@ -126,7 +126,7 @@ class SurvivingJob(Job):
         texts = self.store.multi_get([f"standby/{r}" for r in self.members])
         self.addresses = dict(zip(self.members, map(json.loads, texts)))
         self.addresses[self.rank] = self.standby[1]
-        self.known = json.loads(self.store.get("known"))        # meeting.py says what it holds
+        self.answered = json.loads(self.store.get("answered"))      # meeting.py says what it holds
 
     def share(self, value=None):
         """As Job.share, among the members."""
@@ -151,36 +151,36 @@ class SurvivingJob(Job):
         self.store.set(f"left/{self.rank}", "=")
         if self.leads:
             everyone = set(range(self.world))
-            here = self.answers("left", everyone - self.gone() - self.unanswered, seconds)
-            self.unanswered = everyone.difference(here)
+            here = self.answers("left", everyone - self.away() - self.missed, seconds)
+            self.missed = everyone.difference(here)
 
-    def gone(self):
+    def away(self):
         """The ranks that are dead or absent at this moment, of which each rank has its own view."""
-        return self.excluded | absent(self.store, range(self.world))
+        return self.dead | absent(self.store, range(self.world))
 
     def collect(self, name, values):
         """{rank: its values} of the ranks that answer within `patience`. Only the first rank gets
         them; the others get {} at once.
 
         If the first rank waited longer, its partner would do the next outer step without it. It
-        does so if too few ranks answer. Raises Gone if after 5 timeouts they are still too few.
+        does so if too few ranks answer. Raises TooFew if after 5 timeouts they are still too few.
         """
         self.read()             # first: the answer says that this rank knows the newest list
         self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if not self.leads:
             return {}
-        number, last, last_but_one = self.known
-        expected = set(range(self.world)) - self.gone() - self.unanswered
+        number, last, last_but_one = self.answered
+        expected = set(range(self.world)) - self.away() - self.missed
         here = self.answers(name, expected, self.patience)
         for _ in range(15):                 # 15 times patience: 5 timeouts
             if enough(here, last, last_but_one, tie=True):
                 break
             here = self.answers(name, last, self.patience)
         if not enough(here, last, last_but_one, tie=True):
-            raise Gone(f"only ranks {here} answer, too few to go on: the others are gone, or it is "
-                       "cut off")
-        self.store.set("known", json.dumps([number + 1, here, last]))
-        self.unanswered = set(range(self.world)) - set(here)
+            raise TooFew(f"only ranks {here} answer, too few to go on: the others have ended, or "
+                         "this rank is cut off")
+        self.store.set("answered", json.dumps([number + 1, here, last]))
+        self.missed = set(range(self.world)) - set(here)
         self.write_events()
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 
@@ -228,7 +228,7 @@ class SurvivingJob(Job):
         """As Job.close. The first rank may host the store: it waits 5 timeouts for late ranks."""
         with contextlib.suppress(RuntimeError):
             self.leave(self.patience)
-        late = [r for r in self.unanswered - self.excluded if accepts(self, r)]
+        late = [r for r in self.missed - self.dead if accepts(self, r)]
         seconds = 5 * self.timeout
         for r in late:
             self.say(f"waiting up to {seconds:g} s for rank {r}, which is late")
@@ -241,7 +241,7 @@ class SurvivingJob(Job):
 
 
 def survive(run):
-    """As train.train. On Gone and on a lost store this rank writes a checkpoint.
+    """As train.train. On TooFew and on a lost store this rank writes a checkpoint.
 
     Raises Left if this rank goes on at another store. Otherwise it prints one line and ends.
     """
@@ -250,7 +250,7 @@ def survive(run):
         try:
             train.train(run)
             job.close()
-        except (Gone, dist.DistError) as error:
+        except (TooFew, dist.DistError) as error:
             then = f"go on with {train.resume(run.folder)}"
             if not run.checkpoints.parts():
                 # Nor do the ranks that died before have one.
@@ -258,7 +258,7 @@ def survive(run):
             with outliving():               # `save` ends with a message to the lost store
                 run.checkpoints.save(run.step, train.state_of(run))
             why = error
-            if not isinstance(error, Gone):
+            if not isinstance(error, TooFew):
                 why = "the store is lost, and a standby store too"
                 with contextlib.suppress(dist.DistError):
                     why = move(job, run)
@@ -337,7 +337,7 @@ def make_outer(run):
         # In a pipeline all ranks do each iteration together, so no replica may leave out inner
         # steps there.
         catch_up=len(o.stages) == 1, last=o.steps, tell=job.tell, reset=reset,
-        excluded=job.excluded)
+        dead=job.dead)
 
 
 def join(run):
@@ -350,7 +350,7 @@ def join(run):
         own_checkpoint(run)
         step = job.latest if run.pipeline.peers else run.step
         if job.leads:
-            job.tell(dict(event="takeover", step=step, rank=job.rank, missing=sorted(job.gone())))
+            job.tell(dict(event="takeover", step=step, rank=job.rank, missing=sorted(job.away())))
     elif run.pipeline.peers:
         step = join_pipeline(run)
     else:
@@ -372,7 +372,7 @@ def join_pipeline(run):
     giver = run.pipeline.take_weights()
     if giver == rank:
         own_checkpoint(run)
-    job.excluded.add(rank)          # until it begins, so that it makes new paths as all ranks do
+    job.dead.add(rank)          # until it begins, so that it makes new paths as all ranks do
     come_back(job.store, rank)
     outer = step // (run.o.inner_steps or 1)
     job.tell(dict(event="joined", step=step, outer=outer, rank=rank, given_by=giver))

@@ -60,9 +60,9 @@ class SurvivingPipeline(Pipeline):
     """As Pipeline; job is a SurvivingJob. A peer is dead without a beat for a third of its timeout.
 
     lost: microbatches of this origin that never came home.
-    record: every rank's life in the iteration begun last.
-    lives: every rank's newest life that is known here.
-    job.excluded: the ranks that every rank leaves out of the present iteration.
+    lives: every rank's life in the present iteration, on which all ranks agree.
+    newest: the newest life of each rank that is known here.
+    job.dead: the ranks whose life is odd in the present iteration: every rank leaves them out.
     """
 
     def connect(self, pairs):
@@ -70,8 +70,8 @@ class SurvivingPipeline(Pipeline):
         # The ranks of other stages that a path may join with this one.
         self.peers = [a + b - self.rank for a, b in pairs if self.rank in (a, b)]
         self.step = -1
-        self.lives = [0 if r in job.members else 1 for r in range(job.world)]
-        self.record = self.lives.copy()
+        self.newest = [0 if r in job.members else 1 for r in range(job.world)]
+        self.lives = self.newest.copy()
         self.lost = 0
         self.groups = {}                    # of each peer: the Future of a Gloo group
         self.queues = {}                    # of each peer: what its thread is to do
@@ -95,7 +95,7 @@ class SurvivingPipeline(Pipeline):
     def link(self, peer):
         """Start the thread that connects to a peer's present life, then waits for its messages."""
         a, b = sorted((self.rank, peer))
-        key = f"pair/{a}/{b}/{self.record[a]}/{self.record[b]}"
+        key = f"pair/{a}/{b}/{self.lives[a]}/{self.lives[b]}"
 
         def connect():
             # The clone connects to the store, which may be stopped: that holds this thread only.
@@ -118,7 +118,7 @@ class SurvivingPipeline(Pipeline):
         dead, and Left when this rank is.
         """
         self.step = step
-        before = set(self.job.excluded)
+        before = set(self.job.dead)
         if self.grace < torch.inf:
             self.allow(0.0)
         if self.peers:
@@ -126,26 +126,26 @@ class SurvivingPipeline(Pipeline):
                 with contextlib.suppress(dist.DistStoreError):      # no rank has begun in time
                     self.job.store.wait([f"lives/{step}"], timedelta(seconds=self.job.timeout))
             self.go_over(self.agree(step))
-        if self.job.members[0] in self.job.excluded:
-            raise dist.DistError("the rank that leads is gone")
-        return self.job.excluded != before
+        if self.job.members[0] in self.job.dead:
+            raise dist.DistError("the rank that leads is dead")
+        return self.job.dead != before
 
-    def go_over(self, record):
+    def go_over(self, lives):
         """Go over to every rank's life in the present iteration, and meet those that join in it.
 
         Raises Left if this rank is dead in it.
         """
-        old = self.record
-        if record[self.rank] != old[self.rank]:
+        old = self.lives
+        if lives[self.rank] != old[self.rank]:
             self.leave()
-        self.record = record
-        dead = {r for r, life in enumerate(record) if is_dead(life)}
+        self.lives = lives
+        dead = {r for r, life in enumerate(lives) if is_dead(life)}
         # The outer step holds this very set, and threads read it: it never lacks a dead rank.
-        self.job.excluded |= dead
-        self.job.excluded &= dead
-        changed = [r for r, life in enumerate(record) if life != old[r]]
+        self.job.dead |= dead
+        self.job.dead &= dead
+        changed = [r for r, life in enumerate(lives) if life != old[r]]
         for rank in self.living(changed):
-            self.job.unanswered.discard(rank)
+            self.job.missed.discard(rank)
             self.admit(rank)
 
     def run(self, paths, batches, train=True, order=None):
@@ -187,7 +187,7 @@ class SurvivingPipeline(Pipeline):
 
     def attempt(self, peer, message):
         """The work of a message to or from a peer; None when the peer is dead."""
-        if self.lives[peer] != self.record[peer]:
+        if self.newest[peer] != self.lives[peer]:
             return None
         try:
             return message(self.until(peer, self.groups[peer]))
@@ -226,47 +226,47 @@ class SurvivingPipeline(Pipeline):
     # ---- the dead
 
     def living(self, ranks):
-        return [r for r in ranks if not is_dead(self.record[r])]
+        return [r for r in ranks if not is_dead(self.lives[r])]
 
     def declare_dead(self, peer, error):
         """Every rank leaves this peer out, from the first iteration on that no rank has begun."""
-        if self.lives[peer] != self.record[peer]:
+        if self.newest[peer] != self.lives[peer]:
             return
         if self.job.store.check([self.key("dropped", self.rank)]):
             self.leave()                        # a peer has declared this rank dead
-        self.lives[peer] += 1
+        self.newest[peer] += 1
         error = one_line(error)[:100]
         self.job.tell(dict(event="lost", step=self.step, rank=self.rank, peer=peer, error=error))
         self.publish()
 
     def publish(self):
-        """Write `lives` for the first iteration that no rank has begun.
+        """Write `newest` for the first iteration that no rank has begun.
 
         Returns (this iteration, its lives).
         """
         step = self.step + 1
-        record = self.agree(step)
-        while record != self.lives:         # that iteration has begun without what this rank knows
+        lives = self.agree(step)
+        while lives != self.newest:         # that iteration has begun without what this rank knows
             step += 1
-            record = self.agree(step)
-        return step, record
+            lives = self.agree(step)
+        return step, lives
 
     def agree(self, step):
         """Settle the lives of iteration `step`, and return them.
 
         The first rank to ask writes its own list, which counts for all.
         """
-        mine = " ".join(str(life) for life in self.lives)
-        record = [int(n) for n in self.job.store.compare_set(f"lives/{step}", "", mine).split()]
-        self.lives = [max(newer) for newer in zip(self.lives, record)]
-        return record
+        mine = " ".join(str(life) for life in self.newest)
+        lives = [int(n) for n in self.job.store.compare_set(f"lives/{step}", "", mine).split()]
+        self.newest = [max(both) for both in zip(self.newest, lives)]
+        return lives
 
     def leave(self):
         """This rank was declared dead. Raises Left; ends the process if another has its place."""
         if self.job.leads:
             raise dist.DistError("this rank led, and was silent for so long that others left it")
         self.agree(int(self.job.store.get("step")))
-        if self.lives[self.rank] > self.record[self.rank] + 1:
+        if self.newest[self.rank] > self.lives[self.rank] + 1:
             print(f"rank {self.rank} leaves: a new process has its place", file=sys.stderr,
                   flush=True)
             sys.exit(0)
@@ -280,9 +280,9 @@ class SurvivingPipeline(Pipeline):
         self.step = int(self.job.store.get("step"))         # waits until a rank has begun
         self.agree(self.step)
         # An even number: a new life of this rank, whose death may not have been noticed.
-        life = self.lives[self.rank]
-        self.lives[self.rank] = life + 1 if is_dead(life) else life + 2
-        self.step, self.record = self.publish()
+        life = self.newest[self.rank]
+        self.newest[self.rank] = life + 1 if is_dead(life) else life + 2
+        self.step, self.lives = self.publish()
         self.watcher.start()
         return self.step
 
@@ -318,7 +318,7 @@ class SurvivingPipeline(Pipeline):
         replicas = set(range(self.job.world)) - {*self.peers, rank}
         # A replica of life 0 has trained from the start. A later one must have its weights.
         able = [r for r in self.living(replicas)
-                if self.record[r] == 0 or store.check([self.key("ready", r)])]
+                if self.lives[r] == 0 or store.check([self.key("ready", r)])]
         return int(store.compare_set(self.key("giver", rank), "", str(min(able, default=rank))))
 
     def hand_over(self, peer, gives):
@@ -392,7 +392,7 @@ class SurvivingPipeline(Pipeline):
 
     def key(self, what, rank):
         """A key of the store that concerns the present life of a rank."""
-        return f"{what}/{rank}/{self.record[rank]}"
+        return f"{what}/{rank}/{self.lives[rank]}"
 
     def allow(self, seconds):
         """This rank's next tasks may take `seconds` longer than a third of the timeout."""

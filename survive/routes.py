@@ -4,12 +4,12 @@ import json
 
 from planning.training import living, plan_paths
 from skippipe import Network
-from survive.meeting import Gone
+from survive.meeting import TooFew
 from train import Routes, make_plan
 
 
 class SurvivingRoutes(Routes):
-    """As Routes, over the ranks that are not in `job.excluded`.
+    """As Routes, over the ranks that are not in `job.dead`.
 
     plan: the first plan, which checkpoints hold. mended: the plan around the dead; None without.
     """
@@ -39,13 +39,13 @@ class SurvivingRoutes(Routes):
         return super().at(step)
 
     def go_round(self, step):
-        """After a death or a return: new paths. Raises Gone when there are none."""
-        dead = sorted(self.job.excluded)
+        """After a death or a return: new paths. Raises TooFew when there are none."""
+        dead = sorted(self.job.dead)
         left_out = [s for s, ranks in enumerate(self.all_stages) if set(ranks) <= set(dead)]
         if 0 in left_out:
-            raise Gone("every replica of stage 0 is gone")
+            raise TooFew("every replica of stage 0 is dead")
         if left_out and not self.o.skip:
-            raise Gone(f"every replica of stage {left_out[0]} is gone and without --skip no "
+            raise TooFew(f"every replica of stage {left_out[0]} is dead and without --skip no "
                        "microbatch can leave it out")
         self.stages = living(self.all_stages, dead)
         how = ""
@@ -65,6 +65,6 @@ class SurvivingRoutes(Routes):
             mended = plan_paths(Network(**self.plan["network"]), o.routing, o.skip, o.microbatches,
                                 o.seed, tuple(dead), self.plan)
         except ValueError as error:
-            raise Gone(str(error))
+            raise TooFew(str(error))
         self.pipeline.allow(0.0)
         return mended

@@ -67,7 +67,7 @@ def move(job, run):
         return "the store is lost, and no standby store answers"
     notice_silence(store, job.timeout)
     began = store.check(["takeover/members"])       # the others have met: this rank comes too late
-    store.set(f"takes part/{job.rank}", json.dumps([*job.known, run.step]))
+    store.set(f"takes part/{job.rank}", json.dumps([*job.answered, run.step]))
     answering = candidates[candidates.index(host):]
     members = members_of(store, "takeover", job.rank, answering, 10 * job.timeout)
     told = [json.loads(text) for text in store.multi_get([f"takes part/{r}" for r in members])]
@@ -95,7 +95,7 @@ def hosts_in_order(job):
     answer.
     """
     led = [r for r, address in job.addresses.items() if address == job.address]
-    ranks = {*job.known[1], job.rank}.difference(led)
+    ranks = {*job.answered[1], job.rank}.difference(led)
     return sorted(ranks, key=lambda r: (r not in job.members, r))
 
 
@@ -119,7 +119,7 @@ def forget_meeting(store, job):
 def settle_job(store, job, run, host, number, members):
     """Write to the standby store what ranks read at a job's store. All members write the same."""
     settings = {"first plan": run.routes.plan, "address": job.addresses[host],
-                "known": [number, members, members]}
+                "answered": [number, members, members]}
     for rank in range(job.world):                   # for ranks that join: the first call of `share`
         settings[f"1/{rank}"] = vars(run.o)
     store.multi_set(list(settings), [json.dumps(value) for value in settings.values()])

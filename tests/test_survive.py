@@ -28,11 +28,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import train
 from model import Llama
 from survive.checkpoints import SurvivingCheckpoints
-from survive.meeting import Silent, gloo_group, is_loss, notice_silence
+from survive.meeting import (Silent, absent, come_back, gloo_group, is_loss, mark_absent, members_of,
+                             notice_silence)
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob, own_checkpoint
 from survive.pipeline import SurvivingPipeline, is_lost
-from survive.standby import address_in_use, enough, host_standby, standby_of
+from survive.standby import accepts, address_in_use, enough, host_standby, standby_of
 from tests.harness import (HERE, SMALL, assert_same, checkpoint, fork, free_port, metrics, patience,
                            processes, rank_process, run, store_host, surviving, surviving_main, train_main,
                            wait_until)
@@ -112,6 +113,13 @@ def act_at(fault, owner, name, act):
     setattr(owner, name, acting)
 
 
+def stop(pid, number):
+    """Send this signal to a process, which `_wake` finds."""
+    with open("stopped", "a") as file:
+        file.write(f"{pid}\n")
+    os.kill(pid, number)
+
+
 def inject(faults, store):
     """This process is to fail so: [(fault, at step)] in the order of steps.
 
@@ -134,10 +142,9 @@ def inject(faults, store):
                 subprocess.Popen(["sh", "-c", f"sleep {2 * NOW.third}; kill -CONT {os.getpid()}"])
             if NOW.fault in STORE_FAULTS:               # when nobody still evaluates
                 job.store.wait([f"begun/{step - 1}/{r}" for r in range(job.world)])
-                Path("stopped").write_text(f"{store} {os.getpid()}")
-                os.kill(store, STORE_FAULTS[NOW.fault])
+                stop(store, STORE_FAULTS[NOW.fault])
             if NOW.fault in (Fault.HANG, Fault.PAUSE, Fault.STOP_NODE_0):
-                os.kill(os.getpid(), signal.SIGSTOP)
+                stop(os.getpid(), signal.SIGSTOP)
             if NOW.fault is Fault.LOSE_NODE_0:
                 die()
 
@@ -364,11 +371,13 @@ def test_the_nodes_of_two_stores_die_and_between_them_a_node_comes_back(stages, 
 
 
 def _wake(argv):
-    """What is stopped wakes when the others have ended."""
-    finished = lambda: any(row["step"] == 60 and "ranks" in row for row in metrics(Path("runs/x")))
-    wait_until(lambda: Path("stopped").exists() and finished(), limit=600)      # that measures no slowness
+    """What is stopped wakes when the others train without it."""
+    log = Path("runs/x/metrics.jsonl")
+    taken_over = lambda: any(row.get("event") == "takeover" for row in metrics(log.parent))
+    wait_until(lambda: log.exists() and taken_over(), limit=600)        # with a limit, as in `_return`
     for pid in Path("stopped").read_text().split():
-        os.kill(int(pid), signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):       # it was killed
+            os.kill(int(pid), signal.SIGCONT)
 
 
 @pytest.mark.faults
@@ -392,8 +401,8 @@ def _asks_a_stopped_store(rank, world, seconds, port, pid):
     """What a rank's requests raise for a key that never comes: at a store that lives, at one that is stopped,
     and when that has woken."""
     errors = []
-    store, waiting, getting = (dist.TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(3))
-    notice_silence(store, seconds)
+    stores = [dist.TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(3)]
+    notice_silence(stores[0], seconds)
 
     def attempt(function, *args):
         try:
@@ -401,13 +410,13 @@ def _asks_a_stopped_store(rank, world, seconds, port, pid):
         except dist.DistError as error:
             errors.append(type(error).__name__)
 
-    attempt(store.wait, ["nothing"], timedelta(seconds=10 * seconds))
+    attempt(stores[0].wait, ["nothing"], timedelta(seconds=10 * seconds))
     os.kill(pid, signal.SIGSTOP)
-    attempt(waiting.wait, ["nothing"], timedelta(hours=1))
-    attempt(getting.get, "nothing")
-    attempt(store.check, ["nothing"])
+    attempt(stores[1].wait, ["nothing"], timedelta(hours=1))
+    attempt(stores[2].get, "nothing")
+    attempt(stores[0].check, ["nothing"])
     os.kill(pid, signal.SIGCONT)
-    attempt(store.check, ["nothing"])
+    attempt(stores[0].check, ["nothing"])
     return errors
 
 
@@ -417,14 +426,86 @@ def test_a_stopped_store_is_lost_and_no_key_that_never_comes():
     assert errors == ["DistStoreError"] + ["DistNetworkError"] * 4
 
 
-def test_a_replica_that_comes_back_after_the_last_outer_step_is_told_so(monkeypatch):
+@pytest.fixture
+def replica(monkeypatch):
+    """A function that makes rank 1 of two replicas, without a store but its own, and rank 0 not yet there."""
     monkeypatch.setenv("RANK", "1")
-    store = dist.HashStore()
-    store.multi_set(["at/0", "outer/0/9/ranks"], ["9 out", "0"])
-    params = [torch.nn.Parameter(torch.ones(4))]
-    outer = SurvivingNoLoCo(params, range(2), inner_steps=5, last=50, store=store)
+    settings = dict(inner_steps=5, last=50, alpha=0.5, beta=0.7, timeout=6.0)
+
+    def made(**more):
+        params = [torch.nn.Parameter(torch.ones(4))]
+        return SurvivingNoLoCo(params, range(2), store=dist.HashStore(), **(settings | more))
+
+    return made
+
+
+def test_a_replica_that_comes_back_after_the_last_outer_step_is_told_so(replica):
+    outer = replica()
+    outer.store.multi_set(["at/0", "outer/0/9/ranks"], ["9 out", "0"])
     with pytest.raises(ValueError, match="^training is over$"):
         outer.join()
+
+
+def test_a_late_replica_leaps_over_outer_steps_and_cuts_inner_steps_short(replica):
+    events = []
+    outer = replica(tell=events.append)
+    mark_absent(outer.store, 0, "outer/0/0/0")
+    outer.store.multi_set(["outer/0/0/ranks", "outer/0/1/ranks"], ["0 1", "0 1"])
+    outer.late = True
+    assert not outer.step() and outer.steps == 2 * 5 + 1            # nobody can come to the first two
+    assert [(event["event"], event["outer_steps"]) for event in events] == [("leapt", 2)]
+    come_back(outer.store, 0)
+    outer.store.multi_set(["outer/0/2/ranks", "outer/0/2/0/0"], ["0 1", "here"])
+    outer.meet = lambda: None
+    assert outer.step() and outer.steps == 3 * 5                    # rank 0 waits in the third
+
+
+def test_an_outer_step_alone_has_no_gamma_term(replica):
+    outer = replica(inner_steps=1, gamma=0.9)
+    mark_absent(outer.store, 0, "before")
+    outer.theta.add_(1.0)
+    assert outer.step() and outer.alone == 1
+    assert outer.params[0].tolist() == outer.phi[:4].tolist() == pytest.approx([1 + 0.7 * 1.0] * 4)     # N2
+
+
+@pytest.mark.parametrize("at, marked, waits", [
+    (None, False, [3.0]), ("4 out", False, [3.0]), ("4 in", False, [3.0, 3.0]), ("4 late", False, [3.0, 3.0]),
+    ("4 in", True, [])])
+def test_a_rank_waits_half_its_time_for_another_and_all_of_it_for_one_held_up(at, marked, waits):
+    """at: where rank 1 was last. marked: it is absent already."""
+    class Impatient(dist.HashStore):
+        def wait(self, keys, time):
+            waited.append(time.total_seconds())
+            raise dist.DistStoreError("not in time")
+
+    store, waited = Impatient(), []
+    if at:
+        store.set("at/1", at)
+    if marked:
+        mark_absent(store, 1, "before")
+    assert members_of(store, "now", 0, [0, 1], 6.0) == (0,)
+    assert waited == waits and absent(store, range(2)) == {1}
+
+
+def test_a_peer_is_silent_after_a_third_of_the_timeout_without_a_beat(monkeypatch):
+    pipeline = SurvivingPipeline.__new__(SurvivingPipeline)
+    pipeline.job = types.SimpleNamespace(timeout=6.0)
+    pipeline.rank, pipeline.lives, pipeline.groups = 0, [0, 0], {1: Future()}
+    store, seen = dist.HashStore(), {}
+    probe = lambda now: pipeline.probe(store, 1, Future(), seen, now)
+    probe(100.0)
+    probe(102.0)
+    store.add("beat/1/0", 1)
+    probe(103.0)
+    probe(105.0)
+    with pytest.raises(Silent, match="no sign of life for 2 s"):
+        probe(105.1)
+    pipeline.rank = 1                       # it wakes, and must not declare the other one dead
+    with pytest.raises(Silent, match="other ranks do not wait for this rank any more"):
+        probe(106.0)
+    monkeypatch.setattr(train.Pipeline, "run", lambda *_: None)
+    pipeline.run([], {}, train=False)
+    assert pipeline.grace == 10 * 6.0       # for a checkpoint and the log
 
 
 def test_a_copy_of_a_checkpoint_is_no_part(tmp_path):
@@ -448,7 +529,7 @@ def test_a_stage_without_replicas_is_left_out_or_ends_the_run(job, at, hint, cor
         assert rows[-1]["step"] == 60 and rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
         assert [row["stages_left_out"] for row in rows if row.get("event") == "dead"] == [[2]]
     else:
-        line = f"stopped: rank {{}} at step {at + 1}: every replica of stage 2 is gone and without --skip "
+        line = f"stopped: rank {{}} at step {at + 1}: every replica of stage 2 is dead and without --skip "
         line += f"no microbatch can leave it out; {hint}"
         assert [code for code, _ in results[:2]] == [line.format(r) for r in range(2)]
         assert [checkpoint(tmp_path / "runs/x", at + 1, r)["step"] for r in range(2)] == [at + 1] * 2
@@ -503,7 +584,7 @@ def _half_way(rank, world, sends, number, seconds):
     begun = float(first[1].view(-1)[0]) == 0
     first[0].wait()             # what came of it, if it came to this rank, is not used
     pipeline.close()
-    return arrived, pipeline.lives, begun, is_lost(first[1])
+    return arrived, pipeline.newest, begun, is_lost(first[1])
 
 
 @pytest.mark.parametrize("sends, number", [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)])
@@ -539,7 +620,7 @@ def test_the_silence_of_one_peer_never_ends_the_wait_for_another():
     pipeline = WatchedInTurns.__new__(WatchedInTurns)
     pipeline.job = types.SimpleNamespace(store=types.SimpleNamespace(clone=dist.HashStore), timeout=0.01)
     pipeline.rank, pipeline.step = 0, -1
-    pipeline.record = [0]
+    pipeline.lives = [0]
     pipeline.busy_until = pipeline.grace = math.inf
     pipeline.waiting = None
     pipeline.stopped = threading.Event()
@@ -625,10 +706,11 @@ def test_an_error_of_this_process_is_no_lost_partner():
 
 def _finds_store(rank, world, port):
     job = types.SimpleNamespace(addresses={7: ["127.0.0.1", port]}, patience=0.1)
-    return standby_of(job, 7) is not None
+    return standby_of(job, 7) is not None, accepts(job, 7)
 
 
-@pytest.mark.parametrize("number, found", [(signal.SIGSTOP, False), (signal.SIGKILL, False), (0, True)])
+@pytest.mark.parametrize("number, found", [
+    (signal.SIGSTOP, (False, True)), (signal.SIGKILL, (False, False)), (0, (True, True))])
 def test_the_standby_store_of_a_stopped_process_holds_nobody(number, found):
     """torch waits for it without a timeout: the process takes connections, and never answers."""
     with store_host() as (port, pid):
@@ -660,14 +742,16 @@ def test_a_rank_that_lives_is_joined_by_no_second_process():
 
 @pytest.mark.faults
 def test_a_takeover_passes_over_a_stopped_process(corpus, tmp_path):
-    """Node 0 dies with the store while rank 1, whose standby store comes first, is stopped for good."""
+    """Node 0 dies with the store while rank 1, whose standby store comes first, is stopped for a while."""
     faults = [(Fault.LOSE_NODE_0, 0, 22), (Fault.HANG, 1, 22)]
-    results = failing("wide", faults, tmp_path, "--stages", "5", "--data", corpus, "--steps", 100,
-                      fallen=[0, 1])
-    assert [result and result[0] for result in results] == [None, None, 0, 0, 0], results
+    results = failing("wide", faults, tmp_path, "--stages", "5", "--data", corpus, *OFTEN, helper=_wake,
+                      fallen=[0])
+    assert [result and result[0] for result in results[2:5]] == [0, 0, 0], results
+    line = r"stopped: rank 1 at step 2\d: .*; go on with --resume runs/x"
+    assert re.fullmatch(line, results[1][0]), results
     rows = metrics(tmp_path / "runs/x")
     assert [(row["rank"], row["missing"]) for row in rows if row.get("event") == "takeover"] == [(2, [0, 1])]
-    assert rows[-1]["step"] == 100 and rows[-1]["ranks"] == 3
+    assert rows[-1]["step"] == 60 and rows[-1]["ranks"] == 3
 
 
 PROGRAM = """
