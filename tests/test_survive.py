@@ -229,20 +229,23 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
     assert rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
 
 
-def _killed(rank, slots, world, argv, kills, store):
-    """A rank of the job; in the last slot, who kills: [(rank, at step, so many seconds after it began)]."""
-    os.environ["WORLD_SIZE"] = str(world)
-    if rank < world:
-        inject([], store)
-        Path(f"pid{rank}").write_text(str(os.getpid()))
-        return surviving_main(rank, world, argv)
-    client = Job().store
-    for victim, step, seconds in kills:
-        client.wait([f"begun/{step}/{victim}"])
-        time.sleep(seconds)
-        os.kill(int(Path(f"pid{victim}").read_text()), signal.SIGKILL)
-        if victim == 0:
+def _killed(rank, world, argv, kills, store):
+    """A rank of the job. kills: {rank: (the step from which on it is killed, after so many seconds)}."""
+    at, seconds = kills.get(rank, (math.inf, 0.0))
+
+    def fall():
+        if rank == 0:
             os.kill(store, signal.SIGKILL)
+        die()
+
+    def begin(pipeline, step, *_):
+        nonlocal at
+        if step >= at:              # a late rank may have leapt over the very step
+            at = math.inf
+            threading.Timer(seconds, fall).start()
+
+    act_at(None, SurvivingPipeline, "begin", begin)
+    return surviving_main(rank, world, argv)
 
 
 @pytest.mark.faults
@@ -251,14 +254,15 @@ def test_nobody_is_lost_who_was_not_killed(seed, corpus, tmp_path):
     """Kills at random moments, of two ranks, or of node 0 with the store. KILLED_RUNS=60: of so many runs."""
     draw = random.Random(f"kills {seed}")
     stages = ["8", "4,4", "3,3,2"][seed % 3]
-    victims = [0] if seed % 4 == 3 else draw.sample(range(1, 6), 2)
-    steps = sorted(draw.sample(range(1, 50), len(victims)))
-    kills = [(victim, step, draw.uniform(0, 0.1)) for victim, step in zip(victims, steps)]
+    victims = [0] if seed % 4 == 3 else draw.sample(range(1, 7), 2)
+    kills = {victim: (draw.randrange(1, 40), draw.uniform(0, 0.1)) for victim in victims}
     argv = [*FAULTS, "--stages", stages, "--layers", 3, "--survive", patience(3), "--data", corpus]
     with store_host() as (port, pid):
-        results = processes(9, _killed, 8, argv, kills, pid, cwd=tmp_path, port=port, fallen=victims)
+        results = processes(8, _killed, argv, kills, pid, cwd=tmp_path, port=port, fallen=victims)
+    print(kills, *results, sep="\n")
     survivors = set(range(8)) - set(victims)
-    assert [results[r][0] for r in survivors] == [0] * len(survivors), (kills, results)
+    assert None in results
+    assert all(results[r][0] == 0 for r in survivors)
     assert all(checkpoint(tmp_path / "runs/x", 60, r)["step"] == 60 for r in survivors)
 
 
@@ -382,17 +386,17 @@ def _wake(argv):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", [Fault.STOP_STORE, Fault.STOP_NODE_0])
-@pytest.mark.parametrize("job", ["one stage", "pipeline"])
+@pytest.mark.parametrize("job", ["one stage", "pipeline", "skip"])
 def test_a_stopped_store_holds_nobody(job, fault, corpus, tmp_path):
     """Its kernel still acknowledges what arrives, so TCP never gives it up."""
     first, *others, _ = failing(job, [(fault, 0, 22)], tmp_path, "--data", corpus, "--steps", 60, *OFTEN,
                                 helper=_wake)
     print(first, *others, sep="\n")
-    assert [code for code, _ in others] == [0] * 3
+    assert all(code == 0 for code, _ in others)
     rows = metrics(tmp_path / "runs/x")
     fallen = [0] if fault is Fault.STOP_NODE_0 else []
     assert [row["missing"] for row in rows if row.get("event") == "takeover"] == [fallen]
-    assert rows[-1]["step"] == 60 and rows[-1]["ranks"] == 4 - len(fallen)
+    assert rows[-1]["step"] == 60 and rows[-1]["ranks"] == JOBS[job][0] - len(fallen)
     said = first[1].splitlines()[-1] if first[0] == 0 else first[0]
     assert said.startswith("stopped: rank 0 at step ") == bool(fallen)
 
