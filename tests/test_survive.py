@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import train
 from model import Llama
 from survive.checkpoints import SurvivingCheckpoints
-from survive.meeting import (Silent, absent, come_back, gloo_group, is_loss, mark_absent, members_of,
+from survive.meeting import (Silent, TooFew, absent, come_back, gloo_group, is_loss, mark_absent, members_of,
                              notice_silence)
 from survive.outer import SurvivingNoLoCo
 from survive.parts import SurvivingJob, own_checkpoint
@@ -472,23 +472,51 @@ def test_an_outer_step_alone_has_no_gamma_term(replica):
     assert outer.params[0].tolist() == outer.phi[:4].tolist() == pytest.approx([1 + 0.7 * 1.0] * 4)     # N2
 
 
+class Impatient(dist.HashStore):
+    """No wait lasts. waits: [(its keys, its seconds)]."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def wait(self, keys, time):
+        self.waits.append((list(keys), time.total_seconds()))
+        if not self.check(keys):
+            raise dist.DistStoreError("not in time")
+
+
 @pytest.mark.parametrize("at, marked, waits", [
     (None, False, [3.0]), ("4 out", False, [3.0]), ("4 in", False, [3.0, 3.0]), ("4 late", False, [3.0, 3.0]),
     ("4 in", True, [])])
 def test_a_rank_waits_half_its_time_for_another_and_all_of_it_for_one_held_up(at, marked, waits):
     """at: where rank 1 was last. marked: it is absent already."""
-    class Impatient(dist.HashStore):
-        def wait(self, keys, time):
-            waited.append(time.total_seconds())
-            raise dist.DistStoreError("not in time")
-
-    store, waited = Impatient(), []
+    store = Impatient()
     if at:
         store.set("at/1", at)
     if marked:
         mark_absent(store, 1, "before")
     assert members_of(store, "now", 0, [0, 1], 6.0) == (0,)
-    assert waited == waits and absent(store, range(2)) == {1}
+    assert [seconds for _, seconds in store.waits] == waits and absent(store, range(2)) == {1}
+
+
+def test_an_evaluation_misses_a_silent_rank_once_and_ends_a_run_of_too_few():
+    job = SurvivingJob.__new__(SurvivingJob)
+    job.store, job.rank, job.world, job.leads, job.members = Impatient(), 0, 3, True, range(3)
+    job.patience, job.dead, job.missed, job.standby = 2.0, set(), set(), (None, ["host", 1])     # of 6 s
+    for rank in range(3):
+        job.store.set(f"standby/{rank}", json.dumps(job.standby[1]))
+    job.store.multi_set(["answered", "row/1/1"], [json.dumps([0, [0, 1, 2], [0, 1, 2]]), "7"])
+    assert job.collect("row/1", 5) == {0: 5, 1: 7} and job.missed == {2}
+    assert job.store.waits == [(["row/1/0", "row/1/1", "row/1/2"], 2.0)]
+    job.store.set("row/2/1", "8")
+    assert job.collect("row/2", 5) == {0: 5, 1: 8}
+    assert job.store.waits[1:] == [(["row/2/0", "row/2/1"], 2.0)]
+    job.read()
+    assert job.answered == [2, [0, 1], [0, 1]]
+    job.store.set("answered", json.dumps([2, [0, 1, 2], [0, 1, 2]]))
+    with pytest.raises(TooFew, match=r"^only ranks \[0\] answer, too few to go on"):
+        job.collect("row/3", 5)
+    assert sum(seconds for _, seconds in job.store.waits[2:]) == 2.0 + 5 * 6.0
 
 
 def test_a_peer_is_silent_after_a_third_of_the_timeout_without_a_beat(monkeypatch):
