@@ -945,7 +945,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line."""
 
     def __init__(self, description):
-        module = sys.modules["__main__"].__spec__               # None: of a file, as train.py
+        module = getattr(sys.modules["__main__"], "__spec__", None)     # of a file there is none
         prog = module and f"python -m {module.name.removesuffix('.__main__')}"
         super().__init__(prog=prog, description=description, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -37,7 +37,7 @@ def start(rank, size, words):
     if child:
         os.close(told)
         return child, tell
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)           # also while it waits in C++
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)           # until `train.begin` sets it anew
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG: no rank is left over
     place = json.loads(os.read(told, 10_000))
     take(place)

@@ -244,10 +244,10 @@ def notice_silence(store, timeout):
         return
     pause = timeout / 4
     seconds, rest = divmod(5 * timeout - pause, 1)
-    others = {number for number, _ in connections(store)}
+    others = {link.getsockname()[1] for link in connections(store)}
     client = store.clone()
-    for number, link in connections(store):
-        if number not in others:
+    for link in connections(store):
+        if link.getsockname()[1] not in others:
             limit = struct.pack("ll", int(seconds), int(1e6 * rest))
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
@@ -256,7 +256,7 @@ def notice_silence(store, timeout):
             while True:
                 client.check(["nothing"])
                 time.sleep(pause)
-        for _, link in connections(store):
+        for link in connections(store):
             with contextlib.suppress(OSError):              # it is closed already
                 link.shutdown(socket.SHUT_RDWR)
 
@@ -264,8 +264,7 @@ def notice_silence(store, timeout):
 
 
 def connections(store):
-    """Of this process's connections to a TCPStore: (descriptor, socket). torch does not tell them.
-    """
+    """This process's connections to a TCPStore, as sockets. torch has no function for it."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     for number in map(int, os.listdir("/proc/self/fd")):
@@ -273,4 +272,4 @@ def connections(store):
         with contextlib.suppress(OSError, IndexError):
             with socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM) as link:
                 if link.getpeername()[1] == store.port:
-                    yield number, link
+                    yield link

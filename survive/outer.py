@@ -368,7 +368,7 @@ class SurvivingNoLoCo(NoLoCo):
     def wait_for_begin(self, outer):
         """Wait until a replica has begun outer step `outer`, at most 60 timeouts."""
         if (outer + 1) * self.inner_steps > self.last:
-            raise ValueError("training is over")
+            raise ValueError("no outer step is left to join: training is over")
         self.store.wait([f"{self.name}/{outer}/ranks"], timedelta(seconds=60 * self.timeout))
 
 

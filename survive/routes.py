@@ -46,7 +46,7 @@ class SurvivingRoutes(Routes):
             raise TooFew("every replica of stage 0 is dead")
         if left_out and not self.o.skip:
             raise TooFew(f"every replica of stage {left_out[0]} is dead and without --skip no "
-                       "microbatch can leave it out")
+                         "microbatch can leave it out")
         self.stages = living(self.all_stages, dead)
         how = ""
         if self.plan:

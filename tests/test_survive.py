@@ -234,6 +234,7 @@ def _killed(rank, world, argv, kills, store):
     at, seconds = kills.get(rank, (math.inf, 0.0))
 
     def fall():
+        Path(f"killed{rank}").touch()
         if rank == 0:
             os.kill(store, signal.SIGKILL)
         die()
@@ -261,7 +262,7 @@ def test_nobody_is_lost_who_was_not_killed(seed, corpus, tmp_path):
         results = processes(8, _killed, argv, kills, pid, cwd=tmp_path, port=port, fallen=victims)
     print(kills, *results, sep="\n")
     survivors = set(range(8)) - set(victims)
-    assert None in results
+    assert all((tmp_path / f"killed{r}").exists() for r in victims)
     assert all(results[r][0] == 0 for r in survivors)
     assert all(checkpoint(tmp_path / "runs/x", 60, r)["step"] == 60 for r in survivors)
 
@@ -426,7 +427,7 @@ def _asks_a_stopped_store(rank, world, seconds, port, pid):
 
 def test_a_stopped_store_is_lost_and_no_key_that_never_comes():
     with store_host() as host:
-        [errors] = processes(1, _asks_a_stopped_store, patience(0.1), *host, limit=patience(30))
+        [errors] = processes(1, _asks_a_stopped_store, patience(0.3), *host, limit=patience(30))
     assert errors == ["DistStoreError"] + ["DistNetworkError"] * 4
 
 
@@ -446,7 +447,7 @@ def replica(monkeypatch):
 def test_a_replica_that_comes_back_after_the_last_outer_step_is_told_so(replica):
     outer = replica()
     outer.store.multi_set(["at/0", "outer/0/9/ranks"], ["9 out", "0"])
-    with pytest.raises(ValueError, match="^training is over$"):
+    with pytest.raises(ValueError, match="no outer step is left"):
         outer.join()
 
 
