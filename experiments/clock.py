@@ -271,7 +271,8 @@ def clocked(argv):
         run = train.built(job, [*argv, "--steps", "1000000"], **parts_of(own))
         check(own, run)
         asked = run.o.inner_steps
-        run.o.eval_every = run.o.steps
+        # At a checkpoint all wait for each other, and replicas may be at different steps.
+        run.o.eval_every = run.o.save_every = run.o.steps
         if run.corpus:
             test = run.corpus.heldout.chunk(2)[1]
             run.corpus.heldout = test.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
