@@ -202,8 +202,12 @@ def locked(folder):
 
 
 def refuse_texts(records):
-    """Raises BadInput: losses on different texts do not compare."""
-    if len({record["corpus"] for record in records}) > 1:
+    """Raises BadInput: losses on different texts do not compare. What was tried to choose a setting
+    (its stage) is never compared with what is measured, and may have another text."""
+    texts = {}
+    for record in records:
+        texts.setdefault(record.get("stage"), set()).add(record["corpus"])
+    if any(len(corpora) > 1 for corpora in texts.values()):
         raise BadInput("the file of results has records of another text or Python, which do not "
                        "compare: give another --out")
 

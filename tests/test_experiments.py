@@ -176,6 +176,9 @@ def test_processes_that_keep_records_at_the_same_time_lose_none(tmp_path, o):
     with pytest.raises(train.BadInput, match="another text"):
         harness.keep("x", [record_of(run_of(20), corpus="y")], o)
     assert len(harness.records_in(file)) == 20
+    harness.keep("x", [record_of(run_of(20), corpus="y", stage="rate")], o)
+    with pytest.raises(train.BadInput, match="another text"):
+        harness.keep("x", [record_of(run_of(21), corpus="z", stage="rate")], o)
 
 
 def test_a_run_of_train_becomes_a_flat_record(tmp_path, monkeypatch):
