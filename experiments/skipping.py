@@ -95,12 +95,13 @@ def evaluations(processes, skip, folder):
     """The held-out losses of the run's last checkpoint, by each of RULES: of the whole model, and
     with 75 and 50% of its stages ("rho_75"), the mean over all choices of so many.
 
-    DDP keeps a stage's replicas equal, so one replica's loss is that of all.
+    DDP keeps a stage's replicas equal, so the loss of its first one is that of all.
     """
     found = {}
+    second = ",".join(map(str, range(1, processes, 2)))
     for rule, options in RULES.items():
         if skip or rule == "rho":       # without skipping each rho is 1, and the rules are one
-            run_ranks(processes, "-m", "tools.partial", str(folder), *options,
+            run_ranks(processes, "-m", "tools.partial", str(folder), "--dead", second, *options,
                       stdout=subprocess.DEVNULL)
             rows = json.loads((folder / "partial.json").read_text())
         found |= means_by_share(rule, rows)
