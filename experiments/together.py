@@ -18,7 +18,7 @@ from experiments.simulated import (keep_links, makespan, slowest_all_reduce, slo
 from experiments.stats import Expected, Table, final, mean, paired, tell_means, those
 from planning.instance import published_network
 
-BYTES = {"fp32": 4, "bf16": 2, "int8": 1}        # of a weight
+INT8 = 1                        # bytes of a weight, in every method's messages
 WHOLE = {"try": 200, "plot": 3000, "full": 40_000}      # simulated seconds of the longest runs
 SEEDS = {"try": (0,), "plot": (0,), "full": (0, 1, 2)}
 FULL, HALF = 0.0, 0.5           # the shares skipped
@@ -28,42 +28,35 @@ LEARN = (f"--stages 5,3,3,3,3,3 --layers 6 --microbatches {MICROBATCHES} --batch
          "--routing no-swaps --eval-every 1000000")
 
 
-def method_of(method, wire="int8", m=1):
+def method_of(method, m=1):
     """A method's facts. m: inner steps between synchronisations."""
-    return dict(method=method, wire=wire, m=m)
+    return dict(method=method, wire="int8", m=m)
 
 
 DDP = method_of("DDP")
-DDP_IN_BF16 = method_of("DDP", wire="bf16")
 DILOCO = method_of("DiLoCo", m=2)
 NOLOCO = method_of("NoLoCo", m=2)
-EVERY_STEP = method_of("NoLoCo")
-# Of each share of the time: what is compared after it, on both kinds of paths.
-COMPARED = {1.0: (DDP_IN_BF16, DDP, DILOCO, NOLOCO),
-            0.6: (DDP_IN_BF16, DDP, DILOCO, NOLOCO, EVERY_STEP),
-            0.4: (DDP, DILOCO, NOLOCO), 0.25: (DDP, DILOCO, NOLOCO)}
+SHARES = 1.0, 0.6, 0.4, 0.25            # of the time, after which runs are compared
+COMPARED = {FULL: (DDP, NOLOCO), HALF: (DDP, DILOCO, NOLOCO)}
 
 
 # ---------------------------------------------------------------- simulated time
 
 
 def simulated_seconds():
-    """({share skipped: of an iteration}, {(method, wire): of a synchronisation})"""
+    """({share skipped: of an iteration}, {method: of a synchronisation})"""
     network, names = published_network()
     iterations = {skip: makespan(network, "no-swaps", skip, MICROBATCHES) for skip in PATHS}
-    delay = stage_delays(network, names, size=BYTES["int8"])
-    found = {("NoLoCo", "int8"): slowest_groups(network, delay)}
-    for wire in ("bf16", "int8"):
-        found["DDP", wire] = slowest_all_reduce(network, names, BYTES[wire])
-    found["DiLoCo", "int8"] = found["DDP", "int8"]
-    return iterations, found
+    all_reduce = slowest_all_reduce(network, names, INT8)
+    pair = slowest_groups(network, stage_delays(network, names, size=INT8))
+    return iterations, {"DDP": all_reduce, "DiLoCo": all_reduce, "NoLoCo": pair}
 
 
 def a_step(seconds, skip, method):
     """Simulated seconds, synchronisation included. seconds: of `simulated_seconds`; method: its
     facts."""
     iterations, synchronisations = seconds
-    return iterations[skip] + synchronisations[method["method"], method["wire"]] / method["m"]
+    return iterations[skip] + synchronisations[method["method"]] / method["m"]
 
 
 # ---------------------------------------------------------------- the runs
@@ -72,16 +65,16 @@ def a_step(seconds, skip, method):
 def wanted(scale):
     """As many steps as fit into each share of WHOLE. The small scales have one share of it, and a
     try only NoLoCo, half skipped."""
-    compared, skips = COMPARED, tuple(PATHS)
-    more = ""
+    shares, compared, more = SHARES, COMPARED, ""
     if scale == "plot":
-        compared, more = {1.0: (DDP, NOLOCO)}, " --eval-sequences 64"
+        shares, more = SHARES[:1], " --eval-sequences 64"
+        compared = {skip: (DDP, NOLOCO) for skip in PATHS}
     if scale == "try":
-        compared, skips = {1.0: (NOLOCO,)}, (HALF,)
-        more = " --eval-sequences 5"                # one of each origin
+        shares, more = SHARES[:1], " --eval-sequences 5"        # one of each origin
+        compared = {HALF: (NOLOCO,)}
     links = keep_links(published_network()[0], "links-20.json")
     seconds, runs = simulated_seconds(), []
-    for seed, (share, methods), skip in itertools.product(SEEDS[scale], compared.items(), skips):
+    for seed, share, (skip, methods) in itertools.product(SEEDS[scale], shares, compared.items()):
         for method in methods:
             fit = int(share * WHOLE[scale] / a_step(seconds, skip, method))
             steps = max(2, fit // 2 * 2)            # an end just after an outer step of all
@@ -111,9 +104,9 @@ def facts_of(skip, method, share):
 
 
 def kinds(records):
-    """The facts of each kind of run that is there, in the order of COMPARED."""
+    """The facts of each kind of run that is there."""
     found = []
-    for (share, methods), skip in itertools.product(COMPARED.items(), PATHS):
+    for share, (skip, methods) in itertools.product(SHARES, COMPARED.items()):
         for method in methods:
             if those(records, **facts_of(skip, method, share)):
                 found.append(facts_of(skip, method, share))
@@ -122,10 +115,7 @@ def kinds(records):
 
 def name_of(facts):
     """As tables have it."""
-    name = f"{PATHS[facts['skip']]}: {facts['method']}, {facts['wire']}"
-    if facts["method"] == "NoLoCo" and facts["m"] == 1:
-        name += ", every step"
-    return f"{name}, {facts['share']:.0%}"
+    return f"{PATHS[facts['skip']]}: {facts['method']}, {facts['share']:.0%}"
 
 
 def over(records, one, other):
@@ -148,7 +138,7 @@ def show(found):
     table = Table("share of the time, one byte per weight", "DDP: half skipped over full",
                   "NoLoCo: half skipped over full", "half skipped: NoLoCo over DDP",
                   "half skipped: NoLoCo over DiLoCo")
-    for share in COMPARED:
+    for share in SHARES:
         cells = [skipping_brings(records, DDP, share), skipping_brings(records, NOLOCO, share),
                  noloco_brings(records, DDP, share), noloco_brings(records, DILOCO, share)]
         if any(cells):
@@ -180,8 +170,8 @@ def draw(plt, found):
                 xlim=(0, 1.05 * WHOLE[found["scale"]] / 3600))
     finding = ""
     if found["scale"] == "full":
-        first = skipping_brings(found["records"], DDP, min(COMPARED)).mean
-        last = skipping_brings(found["records"], DDP, max(COMPARED)).mean
+        first = skipping_brings(found["records"], DDP, min(SHARES)).mean
+        last = skipping_brings(found["records"], DDP, max(SHARES)).mean
         finding = (f"Half skipped, DDP: {first:+.2f} nats after a quarter of the time, {last:+.2f} "
                    "after all of it")
     frame(figure, found, finding, "Both papers together: loss in equal time")
@@ -193,7 +183,7 @@ def draw_lines(axis, found, difference, methods):
     axis.axhline(0, color="#000000", lw=1)
     for method, name in methods:
         points = {}
-        for share in sorted(COMPARED):
+        for share in sorted(SHARES):
             more = difference(found["records"], method, share)
             if more:
                 points[share * WHOLE[found["scale"]] / 3600] = more
