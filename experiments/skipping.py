@@ -2,7 +2,7 @@
 
     python -m experiments.skipping [--scale try|plot|full] [--plot]
 
-full: about four hours of two cores. 8 layers in 4 or 8 stages of two nodes each, spread over the 12
+full: 2.3 hours of two cores. 8 layers in 4 or 8 stages of two nodes each, spread over the 12
 cities of the published instance. Gradients are averaged at every step, so only the paths differ.
 "In order" means no swapped neighbours. 0% skipped is DT-FM's pipeline; 0% skipped, in order, is the
 planned one. "Equal time" has as many steps as fit into DT-FM's time. Each model is trained once and

@@ -274,14 +274,15 @@ def claims():
     over = functools.partial(gap.over, records["gap"], gap.MAIN, gap.NOLOCO[10])
     halves = [missing.over_whole(records["skipping"], skipping.facts_of(stages, *skipping.HALF, "steps"), 50)
               for stages in (4, 8)]
-    quarter = skipping.facts_of(8, *skipping.QUARTER, "steps")
+    quarters = [skipping.over_full(records["skipping"], skipping.facts_of(stages, *skipping.QUARTER, "steps"),
+                                   "unscaled", "unscaled") for stages in (4, 8)]
     return {
         "many-replicas": [of_many["NoLoCo minus DiLoCo, 128 replicas, best delay"]],
         "compared-with-ddp": [over()],
         "compared-with-diloco": [over(base=gap.DILOCO[20], how=stats.nats)],
         "random-routing": [routing.random_over_fixed(records["routing"], "local", routing.last_spread,
                                                      stats.ratio)],
-        "skipping": [skipping.over_full(records["skipping"], quarter, "unscaled", "unscaled")],
+        "skipping": quarters,
         "missing": halves,
         "failures": [failures.cost(records["failures"], 0.1)],
     }
