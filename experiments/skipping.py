@@ -2,7 +2,7 @@
 
     python -m experiments.skipping [--scale try|plot|full] [--plot]
 
-full: 2.3 hours of two cores. 8 layers in 4 or 8 stages of two nodes each, spread over the 12
+full: 2.4 hours of two cores. 8 layers in 4 or 8 stages of two nodes each, spread over the 12
 cities of the published instance. Gradients are averaged at every step, so only the paths differ.
 "In order" means no swapped neighbours. 0% skipped is DT-FM's pipeline; 0% skipped, in order, is the
 planned one. "Equal time" has as many steps as fit into DT-FM's time. Each model is trained once and
@@ -38,7 +38,7 @@ SCALES = {      # (equal steps, seeds, numbers of stages, kinds, more options)
              "--eval-sequences 128"),
     "full": (300, range(5), (4, 8), KINDS, ""),
 }
-RULES = {"rho": [], "unscaled": ["--unscaled"]}     # columns: options of tools/partial.py
+RULES = "rho", "unscaled"           # columns of a record
 # The nodes of each stage, as `assign_stages` found them for the full pipeline. Pinned, so that the
 # tables can be made again.
 STAGES = {
@@ -97,15 +97,19 @@ def evaluations(processes, skip, folder):
 
     DDP keeps a stage's replicas equal, so the loss of its first one is that of all.
     """
-    found = {}
+    rho = choices(processes, folder)
+    unscaled = rho                      # without skipping each rho is 1
+    if skip:
+        unscaled = choices(processes, folder, "--unscaled")
+    return means_by_share("rho", rho) | means_by_share("unscaled", unscaled)
+
+
+def choices(processes, folder, *options):
+    """The rows of tools/partial.py, with the first replica of each stage."""
     second = ",".join(map(str, range(1, processes, 2)))
-    for rule, options in RULES.items():
-        if skip or rule == "rho":       # without skipping each rho is 1, and the rules are one
-            run_ranks(processes, "-m", "tools.partial", str(folder), "--dead", second, *options,
-                      stdout=subprocess.DEVNULL)
-            rows = json.loads((folder / "partial.json").read_text())
-        found |= means_by_share(rule, rows)
-    return found
+    run_ranks(processes, "-m", "tools.partial", str(folder), "--dead", second, *options,
+              stdout=subprocess.DEVNULL)
+    return json.loads((folder / "partial.json").read_text())
 
 
 def means_by_share(rule, rows):

@@ -65,13 +65,16 @@ def a_step(seconds, skip, method):
 def wanted(scale):
     """As many steps as fit into each share of WHOLE. The small scales have one share of it, and a
     try only NoLoCo, half skipped."""
-    shares, compared, more = SHARES, COMPARED, ""
+    shares, compared = SHARES, COMPARED
+    more = ""
+    if scale != "full":
+        shares = SHARES[:1]
     if scale == "plot":
-        shares, more = SHARES[:1], " --eval-sequences 64"
         compared = {skip: (DDP, NOLOCO) for skip in PATHS}
+        more = " --eval-sequences 64"
     if scale == "try":
-        shares, more = SHARES[:1], " --eval-sequences 5"        # one of each origin
         compared = {HALF: (NOLOCO,)}
+        more = " --eval-sequences 5"                # one of each origin
     links = keep_links(published_network()[0], "links-20.json")
     seconds, runs = simulated_seconds(), []
     for seed, share, (skip, methods) in itertools.product(SEEDS[scale], shares, compared.items()):

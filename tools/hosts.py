@@ -294,7 +294,13 @@ def read(arguments):
     """The options, with `tables` for Hosts."""
     parser = argparse.ArgumentParser("python -m tools.hosts", description=__doc__,
                                      formatter_class=argparse.RawTextHelpFormatter)
-    parser.error = lambda why: refuse(f"{why} (the command and its options come after --)")
+
+    def error(why):
+        if "--" not in arguments:
+            why += " (the command and its options come after --)"
+        refuse(why)
+
+    parser.error = error
 
     def add(table, option, form, help):
         parser.add_argument(option, dest=table, action="append", default=[], metavar=form,
