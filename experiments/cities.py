@@ -2,11 +2,11 @@
 
     python -m experiments.cities [--scale try|plot|full] [--plot]       as root
 
-full: 2.7 hours of two idle cores. 4 stages of 2 hosts, with the links published with SkipPipe's
+full: 2 hours of two idle cores. 4 stages of 2 hosts, with the links published with SkipPipe's
 code; the hosts are network namespaces of this machine, and the runs go by the clock
-(experiments/clock.py). Losses are the mean over the replicas. "Memory" is how many microbatches the
-planner lets a host hold at once. Named before the runs: half skipped over the planned full
-pipeline, with memory 3 and with memory 6, in seconds of an iteration and in loss.
+(experiments/clock.py). Losses are the mean over the replicas, by the rho rule. "Memory" is how many
+microbatches the planner lets a host hold at once. Named before the runs: half skipped over the
+planned full pipeline, with memory 3 and with memory 6, in seconds of an iteration and in loss.
 """
 import functools
 import itertools
@@ -27,28 +27,22 @@ MORE = {"try": "--warmup 4 --eval-sequences 8", "plot": "", "full": ""}     # op
 MOST_OTHERS = {"full": 0.1}                     # of a processor, that others' work may take
 # Two for each stage, in turn.
 CITIES = "Belgium Canada Germany Iowa Japan LA NL Oregon".split()
-FAST = "Belgium Canada Iowa LA Oregon".split()      # the origins, and those which add least latency
 
 
-def plan(routing, skip, memory=3, rule="rho", nodes=8):
-    """A plan's facts. rule: by which it is evaluated, "rho" or "unscaled"; nodes: 8, or the 5 of
-    FAST."""
-    return dict(routing=routing, skip=skip, memory=memory, rule=rule, nodes=nodes)
+def plan(routing, skip, memory=3):
+    """A plan's facts."""
+    return dict(routing=routing, skip=skip, memory=memory)
 
 
 UNPLANNED, FULL = "full, in the order of ranks", "full, planned"
 FULL_OF_6 = "full, planned, memory 6"
-QUARTER, HALF = "25% skipped, rho rule, memory 3", "50% skipped, rho rule, memory 3"
+QUARTER, HALF = "25% skipped, memory 3", "50% skipped, memory 3"
 PLANS = {
     UNPLANNED: plan("dtfm", 0.0),
     FULL: plan("no-swaps", 0.0),
     FULL_OF_6: plan("no-swaps", 0.0, memory=6),
-    "full, planned, only five fast hosts": plan("no-swaps", 0.0, nodes=5),
     QUARTER: plan("stronger", 0.25),
-    "25% skipped, rho rule, memory 4": plan("stronger", 0.25, memory=4),
-    "25% skipped, rho rule, memory 5": plan("stronger", 0.25, memory=5),
-    "25% skipped, rho rule, memory 6": plan("stronger", 0.25, memory=6),
-    "25% skipped, memory 3": plan("stronger", 0.25, rule="unscaled"),
+    "25% skipped, memory 6": plan("stronger", 0.25, memory=6),
     HALF: plan("stronger", 0.5),
 }
 AT_SCALE = {"try": (FULL, HALF), "plot": (UNPLANNED, FULL, HALF), "full": tuple(PLANS)}
@@ -78,17 +72,12 @@ def wanted(scale):
 
 
 def run_of(facts, seed, seconds, more):
-    names, stages = CITIES, "2,2,2,2"
-    if facts["nodes"] == 5:
-        names, stages = FAST, "2,1,1,1"
-    options = (f"{TINY} --stages {stages} --microbatches 3 --batch 2 --eval-sequences 256 "
+    options = (f"{TINY} --stages 2,2,2,2 --microbatches 3 --batch 2 --eval-sequences 256 "
                f"--warmup 20 --method noloco --inner-steps 10 --routing {facts['routing']} "
                f"--skip {facts['skip']:g} {more}")
-    if facts["rule"] == "unscaled":
-        options += " --unscaled"
-    return Run(facts | dict(seed=seed), options, len(names),
+    return Run(facts | dict(seed=seed), options, len(CITIES),
                program=f"{PROGRAM} {seconds} --memory {facts['memory']}",
-               hosts=between_cities(names), after=read_times)
+               hosts=between_cities(CITIES), after=read_times)
 
 
 def read_times(folder):
