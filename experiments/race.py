@@ -2,8 +2,9 @@
 
     python -m experiments.race [--scale try|plot|full] [--plot]         as root
 
-full: about six hours of two idle cores. Eight hosts have a fifth of a processor each (CPU) and 200
-Mbit/s; a run takes 90 s by the clock (experiments/clock.py). Three points, named before the runs:
+full: about eight hours of two idle cores. Eight hosts have a fifth of a processor each (CPU) and
+200 Mbit/s; a run takes 90 s by the clock (experiments/clock.py). Three points, named before the
+runs:
 
     uneven steps    5 ms one way. A step takes f times as long as two plain ones, but no less than
                     one, by computing longer; f is log-normal with mean 1 and sigma^2 0.5, NoLoCo's
