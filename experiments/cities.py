@@ -55,11 +55,11 @@ DRAWN = {               # compared with FULL: (in the picture, colour)
 MOMENTS = 0.4, 0.6, 0.8, 1.0    # of the time; before them some runs have no evaluation
 
 
-def between_cities(names):
+def between_cities():
     """Options of tools/hosts.py: the links published with SkipPipe's code."""
     links, options = city_links(), [f"--cpu {CPU} --mbit 0"]
-    for i, j in itertools.combinations(range(len(names)), 2):
-        seconds, speed = links[names[i], names[j]]
+    for i, j in itertools.combinations(range(len(CITIES)), 2):
+        seconds, speed = links[CITIES[i], CITIES[j]]
         options.append(f"--latency {i}-{j}={1000 * seconds:.3g} --mbit {i}-{j}={speed * 8e-6:.0f}")
     return " ".join(options)
 
@@ -77,7 +77,7 @@ def run_of(facts, seed, seconds, more):
                f"--skip {facts['skip']:g} {more}")
     return Run(facts | dict(seed=seed), options, len(CITIES),
                program=f"{PROGRAM} {seconds} --memory {facts['memory']}",
-               hosts=between_cities(CITIES), after=read_times)
+               hosts=between_cities(), after=read_times)
 
 
 def read_times(folder):
