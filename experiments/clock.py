@@ -42,7 +42,7 @@ class Clock(train.Log):
     It counts in outer steps, m inner steps each, which all ranks must make equally many of. A
     rank's pace counts from half of the warm-up on, and each plans the end by its own, until FIXED
     of the time has passed. Then each tells what fits at its pace, and the first rank sets the
-    least. Nobody waits for this number, and nobody ends before it has come.
+    least. Nobody ends before this number has come, and nobody waits for it while there is time.
     The clock stands still while replicas evaluate, from when the last one has come until all go on.
 
     limit: seconds. by_speed: at the first outer step after the warm-up, give each rank inner steps
@@ -120,26 +120,28 @@ class Clock(train.Log):
         """How many steps this rank shall make in total. fitting: as many as fit at its pace."""
         o = self.run.o
         next_one = self.run.step // o.inner_steps + 1       # nobody stops between two outer steps
-        fits = max(next_one, round((fitting - o.delay) / o.inner_steps))
+        fits = round((fitting - o.delay) / o.inner_steps)
+        time_is_over = fits < next_one
+        fits = max(fits, next_one)
         if self.rounds is None and self.sums["seconds"] > FIXED * self.limit:
-            self.rounds = self.common(fits, next_one)
+            self.rounds = self.common(fits, next_one, wait=time_is_over)
         rounds = self.rounds or fits
         return rounds * o.inner_steps + o.delay             # the last message has landed
 
-    def common(self, fits, next_one):
-        """The outer steps that all make, the least that fits anybody; None while it is not known.
-        Other ranks are told this one's numbers."""
+    def common(self, fits, next_one, wait):
+        """The outer steps that all make, the least that fits anybody; None while it is not known
+        and this rank does not wait for it. Other ranks are told this one's numbers."""
         job, key = self.run.job, "outer steps in total"
         if not self.told:
             job.store.set(f"outer steps of {job.rank}", f"{fits} {next_one}")
             self.told = True
         every = [f"outer steps of {rank}" for rank in range(job.world)]
-        if job.leads and job.store.check(every):
+        if job.leads and (wait or job.store.check(every)):
             plans = [text.split() for text in job.store.multi_get(every)]
             least = min(int(fitting) for fitting, _ in plans)
             begun = max(int(next_one) for _, next_one in plans)
             job.store.set(key, str(max(least, begun)))
-        return int(job.store.get(key)) if job.store.check([key]) else None
+        return int(job.store.get(key)) if wait or job.store.check([key]) else None
 
     def take_row(self):
         """The time ends when the last rank has come."""

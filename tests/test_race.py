@@ -4,6 +4,7 @@ and what it compares."""
 import itertools
 import json
 import os
+import threading
 import types
 from datetime import timedelta
 from unittest import mock
@@ -97,16 +98,26 @@ def test_nobody_is_told_a_number_that_it_has_passed():
     assert [rank.run.step for rank in ranks] == [13 * 3 + 1] * 2
 
 
-def test_nobody_ends_before_all_have_told_what_fits():
-    """The first rank stands still: the other goes on for ever, and ends with the first one's number."""
-    store = a_store()
-    late = OnTime(2.0, rank=0, world=2, store=store)
-    early = OnTime(2.0, rank=1, world=2, store=store)
-    while early.seconds < 300:
-        assert not early.ended
-        early.step()
-    run_together(late, early)
-    assert early.run.o.steps == late.run.o.steps and early.run.o.steps % 3 == 1
+def test_who_is_over_its_time_waits_until_all_have_told_what_fits():
+    """One is over its time before the other begins: both end after the same step, and neither goes past."""
+    store, over = a_store(), threading.Event()
+    late, early = (OnTime(2.0, rank=rank, world=2, store=store) for rank in (0, 1))
+
+    def get(key):
+        over.set()
+        return store.get(key)
+
+    def run_early():
+        run_together(early)
+        over.set()
+
+    early.run.job.store = types.SimpleNamespace(set=store.set, check=store.check, get=get)
+    thread = threading.Thread(target=run_early)
+    thread.start()
+    over.wait(timeout=10)
+    run_together(late)
+    thread.join()
+    assert early.run.step == late.run.step == 49
 
 
 def test_a_run_that_is_over_its_time_ends_after_the_next_outer_step():
