@@ -87,7 +87,7 @@ def main():
 
 
 def wait_for(running):
-    """Until all ranks have ended; where one fails, all end."""
+    """Until all ranks have ended; where one fails, all end, also those that wait for a message."""
     try:
         while running:
             child, status = os.wait()
@@ -96,7 +96,7 @@ def wait_for(running):
                 sys.exit(os.waitstatus_to_exitcode(status) or 1)
     finally:
         for child in running:
-            os.kill(child, signal.SIGTERM)
+            os.kill(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":
