@@ -3,7 +3,7 @@ iteration.
 
     python -m experiments.together [--scale try|plot|full] [--plot]
 
-full: about 4.5 hours of two cores. Losses are measured with a tiny model. Seconds are simulated
+full: 2.7 hours of two cores. Losses are measured with a tiny model. Seconds are simulated
 with the messages and weights of the 500M model (experiments/simulated.py). All paths are planned.
 Each run's learning rate is planned for the time at which the run is compared. A stage of three
 nodes is one NoLoCo group, so five of six stages average all their replicas. Named before the runs,
