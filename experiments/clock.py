@@ -121,27 +121,28 @@ class Clock(train.Log):
         o = self.run.o
         next_one = self.run.step // o.inner_steps + 1       # nobody stops between two outer steps
         fits = round((fitting - o.delay) / o.inner_steps)
-        time_is_over = fits < next_one
+        # Between outer steps a rank must not wait: others may need its next message to come so far.
+        waits = fits < next_one and self.run.step % o.inner_steps == 0
         fits = max(fits, next_one)
         if self.rounds is None and self.sums["seconds"] > FIXED * self.limit:
-            self.rounds = self.common(fits, next_one, wait=time_is_over)
+            self.rounds = self.common(fits, next_one, waits)
         rounds = self.rounds or fits
         return rounds * o.inner_steps + o.delay             # the last message has landed
 
-    def common(self, fits, next_one, wait):
+    def common(self, fits, next_one, waits):
         """The outer steps that all make, the least that fits anybody; None while it is not known
-        and this rank does not wait for it. Other ranks are told this one's numbers."""
+        and this rank does not wait for it (waits). Other ranks are told this one's numbers."""
         job, key = self.run.job, "outer steps in total"
         if not self.told:
             job.store.set(f"outer steps of {job.rank}", f"{fits} {next_one}")
             self.told = True
         every = [f"outer steps of {rank}" for rank in range(job.world)]
-        if job.leads and (wait or job.store.check(every)):
+        if job.leads and (waits or job.store.check(every)):
             plans = [text.split() for text in job.store.multi_get(every)]
             least = min(int(fitting) for fitting, _ in plans)
             begun = max(int(next_one) for _, next_one in plans)
             job.store.set(key, str(max(least, begun)))
-        return int(job.store.get(key)) if wait or job.store.check([key]) else None
+        return int(job.store.get(key)) if waits or job.store.check([key]) else None
 
     def take_row(self):
         """The time ends when the last rank has come."""
