@@ -15,8 +15,7 @@ import sys
 import train
 from experiments.harness import Row, Run, command, make_runs
 from experiments.pictures import COLOURS, WIDTH, forest, frame, percent
-from experiments.stats import (Expected, Table, final, mean, paired, perplexity, significant,
-                               tell_means, those)
+from experiments.stats import Expected, Table, mean, paired, perplexity, significant, those
 
 SHARES = {"try": (0.1,), "plot": (0, 0.1), "full": (0, 0.05, 0.1)}     # of the iterations
 STEPS = {"try": 4, "plot": 40, "full": 300}
@@ -74,7 +73,7 @@ def measure(o):
 
 def cost(records, share):
     """Perplexity over that without deaths; None without such runs."""
-    return paired(records, dict(share=share), dict(share=0), final, perplexity)
+    return paired(records, dict(share=share), dict(share=0), how=perplexity)
 
 
 def show(found):
@@ -83,10 +82,9 @@ def show(found):
                   "perplexity over that without")
     for share in SHARES["full"]:
         if those(records, share=share):
-            table.add(f"{share:.0%} of the iterations", mean(records, dict(share=share), final),
+            table.add(f"{share:.0%} of the iterations", mean(records, dict(share=share)),
                       cost(records, share) if share else None)
     table.end()
-    tell_means(records)
 
 
 def draw(plt, found):

@@ -32,20 +32,6 @@ def by_seed(records, facts, key):
     return found
 
 
-def final(record):
-    """The loss of the merged model; of the replicas' mean where the merged model's is unknown."""
-    if record["merged"] is None:
-        return record["mean"]
-    return record["merged"]
-
-
-def tell_means(records):
-    """Say whether `final` is the replicas' mean."""
-    if any(record["merged"] is None for record in records):
-        print("Losses are the mean over the replicas: these runs have no loss of the merged "
-              "model.\n")
-
-
 def nats(own, other):
     return own - other
 

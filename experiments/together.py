@@ -15,7 +15,7 @@ from experiments.harness import Row, Run, command, make_runs
 from experiments.pictures import COLOURS, WIDTH, curve, frame, legend
 from experiments.simulated import (keep_links, makespan, slowest_all_reduce, slowest_groups,
                                    stage_delays)
-from experiments.stats import Expected, Table, final, mean, paired, tell_means, those
+from experiments.stats import Expected, Table, mean, paired, those
 from planning.instance import published_network
 
 INT8 = 1                        # bytes of a weight, in every method's messages
@@ -125,7 +125,7 @@ def over(records, one, other):
     """Nats per byte of one kind of run over another; None without it, or if it is the same."""
     if one == other:
         return None
-    return paired(records, one, other, final)
+    return paired(records, one, other)
 
 
 def show(found):
@@ -134,10 +134,9 @@ def show(found):
                   "over DDP's on the full pipeline after 100%", "over DDP's, same paths and time")
     for facts in kinds(records):
         table.add(name_of(facts), mean(records, facts, "steps", ".0f"),
-                  mean(records, facts, final), over(records, facts, facts_of(FULL, DDP, 1.0)),
+                  mean(records, facts), over(records, facts, facts_of(FULL, DDP, 1.0)),
                   over(records, facts, facts | DDP))
     table.end()
-    tell_means(records)
     table = Table("share of the time, one byte per weight", "DDP: half skipped over full",
                   "NoLoCo: half skipped over full", "half skipped: NoLoCo over DDP",
                   "half skipped: NoLoCo over DiLoCo")

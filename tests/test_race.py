@@ -115,6 +115,7 @@ def test_who_is_over_its_time_waits_until_all_have_told_what_fits():
     thread = threading.Thread(target=run_early)
     thread.start()
     over.wait(timeout=10)
+    assert not early.ended
     run_together(late)
     thread.join()
     assert early.run.step == late.run.step == 49

@@ -99,7 +99,7 @@ def test_routing_compares_spreads_seed_by_seed():
 
 
 def test_a_death_costs_perplexity_over_the_same_seed_without():
-    records = [dict(share=share, seed=seed, merged=None, mean=mean) for share, seed, mean in
+    records = [dict(share=share, seed=seed, merged=loss) for share, seed, loss in
                ((0, 0, 2.0), (0, 1, 3.0), (0.1, 1, 3.5), (0.1, 0, 2.25))]
     found = failures.cost(records, 0.1)
     assert found.differences == pytest.approx([math.exp(0.5) - 1, math.exp(0.25) - 1])
