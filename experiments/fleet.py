@@ -38,7 +38,7 @@ AT_ONCE = {"cuda": 80 << 10, "cpu": 1 << 11}
 EVALUATED = {"cuda": 1 << 20, "cpu": 1 << 12}
 # Models of a fleet at most: on a CPU theirs and their optimizers' numbers should fit into memory,
 # and what is trained is kept once a fleet has ended.
-MODELS = {"cuda": 640, "cpu": 64}
+MODELS = {"cuda": 640, "cpu": 16}
 # Steps from which on compiling the gradient pays. It takes 10 seconds of a core, and then a step on
 # a CPU takes 0.75 times as long.
 LONG = {"cuda": 1, "cpu": 300}

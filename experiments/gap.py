@@ -2,24 +2,20 @@
 
     python -m experiments.gap [--scale try|plot|full] [--plot] [--seeds 0 1]
 
-`full` takes 5 minutes of an H100 or some ten hours of two cores, and may be stopped at any moment:
+`full` takes minutes of an H100 or some six hours of two cores, and may be stopped at any moment:
 each fleet's records are kept once it is trained. Two processes may train into one DIR, with --seeds
 of their own. `plot` has one seed, one rate and 60 steps.
 
 Fleets of replicas (experiments/fleet.py) learn the standard library's text, byte by byte, in fp32,
-messages and sums as well. Every gap is the merged model's perplexity over DDP's, paired by seed. A
-method's rate is the best after as many steps as are measured, by the mean of seeds that measure
-nothing else; fragments and delays take that of NoLoCo every 10. A best rate at the edge of the
-range gets one try beyond it. `primary` has the comparisons that were named before the runs.
+messages and sums as well. Every gap is the merged model's perplexity over DDP's, paired by seed.
+`primary` has the comparisons that were named before the runs.
 """
-import statistics
 from dataclasses import asdict, dataclass, field, replace
 
-from experiments.fleet import Trial, beyond_the_edge, train_missing
-from experiments.harness import Row, command, records_in, results_file
+from experiments.fleet import Trial, train_missing
+from experiments.harness import Row, command
 from experiments.pictures import COLOURS, GREY, WIDTH, curve, forest, frame
-from experiments.stats import (Expected, Table, less, mean, paired, perplexity, those)
-from train import BadInput
+from experiments.stats import Expected, Table, less, mean, paired, perplexity
 
 # ---------------------------------------------------------------- what is trained
 
@@ -34,54 +30,64 @@ PAIR = DDP, NOLOCO[10]
 THREE = DDP, NOLOCO[10], DILOCO[20]         # which have more seeds, and two to choose their rates
 ALL = (DDP, NEVER, *NOLOCO.values(), *DILOCO.values(), PARTS, LATE_PARTS, LATE, LATER, PAPER_NOLOCO,
        PAPER_DILOCO)
-ADAM, MUON = (1e-3, 2e-3, 4e-3, 8e-3), (6e-3, 1.2e-2, 2.4e-2)       # rates
-RATE_SEEDS = 100, 101
+
+# Learning rates, the best of results/gap_rates.json (by b622f65 and earlier commits): 0.001, 0.002,
+# 0.004, 0.008, with Muon 0.006, 0.012, 0.024, and one more beyond the best where that was an end of
+# these; after as many steps as here, by the mean loss of seeds 100 and 101, for the methods outside
+# THREE of seed 100. Fragments and delays have that of NoLoCo every 10.
+ADAM = dict.fromkeys(ALL, 4e-3) | {DDP: 8e-3, NEVER: 2e-3, NOLOCO[2]: 1.6e-2, DILOCO[4]: 8e-3}
+MUON = {DDP: 2.4e-2, NOLOCO[2]: 4.8e-2, NOLOCO[10]: 1.2e-2, LATE_PARTS: 1.2e-2}
 
 
 @dataclass(frozen=True)
 class Setting:
     """Methods that compare. facts: fields of Trial that all share."""
     name: str
-    methods: tuple = PAIR
+    rates: dict = field(compare=False)          # {method: its learning rate}
     seeds: int = 3
     more_seeds: int = 0         # of THREE; 0: as many
-    rates: tuple = ADAM
     facts: dict = field(default_factory=dict, compare=False)
 
-    def trial(self, method, **facts):
-        return replace(method, **self.facts, **facts)
+    @property
+    def methods(self):
+        return tuple(self.rates)
 
-    def selector(self, method, stage="measured"):
+    def trial(self, method, **facts):
+        return replace(method, rate=self.rates[method], **self.facts, **facts)
+
+    def selector(self, method):
         """The facts of a method's records here, whatever their rate and seed."""
-        facts = asdict(self.trial(method, stage=stage))
+        facts = asdict(self.trial(method))
         return {key: value for key, value in facts.items() if key not in ("rate", "seed")}
 
-    def measured_seeds(self, method):
-        if method in THREE:
-            return range(self.more_seeds or self.seeds)
-        return range(self.seeds)
+    def trials(self):
+        """All that are trained."""
+        found = []
+        for method in self.methods:
+            more = method in THREE and self.more_seeds
+            found += [self.trial(method, seed=seed) for seed in range(more or self.seeds)]
+        return found
 
 
-MAIN = Setting("Adam", ALL, 5, 10)
-WITH_MUON = Setting("Muon", (DDP, NOLOCO[2], NOLOCO[10], LATE_PARTS), 5, rates=MUON,
-                    facts=dict(optimizer="muon"))
-LARGER = Setting("1.1M weights", THREE, facts=dict(model="1.1M"))
-SHORT = Setting("300 steps", facts=dict(steps=300))
-TWO = Setting("2 replicas", facts=dict(N=2, steps=600))
-MANY = Setting("32 replicas", facts=dict(N=32, steps=600))
+MAIN = Setting("Adam", ADAM, 5, 10)
+WITH_MUON = Setting("Muon", MUON, 5, facts=dict(optimizer="muon"))
+LARGER = Setting("1.1M weights", dict.fromkeys(THREE, 4e-3), facts=dict(model="1.1M"))
+SHORT = Setting("300 steps", {DDP: 4e-3, NOLOCO[10]: 8e-3}, facts=dict(steps=300))
+TWO = Setting("2 replicas", dict.fromkeys(PAIR, 4e-3), facts=dict(N=2, steps=600))
+MANY = Setting("32 replicas", dict.fromkeys(PAIR, 4e-3), facts=dict(N=32, steps=600))
 MIDDLE = DDP, NOLOCO[2], NOLOCO[10], DILOCO[4], DILOCO[20], LATE_PARTS, LATE, LATER
 
 
 def tried(setting):
     """The same in seconds."""
-    facts = setting.facts | dict(N=min(4, setting.facts.get("N", 4)), tokens=128, steps=12)
-    return replace(setting, seeds=2, more_seeds=0, rates=setting.rates[:2], facts=facts)
+    one = setting.trial(DDP)
+    facts = setting.facts | dict(N=min(4, one.N), tokens=128, steps=one.steps // 100)
+    return replace(setting, seeds=2, more_seeds=0, facts=facts)
 
 
 FULL = MAIN, WITH_MUON, LARGER, SHORT, TWO, MANY
 SETTINGS = {"full": FULL, "try": tuple(map(tried, FULL)),
-            "plot": (replace(MAIN, methods=MIDDLE, seeds=1, more_seeds=0, rates=(4e-3,),
-                             facts=dict(steps=60)),)}
+            "plot": (Setting("Adam", dict.fromkeys(MIDDLE, 4e-3), 1, facts=dict(steps=60)),)}
 SMALL, LARGE = "--hidden 64 --mlp 256 --heads 2 --layers 2", "--hidden 128 --mlp 512 --heads 4"
 TINY = "--hidden 16 --mlp 32 --heads 2 --layers 1 --warmup 2 --eval-sequences 8"
 MODELS = {          # options of train.py
@@ -98,79 +104,8 @@ def settings_of(scale):
 
 
 def measure(o):
-    """Rates first, each with one more beyond its edge, then what is measured."""
-    settings = SETTINGS[o.scale]
-
-    def train(trials):
-        train_missing("gap", trials, MODELS[o.scale], o)
-        return records_in(results_file(o.out, "gap"))
-
-    records = train([trial for setting in settings for trial in rate_trials(setting)])
-    records = train([trial for setting in settings for trial in beyond(setting, records)])
-    train([trial for setting in settings for trial in measured_trials(setting, records)])
-
-
-def lender(method):
-    """Whose rate a method takes."""
-    if method.D or method.K > 1:
-        return NOLOCO[10]
-    return method
-
-
-def rate_trials(setting):
-    """Those by which rates are chosen; none where there is no choice."""
-    found = []
-    for method in setting.methods:
-        if len(setting.rates) > 1 and lender(method) == method:
-            for rate in setting.rates:
-                found += at_rate(setting, method, rate)
-    return found
-
-
-def at_rate(setting, method, rate):
-    """A try of this rate, with each of the method's seeds for that."""
-    seeds = RATE_SEEDS if method in THREE else RATE_SEEDS[:1]
-    return [setting.trial(method, stage="rate", rate=rate, seed=seed) for seed in seeds]
-
-
-def beyond(setting, records):
-    """Tries of one more rate for each method whose best one is at the edge of the range."""
-    found = []
-    for method in dict.fromkeys(map(lender, setting.methods)):
-        best = best_rate(setting, method, records)
-        for rate in beyond_the_edge(setting.rates, best):
-            found += at_rate(setting, method, rate)
-    return found
-
-
-def best_rate(setting, method, records):
-    """The rate with the lowest mean loss of those that were tried; None where none was."""
-    if len(setting.rates) == 1:
-        return setting.rates[0]
-    losses = rate_losses(setting, method, records)
-    return min(losses, key=losses.get, default=None)
-
-
-def rate_losses(setting, method, records):
-    """{rate: mean loss of its seeds}, of the method or of its lender. Replicas that never average
-    have no merged model to speak of: theirs are their means."""
-    key = "mean" if method == NEVER else "merged"
-    losses = {}
-    for record in those(records, **setting.selector(lender(method), "rate")):
-        losses.setdefault(record["rate"], []).append(record[key])
-    return {rate: statistics.mean(losses[rate]) for rate in sorted(losses)}
-
-
-def measured_trials(setting, records):
-    found = []
-    for method in setting.methods:
-        rate = best_rate(setting, method, records)
-        if rate is None:
-            raise BadInput(f"no rate of {name_of(method)} yet: first run without --seeds, or with "
-                           f"--seeds {RATE_SEEDS[0]} {RATE_SEEDS[1]}")
-        for seed in setting.measured_seeds(method):
-            found.append(setting.trial(method, rate=rate, seed=seed))
-    return found
+    trials = [trial for setting in SETTINGS[o.scale] for trial in setting.trials()]
+    train_missing("gap", trials, MODELS[o.scale], o)
 
 
 # ---------------------------------------------------------------- what was found
@@ -250,8 +185,6 @@ def show(found):
     show_pairs(records, scale)
     show_muon(records, scale)
     show_fragments(records, scale)
-    for setting in SETTINGS[scale]:
-        show_rates(records, setting)
 
 
 def show_setting(records, setting):
@@ -323,24 +256,6 @@ def show_fragments(records, scale):
     table = Table("NoLoCo every 10 steps, merged models", "nats per byte")
     for name, one in fragments(records, scale).items():
         table.add(name, one)
-    table.end()
-
-
-def show_rates(records, setting):
-    """The mean loss of the rate seeds with each rate. "At the edge" is said of a best rate that is
-    the first or the last that was tried."""
-    tried = {method: rate_losses(setting, method, records) for method in setting.methods
-             if lender(method) == method}
-    rates = sorted({rate for losses in tried.values() for rate in losses})
-    if not rates:
-        return
-    table = Table(f"{setting.name}: {setting.trial(DDP).steps} steps",
-                  *(f"{rate:g}" for rate in rates), "best")
-    for method, losses in tried.items():
-        cells = [f"{losses[rate]:.3f}" if rate in losses else None for rate in rates]
-        best = best_rate(setting, method, records)
-        edge = ", at the edge" if best in (min(losses), max(losses)) else ""
-        table.add(name_of(method), *cells, f"{best:g}{edge}")
     table.end()
 
 

@@ -167,22 +167,6 @@ def test_gaps_are_paired_by_seed_and_a_gap_of_sizes_is_a_difference_of_gaps():
     assert len(primary) == 8 and list(primary.values()).count(None) == 6
 
 
-def test_the_best_rate_has_the_lowest_mean_loss_and_one_more_is_tried_beyond_the_edge():
-    losses = {1e-3: (3.0, 3.0), 2e-3: (1.0, 2.2), 4e-3: (1.5, 1.5), 8e-3: (1.4, 1.9)}
-    found = []
-    for trial in gap.rate_trials(gap.MAIN):
-        found.append(trial.known | dict(merged=losses[trial.rate][trial.seed - 100],
-                                        mean=-losses[trial.rate][0]))
-    assert gap.best_rate(gap.MAIN, gap.DDP, found) == 4e-3              # two seeds
-    assert gap.best_rate(gap.MAIN, gap.NOLOCO[2], found) == 2e-3        # one
-    assert gap.best_rate(gap.MAIN, gap.LATER, found) == 4e-3            # NoLoCo every 10's
-    assert gap.best_rate(gap.MAIN, gap.NEVER, found) == 1e-3            # by the replicas' mean
-    more = gap.beyond(gap.MAIN, found)
-    assert [(trial.method, trial.rate) for trial in more] == [("local", 5e-4)]
-    measured = {trial.seed for trial in gap.measured_trials(gap.MAIN, found)}
-    assert not measured & set(gap.RATE_SEEDS)
-
-
 def test_bytes_are_those_of_a_ring_and_of_a_pair():
     assert gap.bytes_of_ddp(gap.DDP, 8) == 1
     assert gap.bytes_of_ddp(gap.DILOCO[20], 8) == 1 / 20
