@@ -71,7 +71,6 @@ class Trial:
     tokens: int = 1024          # of a replica and step
     steps: int = 1200
     rate: float = 4e-3
-    stage: str = "measured"     # or what is chosen by it
     seed: int = 0
 
     @property

@@ -9,51 +9,69 @@ A message leaves after step k m and is merged after step k m + D (the delay), so
 D steps are hidden. Each method makes as many steps as the slowest replica has made after T mean
 steps (`steps_in`); then the models are merged.
 
-Both methods have the same tries at each number of replicas N: m (DiLoCo's twice as large, for about
-as many bytes) and D at one rate, then other rates, on a seed that measures nothing. Each method is
-measured with its best m and D, and with its best m without a delay. `named` has the comparisons
-that were named before the runs.
+Each method is measured with its best m and D, and with its best m without a delay (`BEST`). `named`
+has the comparisons that were named before the runs.
 """
 import itertools
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 
 import torch
 
 from experiments import gap
-from experiments.fleet import Trial, beyond_the_edge, train_missing
-from experiments.harness import Row, command, records_in, results_file
+from experiments.fleet import Trial, train_missing
+from experiments.harness import Row, command
 from experiments.pictures import COLOURS, WIDTH, curve, frame, legend
 from experiments.stats import (Comparison, Expected, Table, by_seed, less, mean, paired,
-                               significant, those)
+                               significant)
 from gossip.due import Due
-from train import BadInput
 
 VARIANCE = 0.5                  # of the logarithm of a step's time (B4)
 DRAWS = 32                      # of all replicas' times, over which a run's end is averaged
 METHODS = "noloco", "diloco"
 WORDS = {"noloco": "NoLoCo", "diloco": "DiLoCo"}
 KINDS = "best delay", "no delay"
-TRY_SEED = 100
+
+# {(method, replicas): (m, D, learning rate) with the best delay, and without a delay}. Both methods
+# had the same tries at each number of replicas, on a seed that measures nothing: m in 2, 10, 50
+# (DiLoCo's twice that, for about as many bytes), D in 0, m / 10, m / 2, at the rate 0.004; then
+# 0.002 and 0.008, and one more beyond the best of the three if that was an end. The search is in
+# 36e6e0d, what it found in results/many_tries.json.
+BEST = {
+    ("noloco", 8): ((2, 1, 4e-3), (2, 0, 8e-3)),
+    ("diloco", 8): ((4, 0, 4e-3), (4, 0, 4e-3)),
+    ("noloco", 32): ((2, 1, 4e-3), (2, 0, 4e-3)),
+    ("diloco", 32): ((4, 2, 4e-3), (4, 0, 4e-3)),
+    ("noloco", 128): ((2, 1, 4e-3), (2, 0, 8e-3)),
+    ("diloco", 128): ((4, 2, 4e-3), (4, 0, 8e-3)),
+}
+
+
+def alike(m, D, *replicas):
+    """The same settings for all; DiLoCo's are twice as large."""
+    settings = {}
+    for N in replicas:
+        settings["noloco", N] = (m, D, 4e-3), (m, 0, 4e-3)
+        settings["diloco", N] = (2 * m, 2 * D, 4e-3), (2 * m, 0, 4e-3)
+    return settings
 
 
 @dataclass(frozen=True)
 class Scale:
-    """T: mean steps. intervals: NoLoCo's m; DiLoCo has twice that. shares: of m, the delays that
-    are tried. rates: the first one while m and D are chosen."""
-    T: int = 600
-    replicas: tuple = (8, 32, 128)
-    intervals: tuple = (2, 10, 50)
-    shares: tuple = (0, 0.1, 0.5)
-    rates: tuple = (4e-3, 2e-3, 8e-3)
-    seeds: tuple = (0, 1, 2, 3, 4)
+    """T: mean steps. best: as BEST."""
+    T: int
+    best: dict
+    seeds: int
     tokens: int = 512
 
+    @property
+    def replicas(self):
+        return sorted({N for _, N in self.best})
 
-SCALES = {"full": Scale(),
-          "plot": Scale(60, (4, 16), (5,), (0,), (4e-3,), (0,)),
-          "try": Scale(12, (2, 4), (2, 4), (0, 0.5), (4e-3, 2e-3), (0, 1), 128)}
+
+SCALES = {"full": Scale(600, BEST, 5), "plot": Scale(60, alike(5, 0, 4, 16), 1),
+          "try": Scale(12, alike(2, 1, 2, 4), 2, 128)}
 
 
 # ---------------------------------------------------------------- simulated time
@@ -99,79 +117,34 @@ def heard(method, sent, generator):
 # ---------------------------------------------------------------- what is trained
 
 
-def tries(scale, method, N):
-    """Each m with each D, at one rate."""
-    found = []
-    for m in scale.intervals:
-        own = m if method == "noloco" else 2 * m
-        for D in sorted({int(share * own) for share in scale.shares}):
-            steps = steps_in(scale.T, method, N, own, D)
-            found.append(Trial(method, own, D, N=N, tokens=scale.tokens, steps=steps,
-                               rate=scale.rates[0], stage="try", seed=TRY_SEED))
-    return found
-
-
-def best_try(scale, method, N, kind, records):
-    """The try of a method with the lowest loss, of all (kind "best delay") or of those without a
-    delay. Raises BadInput where one is missing."""
-    found = [trial for trial in tries(scale, method, N) if kind == "best delay" or not trial.D]
-    return lowest(found, records)
-
-
-def chosen(scale, method, N, kind, records):
-    """The best try, at its best rate. Raises BadInput where one is missing."""
-    best = best_try(scale, method, N, kind, records)
-    rated = [replace(best, rate=rate) for rate in scale.rates]
-    rated += [trial for trial in beyond(scale, best, records) if those(records, **trial.known)]
-    return lowest(rated, records)
-
-
-def lowest(trials, records):
-    losses = {}
-    for trial in trials:
-        found = those(records, **trial.known)
-        if not found:
-            raise BadInput(f"no try yet of {trial}: first run without --seeds, or with --seeds "
-                           f"{TRY_SEED}")
-        losses[trial] = found[0]["merged"]
-    return min(losses, key=losses.get)
-
-
-def beyond(scale, best, records):
-    """One try beyond the rates where the best of them is at their edge."""
-    rate = lowest([replace(best, rate=rate) for rate in scale.rates], records).rate
-    return [replace(best, rate=more) for more in beyond_the_edge(scale.rates, rate)]
+def trial(scale, method, N, kind, seed=0):
+    m, D, rate = scale.best[method, N][KINDS.index(kind)]
+    return Trial(method, m, D, N=N, tokens=scale.tokens, steps=steps_in(scale.T, method, N, m, D),
+                 rate=rate, seed=seed)
 
 
 def measure(o):
-    """Tries, rates, one rate beyond the edge, then what is measured; the largest N first."""
+    """The largest N first."""
     scale = SCALES[o.scale]
-    cases = [(method, N) for N in scale.replicas[::-1] for method in METHODS]
-
-    def train(trials):
-        train_missing("many", trials, gap.MODELS[o.scale], o)
-        return records_in(results_file(o.out, "many"))
-
-    records = train([trial for case in cases for trial in tries(scale, *case)])
-    best = [best_try(scale, *case, kind, records) for case in cases for kind in KINDS]
-    records = train([replace(one, rate=rate) for one in best for rate in scale.rates])
-    records = train([more for one in best for more in beyond(scale, one, records)])
-    train([replace(chosen(scale, *case, kind, records), stage="measured", seed=seed)
-           for case in cases for kind in KINDS for seed in scale.seeds])
+    trials = []
+    for N in reversed(scale.replicas):
+        for method, kind, seed in itertools.product(METHODS, KINDS, range(scale.seeds)):
+            trials.append(trial(scale, method, N, kind, seed))
+    train_missing("many", trials, gap.MODELS[o.scale], o)
 
 
 # ---------------------------------------------------------------- what was found
 
 
-def selector(scale, method, N, kind, records):
-    """The facts of its measured records."""
-    facts = asdict(chosen(scale, method, N, kind, records)) | dict(stage="measured")
+def selector(scale, method, N, kind):
+    """The facts of its records."""
+    facts = asdict(trial(scale, method, N, kind))
     del facts["seed"]
     return facts
 
 
 def noloco_less_diloco(scale, N, kind, records):
-    sides = [selector(scale, method, N, kind, records) for method in METHODS]
+    sides = [selector(scale, method, N, kind) for method in METHODS]
     return paired(records, *sides)
 
 
@@ -201,32 +174,12 @@ def show(found):
         for N in scale.replicas:
             settings, losses = [], []
             for method in METHODS:
-                own = selector(scale, method, N, kind, records)
+                own = selector(scale, method, N, kind)
                 settings.append("{m}, {D}, {rate:g}, {steps}".format(**own))
                 losses.append(mean(records, own))
             table.add(f"{N}, {kind}", *settings, ", ".join(losses),
                       noloco_less_diloco(scale, N, kind, records))
     table.end()
-    show_tries(scale, records)
-
-
-def show_tries(scale, records):
-    """All tries at one rate: their losses and steps."""
-    columns = [f"{WORDS[method]}, {N}" for method in METHODS for N in scale.replicas]
-    table = Table("tries: NoLoCo's m, D (DiLoCo's are twice that)", *columns)
-    for m in scale.intervals:
-        for D in sorted({int(share * m) for share in scale.shares}):
-            cells = [cell_of(scale, records, "noloco", N, m, D) for N in scale.replicas]
-            cells += [cell_of(scale, records, "diloco", N, 2 * m, 2 * D) for N in scale.replicas]
-            table.add(f"{m}, {D}", *cells)
-    table.end()
-
-
-def cell_of(scale, records, method, N, m, D):
-    """The loss and the steps of a try."""
-    (trial,) = [one for one in tries(scale, method, N) if (one.m, one.D) == (m, D)]
-    (record,) = those(records, **trial.known)
-    return f"{record['merged']:.3f}, {trial.steps}"
 
 
 def draw(plt, found):
@@ -237,7 +190,7 @@ def draw(plt, found):
         for method in METHODS:
             points = {}
             for N in scale.replicas:
-                losses = by_seed(records, selector(scale, method, N, kind, records), "merged")
+                losses = by_seed(records, selector(scale, method, N, kind), "merged")
                 points[N] = Comparison(list(losses.values()))
             curve(axis, points, COLOURS[WORDS[method]], f"{WORDS[method]},\n{kind}", ls=dashes)
     axis.set_xscale("log")

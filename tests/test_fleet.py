@@ -212,29 +212,3 @@ def test_pace_at_10_steps_between_pairs_and_between_everyone():
         for method, wanted in (("noloco", pair), ("diloco", everyone)):
             ends = list(itertools.islice(many.ends(method, N, 10, 0), 1000))
             assert float(ends[-1].mean()) / 1000 == pytest.approx(wanted, abs=0.015)
-
-
-def test_both_methods_have_the_same_tries_and_seeds_that_measure_nothing():
-    scale = many.SCALES["full"]
-    for N in scale.replicas:
-        ours, theirs = many.tries(scale, "noloco", N), many.tries(scale, "diloco", N)
-        assert [(2 * one.m, one.seed) for one in ours if not one.D] == [
-            (one.m, one.seed) for one in theirs if not one.D]
-        assert not {one.seed for one in [*ours, *theirs]} & set(scale.seeds)
-
-
-def test_what_is_chosen_is_lowest_among_all_or_without_a_delay():
-    scale = replace(many.SCALES["try"], rates=(4e-3, 2e-3, 8e-3))
-    records = [trial.known | dict(merged=1.0 + trial.m / 100 - trial.D) for trial in
-               many.tries(scale, "noloco", 4)]
-    every = many.tries(scale, "noloco", 4)
-    best = many.lowest(every, records)
-    assert (best.m, best.D) == (4, 2)
-    plain = many.lowest([one for one in every if not one.D], records)
-    assert (plain.m, plain.D) == (2, 0)
-    for rate, loss in ((2e-3, 0.5), (8e-3, 0.7)):
-        records += [replace(one, rate=rate).known | dict(merged=loss) for one in (best, plain)]
-    (more,) = many.beyond(scale, plain, records)
-    assert more.rate == 1e-3
-    chosen = many.chosen(scale, "noloco", 4, "no delay", records)
-    assert (chosen.m, chosen.D, chosen.rate) == (2, 0, 2e-3)
