@@ -25,11 +25,11 @@ faults: .venv/ready
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "faults and not alone"
 	$(BIN)/python -m pytest -q -m alone
 
-# the results and the pictures of docs/: about 24 hours on 2 cores. What results/ has is not made again
+# the results and the pictures of docs/: about 16 hours on 2 cores. What results/ has is not made again
 headline: .venv/ready
 	$(BIN)/python -m experiments --scale full
 
-# the rows that run between 8 hosts of this machine, as root: about 6 and 2.7 hours on 2 idle cores.
+# the rows that run between 8 hosts of this machine, as root: about 8 and 2 hours on 2 idle cores.
 # What is finished is kept, and not run again. QUICK=1: a try
 hosts: .venv/ready
 	$(BIN)/python -m experiments.race --scale $(if $(QUICK),try,full)
