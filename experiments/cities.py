@@ -95,16 +95,16 @@ def measure(o):
 
 
 def time_over(records, name, other):
-    """Seconds of an iteration over the other plan's, seed by seed, less 1; None without the other,
-    or if it is the same."""
+    """By how much its seconds of an iteration differ from the other plan's, as a share of those,
+    paired by seed; None without the other, or if it is the same."""
     if name == other:
         return None
     return paired(records, PLANS[name], PLANS[other], "iteration", ratio)
 
 
 def more_than(records, name, other, share=1.0):
-    """Nats per byte over the other plan's, after this share of the time at which the first of the
-    two runs ends; None without the other, or if it is the same."""
+    """Its loss minus the other plan's, after this share of the time at which the first of the two
+    runs ends; None without the other, or if it is the same."""
     if name == other:
         return None
     return paired(records, PLANS[name], PLANS[other], whole_record,
@@ -129,15 +129,15 @@ def loss_at(second, record):
 def show(found):
     records = found["records"]
     there = [name for name, facts in PLANS.items() if those(records, **facts)]
-    table = Table("paths", "seconds of an iteration", "over the planned full pipeline's",
-                  "loss, nats per byte", "over the planned full pipeline's, in equal time")
+    table = Table("paths", "seconds of an iteration", "compared with full, planned",
+                  "loss, nats per byte", "loss minus full, planned, in equal time")
     for name in there:
         table.add(name, mean(records, PLANS[name], "iteration"), time_over(records, name, FULL),
                   mean(records, PLANS[name], "mean"), more_than(records, name, FULL))
     table.end()
-    table = Table("paths", "seconds of an iteration over the unplanned",
-                  "over the planned with memory 6",
-                  "nats per byte over the planned with memory 6, in equal time")
+    table = Table("paths", "seconds of an iteration, compared with full, in the order of ranks",
+                  "compared with full, planned, memory 6",
+                  "loss minus full, planned, memory 6, in equal time")
     for name in there:
         table.add(name, time_over(records, name, UNPLANNED), time_over(records, name, FULL_OF_6),
                   more_than(records, name, FULL_OF_6))
@@ -148,7 +148,7 @@ def show(found):
 
 
 def draw(plt, found):
-    """Nats per byte over the planned full pipeline's, at moments of the runs."""
+    """Loss minus the planned full pipeline's, at moments of the runs."""
     records, seconds = found["records"], SECONDS[found["scale"]]
     figure, axis = plt.subplots(figsize=(WIDTH, 3.8))
     moments = [seconds * share for share in MOMENTS]
@@ -173,9 +173,9 @@ def draw(plt, found):
 def expected(found):
     records = found["records"]
     return [
-        Expected("planned over in the order of ranks, seconds of an iteration",
+        Expected("planned compared with in the order of ranks, seconds of an iteration",
                  time_over(records, FULL, UNPLANNED).mean, -0.21, 0.05, "+.0%"),
-        Expected("half skipped over planned, seconds of an iteration",
+        Expected("half skipped compared with planned, seconds of an iteration",
                  time_over(records, HALF, FULL).mean, -0.48, 0.12, "+.0%"),
     ]
 

@@ -72,14 +72,14 @@ def measure(o):
 
 
 def cost(records, share):
-    """Perplexity over that without deaths; None without such runs."""
+    """Perplexity compared with that without deaths; None without such runs."""
     return paired(records, dict(share=share), dict(share=0), how=perplexity)
 
 
 def show(found):
     records = found["records"]
     table = Table("a node dies (emulated) in", "loss, nats per byte",
-                  "perplexity over that without")
+                  "perplexity compared with no deaths")
     for share in SHARES["full"]:
         if those(records, share=share):
             table.add(f"{share:.0%} of the iterations", mean(records, dict(share=share)),
@@ -95,7 +95,7 @@ def draw(plt, found):
             costs[f"{share:.0%}\nof the iterations"] = more
     figure, axis = plt.subplots(figsize=(WIDTH, 2.2))
     forest(axis, costs, len(costs) * [COLOURS["NoLoCo"]], "+.1%")
-    axis.set(xlabel="perplexity over that without deaths")
+    axis.set(xlabel="perplexity compared with no deaths")
     axis.xaxis.set_major_formatter(percent)
     words = "no significant cost"
     ends = list(costs.values())
@@ -106,7 +106,7 @@ def draw(plt, found):
 
 
 def expected(found):
-    return [Expected("deaths in 10% of the iterations, perplexity over none",
+    return [Expected("deaths in 10% of the iterations, perplexity compared with none",
                      cost(found["records"], 0.1).mean, 0.01, 0.06)]
 
 

@@ -57,7 +57,7 @@ class Setting:
 
     def selector(self, method):
         """The facts of a method's records here, whatever their rate and seed."""
-        facts = asdict(self.trial(method))
+        facts = asdict(replace(method, **self.facts))
         return {key: value for key, value in facts.items() if key not in ("rate", "seed")}
 
     def trials(self):
@@ -157,17 +157,17 @@ def primary(records, scale):
     def compare(name, setting, method, base=DDP):
         found[name] = nats_over(records, setting, method, base) if setting else None
 
-    compare("NoLoCo every 10 over DDP", main, NOLOCO[10])
-    compare("NoLoCo every 10 over DiLoCo every 20", main, NOLOCO[10], DILOCO[20])
-    compare("NoLoCo every 2 over DiLoCo every 4", main, NOLOCO[2], DILOCO[4])
-    compare("fragments with D = 1 over whole with D = 5", main, LATE_PARTS, LATER)
-    compare("fragments with D = 1 over whole with D = 1", main, LATE_PARTS, LATE)
+    compare("NoLoCo every 10 minus DDP", main, NOLOCO[10])
+    compare("NoLoCo every 10 minus DiLoCo every 20", main, NOLOCO[10], DILOCO[20])
+    compare("NoLoCo every 2 minus DiLoCo every 4", main, NOLOCO[2], DILOCO[4])
+    compare("fragments with D = 1 minus whole with D = 5", main, LATE_PARTS, LATER)
+    compare("fragments with D = 1 minus whole with D = 1", main, LATE_PARTS, LATE)
     muon = settings.get("Muon")
-    compare("NoLoCo every 10 over DDP, Muon", muon, NOLOCO[10])
-    compare("NoLoCo every 10 in fragments over DDP, Muon", muon, LATE_PARTS)
+    compare("NoLoCo every 10 minus DDP, Muon", muon, NOLOCO[10])
+    compare("NoLoCo every 10 in fragments minus DDP, Muon", muon, LATE_PARTS)
     compare("larger", settings.get("1.1M weights"), NOLOCO[10])
-    found["NoLoCo every 10 over DDP: 1.1M less 0.16M weights"] = less(
-        found.pop("larger"), found["NoLoCo every 10 over DDP"])
+    found["NoLoCo every 10 minus DDP: 1.1M less 0.16M weights"] = less(
+        found.pop("larger"), found["NoLoCo every 10 minus DDP"])
     return found
 
 
@@ -184,14 +184,15 @@ def show(found):
             show_setting(records, setting)
     show_pairs(records, scale)
     show_muon(records, scale)
-    show_fragments(records, scale)
+    show_differences(records, scale, "outer steps, merged models", OUTER_STEPS)
+    show_differences(records, scale, "NoLoCo every 10 steps, merged models", FRAGMENTS)
 
 
 def show_setting(records, setting):
     one = setting.trial(DDP)
     table = Table(f"{setting.name}: {one.N} replicas, {one.tokens} tokens, {one.steps} steps",
-                  "bytes of DDP's", "learning rate", "loss, nats per byte",
-                  "perplexity over DDP's")
+                  "bytes, of DDP's", "learning rate", "loss, nats per byte",
+                  "perplexity compared with DDP")
     for method in setting.methods:
         name, key = name_of(method), "merged"
         if method == NEVER:
@@ -209,7 +210,7 @@ def show_setting(records, setting):
 def show_pairs(records, scale):
     """NoLoCo every 10 compared with DDP in every setting."""
     table = Table("NoLoCo every 10 compared with DDP", "DDP's learning rate", "NoLoCo's",
-                  "DDP's loss, nats per byte", "NoLoCo's perplexity over DDP's")
+                  "DDP's loss, nats per byte", "NoLoCo's perplexity compared with DDP")
     for setting in SETTINGS[scale]:
         base, own = setting.selector(DDP), setting.selector(NOLOCO[10])
         gap = over(records, setting, NOLOCO[10])
@@ -235,26 +236,34 @@ def show_muon(records, scale):
     table.end()
 
 
-FRAGMENTS = {           # the first over the second
-    "fragments, D = 1, over whole, D = 5": (LATE_PARTS, LATER),
-    "fragments, D = 1, over whole, D = 1": (LATE_PARTS, LATE),
-    "fragments, D = 0, over whole, D = 0": (PARTS, NOLOCO[10]),
-    "whole, D = 5, over whole, D = 0": (LATER, NOLOCO[10]),
-    "whole, D = 1, over whole, D = 0": (LATE, NOLOCO[10]),
+# {its name: (a method, the one that it is compared with)}. For the same bytes fragments exchange a
+# tenth of the weights at each step, and the others all of them every 10 steps.
+FRAGMENTS = {
+    "fragments, D = 1, minus whole, D = 5": (LATE_PARTS, LATER),
+    "fragments, D = 1, minus whole, D = 1": (LATE_PARTS, LATE),
+    "fragments, D = 0, minus whole, D = 0": (PARTS, NOLOCO[10]),
+    "whole, D = 5, minus whole, D = 0": (LATER, NOLOCO[10]),
+    "whole, D = 1, minus whole, D = 0": (LATE, NOLOCO[10]),
 }
 
 
-def fragments(records, scale):
-    """{name: nats per byte} of what is trained: a tenth of the weights at each step, or all every
-    10 steps, for the same bytes."""
+OUTER_STEPS = {
+    "NoLoCo every 50, its paper's outer step, minus plain averages": (PAPER_NOLOCO, NOLOCO[50]),
+    "DiLoCo every 100, its paper's outer step, minus plain averages": (PAPER_DILOCO, DILOCO[100]),
+    "NoLoCo every 50 minus DiLoCo every 100, each with its paper's": (PAPER_NOLOCO, PAPER_DILOCO),
+}
+
+
+def differences(records, scale, pairs):
+    """{name: nats per byte} of what is trained."""
     main = settings_of(scale)["Adam"]
-    compared = {name: nats_over(records, main, *pair) for name, pair in FRAGMENTS.items()}
+    compared = {name: nats_over(records, main, *pair) for name, pair in pairs.items()}
     return {name: one for name, one in compared.items() if one}
 
 
-def show_fragments(records, scale):
-    table = Table("NoLoCo every 10 steps, merged models", "nats per byte")
-    for name, one in fragments(records, scale).items():
+def show_differences(records, scale, title, pairs):
+    table = Table(title, "nats per byte")
+    for name, one in differences(records, scale, pairs).items():
         table.add(name, one)
     table.end()
 
@@ -271,8 +280,8 @@ LINES = {   # its label: (setting, methods, colour, style)
 
 
 def draw(plt, found):
-    """The merged model's perplexity over DDP's against the bytes that a rank sends, for each
-    optimizer over its own DDP."""
+    """The merged model's perplexity compared with DDP's, against the bytes that a rank sends, for
+    each optimizer with its own DDP."""
     records, settings = found["records"], settings_of(found["scale"])
     kinds = [name for name in ("Adam", "Muon") if name in settings]
     figure, axes = plt.subplots(1, len(kinds), figsize=(WIDTH, 3.8), sharey=True, squeeze=False)
@@ -292,11 +301,11 @@ def draw(plt, found):
                  xticklabels=("1%", "5%", "25%", "100%"), xlabel="bytes sent, of DDP's")
         axis.minorticks_off()
     first = axes[kinds[0]]
-    first.set_ylabel("perplexity over DDP's, %")
+    first.set_ylabel("perplexity compared with DDP, %")
     figure.legend(*first.get_legend_handles_labels(), loc="outside right center", frameon=False,
                   labelcolor="linecolor")
     frame(figure, found, finding(records, found["scale"]),
-          "NoLoCo and DiLoCo over DDP: perplexity against bytes")
+          "NoLoCo and DiLoCo compared with DDP: perplexity against bytes")
     return figure
 
 
@@ -308,9 +317,9 @@ def finding(records, scale):
 
 
 def draw_fragments(plt, found):
-    compared = fragments(found["records"], found["scale"])
+    compared = differences(found["records"], found["scale"], FRAGMENTS)
     figure, axis = plt.subplots(figsize=(WIDTH, 3.4))
-    named = {name.replace(", over ", "\nover "): one for name, one in compared.items()}
+    named = {name.replace(", minus ", "\nminus "): one for name, one in compared.items()}
     colours = [COLOURS["NoLoCo"] if "fragments" in name else GREY for name in named]
     forest(axis, named, colours)
     axis.set(xlabel="nats per byte (below zero: the first one is better)")
@@ -334,10 +343,10 @@ def expected(found):
     main = settings_of(found["scale"])["Adam"]
     for (method, base), number in NUMBERS.items():
         more = over(found["records"], main, method, base)
-        told.append(Expected(f"{name_of(method)} over {name_of(base)}, perplexity",
+        told.append(Expected(f"{name_of(method)} compared with {name_of(base)}, perplexity",
                              more and more.mean, *number))
     name = next(iter(FRAGMENTS))
-    more = fragments(found["records"], found["scale"]).get(name)
+    more = differences(found["records"], found["scale"], FRAGMENTS).get(name)
     told.append(Expected(f"{name}, nats per byte", more and more.mean, -0.02, 0.04, "+.3f"))
     return told
 

@@ -83,7 +83,7 @@ def times_noloco(records):
 
 def show(found):
     records = found["records"]
-    table = Table("random routing over fixed", "loss, nats per byte", "perplexity",
+    table = Table("random compared with fixed routing", "loss, nats per byte", "perplexity",
                   "weight spread at the end")
     for method, (name, _) in METHODS.items():
         if those(records, method=method):
@@ -114,11 +114,11 @@ def draw(plt, found):
         curve(axis, points, COLOURS[method], name.replace(" ", "\n"), times=100)
         ends.append(list(points.values())[-1])
     legend(axis)
-    axis.set(xlabel="steps", ylabel="weight spread,\nrandom over fixed routing, %")
+    axis.set(xlabel="steps", ylabel="weight spread,\nrandom compared with fixed routing, %")
     lower = f"Without outer steps random routing lowers the spread by {-ends[-1].mean:.0%}"
     if not significant(ends)[-1]:
         lower += ", not significantly"
-    frame(figure, found, lower, "Weight spread, random over fixed routing")
+    frame(figure, found, lower, "Weight spread, random compared with fixed routing")
     return figure
 
 
@@ -132,7 +132,7 @@ def expected(found):
     records = found["records"]
     spread = random_over_fixed(records, "local", last_spread, ratio)
     return [
-        Expected("weight spread, random over fixed routing, without outer steps", spread.mean,
+        Expected("weight spread, random compared with fixed routing, no outer steps", spread.mean,
                  0.05, 0.1),
         Expected("weight spread, never averaged over NoLoCo (Fig. 4)", times_noloco(records), 25,
                  10, ".0f"),

@@ -53,13 +53,13 @@ def measure(o):
 
 
 def working(network, result):
-    """The share of its time in which a node works."""
+    """The share of its time in which a node computes."""
     busy = sum(task.end - task.start for task in result.timeline)
     return busy / (len(network.delay) * result.makespan)
 
 
 def show(found):
-    table = Table("20 nodes, 30 microbatches", "simulated seconds", "published", "a node works")
+    table = Table("20 nodes, 30 microbatches", "simulated seconds", "published", "a node computes")
     for name in SHOWN:
         row = found["methods"][name]
         published = works = None

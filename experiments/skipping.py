@@ -6,7 +6,7 @@ full: 2.4 hours of two cores. 8 layers in 4 or 8 stages of two nodes each, sprea
 cities of the published instance. Gradients are averaged at every step, so only the paths differ.
 "In order" means no swapped neighbours. 0% skipped is DT-FM's pipeline; 0% skipped, in order, is the
 planned one. "Equal time" has as many steps as fit into DT-FM's time. Each model is trained once and
-evaluated by the rho rule (train.py) and as in the papers, which do not scale, each time whole and
+evaluated by the rho rule (train.py) and unscaled, as in the SkipPipe paper, each time whole and
 with 75 and 50% of its stages (tools/partial.py): the mean over all choices of so many. Named before
 the runs: half skipped over the full pipeline, by the rho rule.
 """
@@ -170,7 +170,7 @@ def over_full(records, facts, column, rule):
 def show(found):
     records, skipping = found["records"], []
     table = Table("stages, share skipped", "steps", "loss by the rho rule, nats per byte",
-                  "perplexity over a full pipeline's, rho rule", "the same, as in the papers")
+                  "perplexity compared with a full pipeline, rho rule", "the same, unscaled")
     for facts in trained(records):
         table.add(name_of(facts), mean(records, facts, "steps", ".0f"),
                   mean(records, facts, "rho"), over_full(records, facts, "rho", "rho"),
@@ -179,7 +179,7 @@ def show(found):
             skipping.append(facts)
     table.end()
     print("The full pipeline is DT-FM's after equal steps, and the planned one in equal time.\n")
-    table = Table("stages, share skipped", "perplexity by the rho rule over that as in the papers",
+    table = Table("stages, share skipped", "perplexity by the rho rule compared with unscaled",
                   "with 75% of the stages", "with half of the stages")
     for facts in skipping:
         table.add(name_of(facts), by_rho(records, facts, ""), by_rho(records, facts, "_75"),
@@ -188,7 +188,7 @@ def show(found):
 
 
 def by_rho(records, facts, share):
-    """Perplexity by the rho rule over the same weights' as in the papers. share: the end of a
+    """Perplexity by the rho rule compared with the same weights' unscaled. share: the end of a
     column."""
     return paired(records, facts, facts, f"rho{share}", perplexity, f"unscaled{share}")
 
@@ -197,7 +197,7 @@ def by_rho(records, facts, share):
 
 
 def draw(plt, found):
-    """Perplexity over a full pipeline's by the rho rule, after equal steps and in equal time."""
+    """Perplexity compared with a full pipeline, by the rho rule, in equal steps and equal time."""
     records, everything = found["records"], []
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.0), sharey=True, sharex=True)
     for axis, equal, title in ((axes[0], "steps", "after equal steps"),
@@ -211,7 +211,7 @@ def draw(plt, found):
                 colours.append(COLOURS[share])
         forest(axis, compared, colours, "+.1%")
         everything += compared.values()
-        axis.set(title=title, xlabel="perplexity over the full pipeline's")
+        axis.set(title=title, xlabel="perplexity compared\nwith the full pipeline")
         axis.locator_params(axis="x", nbins=5)
         axis.xaxis.set_major_formatter(percent)
     finding = (f"Half skipped: {halves(records, 'steps')} after equal steps, "

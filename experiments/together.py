@@ -7,7 +7,7 @@ full: 2.7 hours of two cores. Losses are measured with a tiny model. Seconds are
 with the messages and weights of the 500M model (experiments/simulated.py). All paths are planned.
 Each run's learning rate is planned for the time at which the run is compared. A stage of three
 nodes is one NoLoCo group, so five of six stages average all their replicas. Named before the runs,
-both after the whole time: DDP, half skipped over full; half skipped, NoLoCo over DDP.
+both after the whole time: DDP, half skipped minus full; half skipped, NoLoCo minus DDP.
 """
 import itertools
 
@@ -122,7 +122,7 @@ def name_of(facts):
 
 
 def over(records, one, other):
-    """Nats per byte of one kind of run over another; None without it, or if it is the same."""
+    """One kind of run's loss minus another's; None without it, or if it is the same."""
     if one == other:
         return None
     return paired(records, one, other)
@@ -137,9 +137,9 @@ def show(found):
                   mean(records, facts), over(records, facts, facts_of(FULL, DDP, 1.0)),
                   over(records, facts, facts | DDP))
     table.end()
-    table = Table("share of the time, one byte per weight", "DDP: half skipped over full",
-                  "NoLoCo: half skipped over full", "half skipped: NoLoCo over DDP",
-                  "half skipped: NoLoCo over DiLoCo")
+    table = Table("share of the time, one byte per weight", "DDP: half skipped minus full",
+                  "NoLoCo: half skipped minus full", "half skipped: NoLoCo minus DDP",
+                  "half skipped: NoLoCo minus DiLoCo")
     for share in SHARES:
         cells = [skipping_brings(records, DDP, share), skipping_brings(records, NOLOCO, share),
                  noloco_brings(records, DDP, share), noloco_brings(records, DILOCO, share)]
@@ -149,12 +149,12 @@ def show(found):
 
 
 def skipping_brings(records, method, share):
-    """Nats per byte of half skipped over the full pipeline."""
+    """The loss with half skipped minus that of the full pipeline."""
     return over(records, facts_of(HALF, method, share), facts_of(FULL, method, share))
 
 
 def noloco_brings(records, other, share):
-    """Nats per byte over another method's, half skipped."""
+    """NoLoCo's loss minus another method's, half skipped."""
     return over(records, facts_of(HALF, NOLOCO, share), facts_of(HALF, other, share))
 
 
@@ -196,7 +196,7 @@ def draw_lines(axis, found, difference, methods):
 
 def expected(found):
     more = skipping_brings(found["records"], DDP, 1.0)
-    return [Expected("DDP, half skipped over full, the whole time, nats per byte", more.mean,
+    return [Expected("DDP, half skipped minus full, the whole time, nats per byte", more.mean,
                      -0.35, 0.2, "+.3f")]
 
 

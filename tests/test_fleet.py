@@ -161,8 +161,8 @@ def test_gaps_are_paired_by_seed_and_a_gap_of_sizes_is_a_difference_of_gaps():
     one = gap.over(found, gap.MAIN, gap.NOLOCO[10])
     assert one.mean == pytest.approx((math.exp(0.2) + math.exp(0.3) + math.exp(0.9)) / 3 - 1)
     primary = gap.primary(found, "full")
-    assert primary["NoLoCo every 10 over DDP"].differences == pytest.approx([0.2, 0.3, 0.9])
-    sizes = primary["NoLoCo every 10 over DDP: 1.1M less 0.16M weights"]
+    assert primary["NoLoCo every 10 minus DDP"].differences == pytest.approx([0.2, 0.3, 0.9])
+    sizes = primary["NoLoCo every 10 minus DDP: 1.1M less 0.16M weights"]
     assert sizes.differences == pytest.approx([-0.1, 0.1])
     assert len(primary) == 8 and list(primary.values()).count(None) == 6
 
