@@ -992,7 +992,7 @@ def options(description=__doc__):
     add("--skip", type=number(float, below=1), default=0.0,
         help="share of the stages that a microbatch leaves out, on planned paths")
     add("--unscaled", action="store_true",
-        help="with --skip, evaluate as the papers do, without the rho rule")
+        help="with --skip, evaluate as SkipPipe does, without the rho rule")
     add("--links",
         help="for planned paths: JSON with the ranks' delay and compute in seconds, which "
         "planning.measure writes (default: a message takes as long as a forward)")

@@ -5,8 +5,8 @@
 full: 2 hours of two idle cores. 4 stages of 2 hosts, with the links published with SkipPipe's
 code; the hosts are network namespaces of this machine, and the runs go by the clock
 (experiments/clock.py). Losses are the mean over the replicas, by the rho rule. "Memory" is how many
-microbatches the planner lets a host hold at once. Named before the runs: half skipped over the
-planned full pipeline, with memory 3 and with memory 6, in seconds of an iteration and in loss.
+microbatches the planner lets a host hold at once. Named before the runs: half skipped compared with
+the planned full pipeline, with memory 3 and with memory 6, in seconds of an iteration and in loss.
 """
 import functools
 import itertools

@@ -5,7 +5,7 @@
 
 full: an hour of two cores. Deaths are emulated: an iteration drops the microbatches of one
 node, and no process ends. Named before the runs: perplexity with deaths in 10% of the iterations
-over that without.
+compared with that without.
 """
 import functools
 import itertools

@@ -66,7 +66,7 @@ class Trial:
     alpha: float = 0.0          # outer momentum
     beta: float = 1.0           # outer learning rate, and gamma
     optimizer: str = "adam"
-    model: str = "0.16M"        # of OPTIONS: its weights
+    model: str = "0.16M"        # a key of gap.MODELS[scale]
     N: int = 8                  # replicas
     tokens: int = 1024          # of a replica and step
     steps: int = 1200
@@ -416,17 +416,6 @@ def train_missing(name, trials, models, o):
         return records
 
     make_missing(name, list(dict.fromkeys(trials)), make, o, turn_of=of_one_fleet)
-
-
-def beyond_the_edge(rates, best):
-    """One more rate to try where the best of all that were tried is the lowest or the highest."""
-    if len(rates) == 1:
-        return []
-    if best == min(rates):
-        return [best / 2]
-    if best == max(rates):
-        return [2 * best]
-    return []
 
 
 def parse_options(options):

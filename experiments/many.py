@@ -2,12 +2,12 @@
 
     python -m experiments.many [--scale try|plot|full] [--plot] [--seeds 0 1]
 
-`full` takes minutes of an H200. Losses are trained (experiments/fleet.py); time is simulated, as in
-the NoLoCo paper's Fig. 5B: a step of a replica takes a log-normal time with sigma^2 = 0.5, of mean
-1 (B4), exchanges take none, and at a merge a replica waits for what its partner, or everyone, sent.
-A message leaves after step k m and is merged after step k m + D (the delay), so waits shorter than
-D steps are hidden. Each method makes as many steps as the slowest replica has made after T mean
-steps (`steps_in`); then the models are merged.
+`full` takes a minute of an H200. Losses are trained (experiments/fleet.py); time is simulated, as
+in the NoLoCo paper's Fig. 5B: a step of a replica takes a log-normal time with sigma^2 = 0.5, of
+mean 1 (B4), exchanges take none, and at a merge a replica waits for what its partner, or everyone,
+sent. A message leaves after step k m and is merged after step k m + D (the delay), so waits shorter
+than D steps are hidden. Each method makes as many steps as the slowest replica has made after T
+mean steps (`steps_in`); then the models are merged.
 
 Each method is measured with its best m and D, and with its best m without a delay (`BEST`). `named`
 has the comparisons that were named before the runs.
@@ -35,9 +35,9 @@ KINDS = "best delay", "no delay"
 
 # {(method, replicas): (m, D, learning rate) with the best delay, and without a delay}. Both methods
 # had the same tries at each number of replicas, on a seed that measures nothing: m in 2, 10, 50
-# (DiLoCo's twice that, for about as many bytes), D in 0, m / 10, m / 2, at the rate 0.004; then
-# 0.002 and 0.008, and one more beyond the best of the three if that was an end. The search is in
-# 36e6e0d, what it found in results/many_tries.json.
+# (DiLoCo's twice that, for about as many bytes), D in 0, m / 10, m / 2, rounded down, at the rate
+# 0.004; then 0.002 and 0.008, and one more beyond the best of the three if that was an end. The
+# search is in 36e6e0d, what it found in results/many_tries.json.
 BEST = {
     ("noloco", 8): ((2, 1, 4e-3), (2, 0, 8e-3)),
     ("diloco", 8): ((4, 0, 4e-3), (4, 0, 4e-3)),

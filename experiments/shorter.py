@@ -109,8 +109,8 @@ def draw_skippipe(plt, found):
 
 
 def expected(found):
-    told = [Expected("SkipPipe's iteration, a third skipped, over the full pipeline's (paper: -55 "
-                     "to -58%)", -shorter(found), -0.594, 0.005)]
+    told = [Expected("SkipPipe's iteration, a third skipped, compared with the full pipeline "
+                     "(paper: -55 to -58%)", -shorter(found), -0.594, 0.005)]
     for name, (number, tolerance) in SECONDS.items():
         text = f"{name}, simulated seconds (published: {PUBLISHED.get(name, 'none')})"
         told.append(Expected(text, found["methods"][name]["seconds"], number, tolerance, ".2f"))

@@ -8,7 +8,7 @@ cities of the published instance. Gradients are averaged at every step, so only 
 planned one. "Equal time" has as many steps as fit into DT-FM's time. Each model is trained once and
 evaluated by the rho rule (train.py) and unscaled, as in the SkipPipe paper, each time whole and
 with 75 and 50% of its stages (tools/partial.py): the mean over all choices of so many. Named before
-the runs: half skipped over the full pipeline, by the rho rule.
+the runs: half skipped compared with the full pipeline, by the rho rule.
 """
 import functools
 import itertools
@@ -236,8 +236,8 @@ def expected(found):
     records, told = found["records"], []
     for equal, number in (("steps", -0.03), ("time", -0.06)):
         more = over_full(records, facts_of(4, *HALF, equal), "rho", "rho")
-        told.append(Expected(f"4 stages, 50% skipped, equal {equal}, perplexity over a full "
-                             "pipeline's", more.mean, number, 0.06))
+        told.append(Expected(f"4 stages, 50% skipped, equal {equal}, perplexity "
+                             "compared with a full pipeline", more.mean, number, 0.06))
     return told
 
 

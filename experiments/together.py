@@ -131,7 +131,7 @@ def over(records, one, other):
 def show(found):
     records = found["records"]
     table = Table("paths: method, share of the time", "steps", "loss, nats per byte",
-                  "over DDP's on the full pipeline after 100%", "over DDP's, same paths and time")
+                  "minus DDP on the full pipeline after 100%", "minus DDP, same paths and time")
     for facts in kinds(records):
         table.add(name_of(facts), mean(records, facts, "steps", ".0f"),
                   mean(records, facts), over(records, facts, facts_of(FULL, DDP, 1.0)),

@@ -1,22 +1,24 @@
 """experiments/fleet.py: many replicas in one process train as processes do. gap.py and many.py: which runs,
-which rates, the simulated clock."""
+the simulated clock, and that their settings are the best of the logs."""
 import functools
 import itertools
 import math
 import random
-from dataclasses import replace
+import statistics
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 import train
-from experiments import fleet, gap, many
+from experiments import fleet, gap, harness, many
 from experiments.fleet import Batches, Fleet, ManyOuters, Trial
 from gossip.muon import orthogonal
 from noloco import random_groups
 from tests.harness import SMALL, metrics, options
 from train import Reader, load_corpus
 
+KEYS = [field.name for field in fields(Trial) if field.name not in ("rate", "seed")]
 ALIKE = [(Trial("noloco", 2, 1), "--optimizer", "muon"), (Trial("noloco", 2, K=2),),
          (Trial("diloco", 3, 1, K=3),), (Trial("ddp"),)]
 
@@ -167,6 +169,45 @@ def test_gaps_are_paired_by_seed_and_a_gap_of_sizes_is_a_difference_of_gaps():
     assert len(primary) == 8 and list(primary.values()).count(None) == 6
 
 
+def log(name):
+    """{a try's facts without its rate, its seed and what came out: {text: {rate: its records}}}"""
+    tries = {}
+    for record in harness.records_in(harness.results_file(harness.ROOT, name)):
+        facts = tuple(record[key] for key in KEYS)
+        rates = tries.setdefault(facts, {}).setdefault(record["corpus"], {})
+        rates.setdefault(record["rate"], []).append(record)
+    return tries
+
+
+def lowest(rates, key="merged"):
+    return min(rates, key=lambda rate: statistics.mean(record[key] for record in rates[rate]))
+
+
+def facts_of(trial):
+    return tuple(getattr(trial, key) for key in KEYS)
+
+
+@pytest.mark.parametrize("setting", [gap.MAIN, gap.WITH_MUON, gap.SHORT, gap.TWO], ids=lambda one: one.name)
+def test_rates_of_gap_are_the_best_of_its_log(setting):
+    """On the text with the most rates; beyond an edge as another text decides between two rates."""
+    tries = log("gap_rates")
+    for method, rate in setting.rates.items():
+        key = "mean" if method == gap.NEVER else "merged"
+        texts = tries[facts_of(setting.trial(lender(method)))].values()
+        first, *others = sorted(texts, key=len, reverse=True)
+        best = lowest(first, key)
+        if best in (min(first), max(first)):
+            (other,) = others
+            assert sorted(other) in ([best, 2 * best], [best / 2, best])
+            best = lowest(other, key)
+        assert rate == best, method
+
+
+def lender(method):
+    """Fragments and delays have the rate of NoLoCo every 10."""
+    return gap.NOLOCO[10] if method.D or method.K > 1 else method
+
+
 def test_bytes_are_those_of_a_ring_and_of_a_pair():
     assert gap.bytes_of_ddp(gap.DDP, 8) == 1
     assert gap.bytes_of_ddp(gap.DILOCO[20], 8) == 1 / 20
@@ -212,3 +253,14 @@ def test_pace_at_10_steps_between_pairs_and_between_everyone():
         for method, wanted in (("noloco", pair), ("diloco", everyone)):
             ends = list(itertools.islice(many.ends(method, N, 10, 0), 1000))
             assert float(ends[-1].mean()) / 1000 == pytest.approx(wanted, abs=0.015)
+
+
+def test_settings_are_the_best_of_the_log():
+    """The lowest loss at one rate chooses m and D, with a delay or without; then its rates compete."""
+    for (method, N), chosen in many.BEST.items():
+        own = {facts: rates for facts, texts in log("many_tries").items() for rates in texts.values()
+               if (facts[0], facts[KEYS.index("N")]) == (method, N)}
+        for choice, delays in zip(chosen, (True, False)):
+            may = [facts for facts in own if delays or not facts[KEYS.index("D")]]
+            best = min(may, key=lambda facts: own[facts][4e-3][0]["merged"])
+            assert choice == (best[KEYS.index("m")], best[KEYS.index("D")], lowest(own[best])), (method, N)

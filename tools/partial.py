@@ -30,7 +30,7 @@ def infer(job, argv):
     parser.add_argument("--shares", type=shares, default=[1.0, 0.75, 0.5],
                         help="shares of the stages that run (1,0.75,0.5)")
     parser.add_argument("--dead", type=integers, default=[], help="ranks that no path visits")
-    parser.add_argument("--unscaled", action="store_true", help="evaluate as the papers do")
+    parser.add_argument("--unscaled", action="store_true", help="evaluate as SkipPipe does")
     a = parser.parse_args(argv)
     run = built(job, ["--resume", a.run], Checkpoints=ReadOnly, make_outer=lambda run: None)
     run.o.unscaled |= a.unscaled
