@@ -34,10 +34,11 @@ ALL = (DDP, NEVER, *NOLOCO.values(), *DILOCO.values(), PARTS, LATE_PARTS, LATE, 
 
 # Learning rates, here and below the best of results/gap_rates.json (by b622f65 and earlier):
 # 0.001, 0.002, 0.004, 0.008, with Muon 0.006, 0.012, 0.024, after as many steps as are measured, by
-# the merged model's mean loss on seeds 100 and 101, for the methods outside THREE on seed 100, for
-# never averaged by the replicas' mean. If the best was an end of these, it was tried once more
-# beside the next one, on one text. Fragments and delays have the rate of NoLoCo every 10.
-ADAM = dict.fromkeys(ALL, 4e-3) | {DDP: 8e-3, NEVER: 2e-3, NOLOCO[2]: 1.6e-2, DILOCO[4]: 8e-3}
+# the merged model's mean loss on seeds 100 and 101, for the methods outside THREE on seed 100 (for
+# NoLoCo every 2 with Adam on both), for never averaged by the replicas' mean. If the best was an
+# end of these, it was tried once more beside the next one, on one text. Fragments and delays have
+# the rate of NoLoCo every 10.
+ADAM = dict.fromkeys(ALL, 4e-3) | {DDP: 8e-3, NEVER: 2e-3, DILOCO[4]: 8e-3}
 MUON = {DDP: 2.4e-2, NOLOCO[2]: 4.8e-2, NOLOCO[10]: 1.2e-2, LATE_PARTS: 1.2e-2}
 
 
