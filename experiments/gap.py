@@ -32,7 +32,7 @@ THREE = DDP, NOLOCO[10], DILOCO[20]         # which have more seeds, and two to 
 ALL = (DDP, NEVER, *NOLOCO.values(), *DILOCO.values(), PARTS, LATE_PARTS, LATE, LATER, PAPER_NOLOCO,
        PAPER_DILOCO)
 
-# Learning rates, here and below the best of results/gap_rates.json (by b622f65 and earlier):
+# Learning rates, here and below the best of results/gap_rates.json (by c1e40a5 and earlier):
 # 0.001, 0.002, 0.004, 0.008, with Muon 0.006, 0.012, 0.024, after as many steps as are measured, by
 # the merged model's mean loss on seeds 100 and 101, for the methods outside THREE on seed 100 (for
 # NoLoCo every 2 with Adam on both), for never averaged by the replicas' mean. If the best was an

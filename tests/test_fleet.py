@@ -170,11 +170,11 @@ def test_gaps_are_paired_by_seed_and_a_gap_of_sizes_is_a_difference_of_gaps():
 
 
 def log(name):
-    """{a try's facts without its rate, its seed and what came out: {text: {rate: its records}}}"""
+    """{a try, with the default rate and seed: {text: {rate: its records}}}"""
     tries = {}
     for record in harness.records_in(harness.results_file(harness.ROOT, name)):
-        facts = tuple(record[key] for key in KEYS)
-        rates = tries.setdefault(facts, {}).setdefault(record["corpus"], {})
+        trial = Trial(**{key: record[key] for key in KEYS})
+        rates = tries.setdefault(trial, {}).setdefault(record["corpus"], {})
         rates.setdefault(record["rate"], []).append(record)
     return tries
 
@@ -183,17 +183,13 @@ def lowest(rates, key="merged"):
     return min(rates, key=lambda rate: statistics.mean(record[key] for record in rates[rate]))
 
 
-def facts_of(trial):
-    return tuple(getattr(trial, key) for key in KEYS)
-
-
 @pytest.mark.parametrize("setting", [gap.MAIN, gap.WITH_MUON, gap.SHORT, gap.TWO], ids=lambda one: one.name)
 def test_rates_of_gap_are_the_best_of_its_log(setting):
     """On the text with the most rates; beyond an edge as another text decides between two rates."""
     tries = log("gap_rates")
     for method, rate in setting.rates.items():
         key = "mean" if method == gap.NEVER else "merged"
-        texts = tries[facts_of(setting.trial(lender(method)))].values()
+        texts = tries[replace(lender(method), **setting.facts)].values()
         first, *others = sorted(texts, key=len, reverse=True)
         best = lowest(first, key)
         if best in (min(first), max(first)):
@@ -257,10 +253,23 @@ def test_pace_at_10_steps_between_pairs_and_between_everyone():
 
 def test_settings_are_the_best_of_the_log():
     """The lowest loss at one rate chooses m and D, with a delay or without; then its rates compete."""
+    tries = {trial: rates for trial, texts in log("many_tries").items() for rates in texts.values()}
     for (method, N), chosen in many.BEST.items():
-        own = {facts: rates for facts, texts in log("many_tries").items() for rates in texts.values()
-               if (facts[0], facts[KEYS.index("N")]) == (method, N)}
-        for choice, delays in zip(chosen, (True, False)):
-            may = [facts for facts in own if delays or not facts[KEYS.index("D")]]
-            best = min(may, key=lambda facts: own[facts][4e-3][0]["merged"])
-            assert choice == (best[KEYS.index("m")], best[KEYS.index("D")], lowest(own[best])), (method, N)
+        own = [trial for trial in tries if (trial.method, trial.N) == (method, N)]
+        without = [trial for trial in own if not trial.D]
+        for (m, D, rate), may in zip(chosen, (own, without)):
+            best = min(may, key=lambda trial: tries[trial][4e-3][0]["merged"])
+            assert (m, D, rate) == (best.m, best.D, lowest(tries[best])), (method, N)
+
+
+def test_searches_gave_both_methods_the_same_tries_on_seeds_that_measure_nothing():
+    settings = gap.settings_of("full").values()
+    measured = {trial.seed for setting in settings for trial in setting.trials()}
+    measured |= set(range(many.SCALES["full"].seeds))
+    for name in ("gap_rates", "many_tries"):
+        records = harness.records_in(harness.results_file(harness.ROOT, name))
+        assert not measured & {record["seed"] for record in records}
+    tries = [trial for trial in log("many_tries") if not trial.D]
+    ours = {(trial.N, 2 * trial.m) for trial in tries if trial.method == "noloco"}
+    theirs = {(trial.N, trial.m) for trial in tries if trial.method == "diloco"}
+    assert ours == theirs and len(ours) == 9
