@@ -32,13 +32,13 @@ THREE = DDP, NOLOCO[10], DILOCO[20]         # which have more seeds, and two to 
 ALL = (DDP, NEVER, *NOLOCO.values(), *DILOCO.values(), PARTS, LATE_PARTS, LATE, LATER, PAPER_NOLOCO,
        PAPER_DILOCO)
 
-# Learning rates, here and below the best of results/gap_rates.json (by c1e40a5 and earlier):
-# 0.001, 0.002, 0.004, 0.008, with Muon 0.006, 0.012, 0.024, after as many steps as are measured, by
-# the merged model's mean loss on seeds 100 and 101, for the methods outside THREE on seed 100 (for
-# NoLoCo every 2 with Adam on both), for never averaged by the replicas' mean. If the best was an
-# end of these, it was tried once more beside the next one, on one text. Fragments and delays have
-# the rate of NoLoCo every 10.
-ADAM = dict.fromkeys(ALL, 4e-3) | {DDP: 8e-3, NEVER: 2e-3, DILOCO[4]: 8e-3}
+# Learning rates, here and below the best of results/gap_rates.json (by 062c695 and earlier): 0.001,
+# 0.002, 0.004, 0.008, with Muon 0.006, 0.012, 0.024, after as many steps as are measured, by the
+# merged model's mean loss on seeds 100 and 101, for never averaged by the replicas' mean. Methods
+# outside THREE were tried on seed 100, and NoLoCo every 2 and DiLoCo every 4 then on 101 as well.
+# If the best was an end of these, it was tried once more beside the next one, on one text.
+# Fragments and delays have the rate of NoLoCo every 10.
+ADAM = dict.fromkeys(ALL, 4e-3) | {DDP: 8e-3, NEVER: 2e-3}
 MUON = {DDP: 2.4e-2, NOLOCO[2]: 4.8e-2, NOLOCO[10]: 1.2e-2, LATE_PARTS: 1.2e-2}
 
 
@@ -59,9 +59,9 @@ class Setting:
         return replace(method, rate=self.rates[method], **self.facts, **facts)
 
     def selector(self, method):
-        """The facts of a method's records here, whatever their rate and seed."""
-        facts = asdict(replace(method, **self.facts))
-        return {key: value for key, value in facts.items() if key not in ("rate", "seed")}
+        """The facts of a method's records here, whatever their seed."""
+        facts = asdict(self.trial(method))
+        return {key: value for key, value in facts.items() if key != "seed"}
 
     def trials(self):
         """All that are trained."""
@@ -206,7 +206,7 @@ def show_setting(records, setting):
             if method != DDP:
                 gap = over(records, setting, method, key=key)
             table.add(name, f"{bytes_of_ddp(method, one.N):.1%}",
-                      mean(records, setting.selector(method), "rate", "g"), loss, gap)
+                      f"{setting.rates[method]:g}", loss, gap)
     table.end()
 
 
@@ -219,8 +219,8 @@ def show_pairs(records, scale):
         gap = over(records, setting, NOLOCO[10])
         if gap:
             name = f"{base['optimizer'].title()}, {base['model']} weights, {base['N']} replicas, "
-            table.add(f"{name}{base['steps']} steps", mean(records, base, "rate", "g"),
-                      mean(records, own, "rate", "g"), mean(records, base), gap)
+            table.add(f"{name}{base['steps']} steps", f"{base['rate']:g}", f"{own['rate']:g}",
+                      mean(records, base), gap)
     table.end()
 
 
