@@ -35,9 +35,9 @@ ALL = (DDP, NEVER, *NOLOCO.values(), *DILOCO.values(), PARTS, LATE_PARTS, LATE, 
 # Learning rates, here and below the best of results/gap_rates.json (by 062c695 and earlier): 0.001,
 # 0.002, 0.004, 0.008, with Muon 0.006, 0.012, 0.024, after as many steps as are measured, by the
 # merged model's mean loss on seeds 100 and 101, for never averaged by the replicas' mean. Methods
-# outside THREE were tried on seed 100, and NoLoCo every 2 and DiLoCo every 4 then on 101 as well.
-# If the best was an end of these, it was tried once more beside the next one, on one text.
-# Fragments and delays have the rate of NoLoCo every 10.
+# outside THREE were tried on seed 100, and NoLoCo every 2 and DiLoCo every 4 then on 101 as well;
+# 32 replicas on seed 100, from 0.002 on. If the best was an end of these, it was tried once more
+# beside the next one, on one text. Fragments and delays have the rate of NoLoCo every 10.
 ADAM = dict.fromkeys(ALL, 4e-3) | {DDP: 8e-3, NEVER: 2e-3}
 MUON = {DDP: 2.4e-2, NOLOCO[2]: 4.8e-2, NOLOCO[10]: 1.2e-2, LATE_PARTS: 1.2e-2}
 
