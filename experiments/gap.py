@@ -11,7 +11,7 @@ messages and sums as well. A gap is the merged model's perplexity compared with 
 seed; replicas that never average have no merged model to speak of, and theirs is their mean.
 `primary` has the comparisons that were named before the runs.
 """
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from experiments.fleet import Trial, train_missing
 from experiments.harness import Row, command
@@ -60,8 +60,8 @@ class Setting:
 
     def selector(self, method):
         """The facts of a method's records here, whatever their seed."""
-        facts = asdict(self.trial(method))
-        return {key: value for key, value in facts.items() if key != "seed"}
+        known = self.trial(method).known
+        return {key: value for key, value in known.items() if key != "seed"}
 
     def trials(self):
         """All that are trained."""
@@ -291,8 +291,10 @@ def draw(plt, found):
     figure, axes = plt.subplots(1, len(kinds), figsize=(WIDTH, 3.8), sharey=True, squeeze=False)
     axes = dict(zip(kinds, axes.flat))
     for label, (kind, methods, colour, style) in LINES.items():
+        if kind not in settings:
+            continue
         gaps = {}
-        for method in methods if kind in settings else ():
+        for method in methods:
             gap = over(records, settings[kind], method)
             if gap:
                 gaps[100 * bytes_of_ddp(method, settings[kind].trial(DDP).N)] = gap
