@@ -32,12 +32,13 @@ THREE = DDP, NOLOCO[10], DILOCO[20]         # which have more seeds, and two to 
 ALL = (DDP, NEVER, *NOLOCO.values(), *DILOCO.values(), PARTS, LATE_PARTS, LATE, LATER, PAPER_NOLOCO,
        PAPER_DILOCO)
 
-# Learning rates, here and below the best of results/gap_rates.json (by 062c695 and earlier): 0.001,
+# Learning rates, here and below the best of results/gap_rates.json (by 39ad616 and earlier): 0.001,
 # 0.002, 0.004, 0.008, with Muon 0.006, 0.012, 0.024, after as many steps as are measured, by the
 # merged model's mean loss on seeds 100 and 101, for never averaged by the replicas' mean. Methods
 # outside THREE were tried on seed 100, and NoLoCo every 2 and DiLoCo every 4 then on 101 as well;
-# 32 replicas on seed 100, from 0.002 on. If the best was an end of these, it was tried once more
-# beside the next one, on one text. Fragments and delays have the rate of NoLoCo every 10.
+# 32 replicas on seed 100, from 0.002 on; 1.1M weights on seed 100, DDP from 0.002 on, the others up
+# to 0.004. If the best was an end of these, it was tried once more beside the next one, on one
+# text. Fragments and delays have the rate of NoLoCo every 10.
 ADAM = dict.fromkeys(ALL, 4e-3) | {DDP: 8e-3, NEVER: 2e-3}
 MUON = {DDP: 2.4e-2, NOLOCO[2]: 4.8e-2, NOLOCO[10]: 1.2e-2, LATE_PARTS: 1.2e-2}
 
@@ -74,8 +75,7 @@ class Setting:
 
 MAIN = Setting("Adam", ADAM, 5, 10)
 WITH_MUON = Setting("Muon", MUON, 5, facts=dict(optimizer="muon"))
-# Its rates are not searched yet, and it has not been run.
-LARGER = Setting("1.1M weights", dict.fromkeys(THREE, 4e-3), facts=dict(model="1.1M"))
+LARGER = Setting("1.1M weights", dict.fromkeys(THREE, 2e-3) | {DDP: 4e-3}, facts=dict(model="1.1M"))
 SHORT = Setting("300 steps", {DDP: 4e-3, NOLOCO[10]: 8e-3}, facts=dict(steps=300))
 TWO = Setting("2 replicas", dict.fromkeys(PAIR, 4e-3), facts=dict(N=2, steps=600))
 MANY = Setting("32 replicas", dict.fromkeys(PAIR, 4e-3), facts=dict(N=32, steps=600))

@@ -183,8 +183,7 @@ def lowest(rates, key="merged"):
     return min(rates, key=lambda rate: statistics.mean(record[key] for record in rates[rate]))
 
 
-@pytest.mark.parametrize("setting", [gap.MAIN, gap.WITH_MUON, gap.SHORT, gap.TWO, gap.MANY],
-                         ids=lambda one: one.name)
+@pytest.mark.parametrize("setting", gap.FULL, ids=lambda one: one.name)
 def test_rates_of_gap_are_the_best_of_its_log(setting):
     """On the text with the most rates; beyond an edge as another text decides between two rates."""
     tries = log("gap_rates")
