@@ -222,13 +222,13 @@ def finding(records):
     table."""
     every = trained(records)
     compared = [over_full(records, facts, "rho", "rho") for facts in every]
-    means, survive = [], False
+    means, survive = [], []
     for facts, more, stays in zip(every, compared, significant(compared)):
         if more and facts["equal"] == "time" and facts["skip"] == HALF[0]:
             means.append(f"{more.mean:+.0%}")
-            survive = survive or stays
+            survive.append(stays)
     told = f"Half skipped, in equal time: {' and '.join(means)}"
-    return told if survive else f"{told}, not significant"
+    return told if any(survive) else f"{told}, not significant"
 
 
 def expected(found):

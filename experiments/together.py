@@ -173,11 +173,11 @@ def draw(plt, found):
     finding = ""
     if found["scale"] == "full":
         column = [skipping_brings(found["records"], NOLOCO, share) for share in SHARES]
-        stays = significant(column)
-        told = [f"{one.mean:+.2f}{'' if stay else ' (not significant)'}"
-                for one, stay in zip(column, stays)]
-        finding = (f"Half skipped, NoLoCo: {told[-1]} nats after a quarter of the time,\n"
-                   f"{told[0]} after all of it")
+        told = {}
+        for share, more, stays in zip(SHARES, column, significant(column)):
+            told[share] = f"{more.mean:+.2f}{'' if stays else ' (not significant)'}"
+        finding = (f"Half skipped, NoLoCo: {told[min(SHARES)]} nats after a quarter of the time,\n"
+                   f"{told[max(SHARES)]} after all of it")
     frame(figure, found, finding, "Both papers together: loss in equal time")
     return figure
 
