@@ -48,6 +48,7 @@ LEARN = "--layers 2 --batch 8 --microbatches 1 --warmup 20 --eval-sequences 64"
 NOLOCO, DILOCO, PAIRS = METHODS = "NoLoCo", "DiLoCo", "pairs that never wait"
 NAMED = (NOLOCO, DILOCO), (PAIRS, NOLOCO), (PAIRS, DILOCO)      # at each point: one minus the other
 TRIED, AGAIN = 100, 101     # seeds of the tries: of all, of the best two
+LOG = "race_tries"          # OUT/results/LOG.json has the tries
 WIRES = {"fp32": "fp32", "int8": "one byte per weight"}
 SHOWN = {"merged": ".3f", "steps": ".0f", "blocked": ".1f", "sent": ".1f"}
 DRAWN = {NOLOCO: COLOURS["NoLoCo"], DILOCO: COLOURS["DiLoCo"], PAIRS: COLOURS["25%"]}
@@ -178,8 +179,8 @@ def chosen(o):
 def tried(lists, seeds, o):
     """These lists of settings, each in the order of its mean losses on these seeds."""
     for seed in seeds:
-        make_runs("race", tries(seed, lists, o), o, most_others=OTHERS)
-    records = records_in(results_file(o.out, "race"))
+        make_runs(LOG, tries(seed, lists, o), o, most_others=OTHERS)
+    records = records_in(results_file(o.out, LOG))
     return {raced: ranked(raced, settings, seeds, records) for raced, settings in lists.items()}
 
 
