@@ -2,7 +2,7 @@
 
     python -m experiments.race [--scale try|plot|full] [--plot]         as root
 
-full: about eight hours of two idle cores. Eight hosts have a fifth of a processor each (CPU) and
+full: about four hours of two idle cores. Eight hosts have a fifth of a processor each (CPU) and
 200 Mbit/s; a run takes 90 s by the clock (experiments/clock.py). Three points, named before the
 runs:
 
@@ -16,10 +16,7 @@ runs:
 Named before, too: at each point NoLoCo minus DiLoCo, pairs that never wait minus NoLoCo, and minus
 DiLoCo, of the merged model's loss at each run's own end; Holm's correction goes over all nine.
 
-Each method has six tries per point, of m, K fragments and a delay D of up to m / 2, all on seed
-100, then its best two on seed 101. The better mean is tried with half and twice its rate on both
-seeds, and once beyond if an end of these three is the best. The best is raced. The tries are the
-first stage of this program, and the race does not begin before it has them.
+Settings are the best of experiments/race_tries.py.
 
 164 000 parameters, 1024 tokens per replica and step, which takes 0.15 s on a fifth of a processor
 that does nothing else. All messages are fp32, four bytes per weight, since those of pairs that
@@ -30,15 +27,13 @@ made again, whatever they have found.
 """
 import itertools
 import json
-import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from experiments.clock import CPU, PROGRAM
-from experiments.harness import Row, Run, command, make_runs, records_in, results_file
+from experiments.harness import Row, Run, command, make_runs
 from experiments.pictures import COLOURS, GREY, WIDTH, forest, frame
-from experiments.stats import Comparison, Table, by_seed, mean, paired, significant, those
-from train import BadInput
+from experiments.stats import Comparison, Table, mean, paired, significant, those
 
 SECONDS = {"try": 4, "plot": 30, "full": 90}        # by the clock
 SEEDS = {"plot": 1, "full": 16}                     # of a point, at most
@@ -47,8 +42,6 @@ TOKENS = 1024           # of a replica's step
 LEARN = "--layers 2 --batch 8 --microbatches 1 --warmup 20 --eval-sequences 64"
 NOLOCO, DILOCO, PAIRS = METHODS = "NoLoCo", "DiLoCo", "pairs that never wait"
 NAMED = (NOLOCO, DILOCO), (PAIRS, NOLOCO), (PAIRS, DILOCO)      # at each point: one minus the other
-TRIED, AGAIN = 100, 101     # seeds of the tries: of all, of the best two
-LOG = "race_tries"          # OUT/results/LOG.json has the tries
 WIRES = {"fp32": "fp32", "int8": "one byte per weight"}
 SHOWN = {"merged": ".3f", "steps": ".0f", "blocked": ".1f", "sent": ".1f"}
 DRAWN = {NOLOCO: COLOURS["NoLoCo"], DILOCO: COLOURS["DiLoCo"], PAIRS: COLOURS["25%"]}
@@ -71,26 +64,18 @@ POINTS = (
     Point("50 ms one way", 8, "--mbit 200 --latency 50"),
 )
 TRY = Point("two hosts", 1, f"--mbit 200 --latency 5 --cpu 1={CPU / 2:.3g}", by_speed=True)
-RATE = 0.003            # of the first tries
-WAITLESS = (2, 1, 0), (4, 1, 0), (8, 1, 0), (16, 1, 0), (32, 1, 0), (64, 1, 0)
-LISTS = {                   # {(point, method): m, K and D}
-    ("uneven steps", NOLOCO): ((10, 1, 1), (10, 1, 5), (10, 5, 5), (4, 1, 2), (20, 1, 10),
-                               (20, 4, 10)),
-    ("uneven steps", DILOCO): ((20, 1, 1), (20, 1, 10), (20, 4, 10), (10, 1, 5), (40, 1, 20),
-                               (40, 4, 20)),
-    ("uneven steps", PAIRS): WAITLESS,
-    ("one slow host", NOLOCO): ((2, 1, 0), (2, 1, 1), (4, 1, 1), (4, 1, 2), (10, 1, 5), (10, 2, 4)),
-    ("one slow host", DILOCO): ((4, 1, 1), (4, 1, 2), (10, 1, 2), (10, 1, 5), (10, 2, 4),
-                                (20, 1, 10)),
-    ("one slow host", PAIRS): WAITLESS,
-    ("50 ms one way", NOLOCO): ((4, 1, 2), (5, 5, 1), (5, 5, 2), (10, 5, 5), (10, 1, 5),
-                                (20, 4, 10)),
-    ("50 ms one way", DILOCO): ((10, 1, 5), (10, 2, 5), (20, 1, 10), (20, 2, 10), (20, 4, 10),
-                                (40, 4, 20)),
-    ("50 ms one way", PAIRS): WAITLESS,
+# {(point, method): m, K, D and rate}: until experiments/race_tries.py has chosen, its first try
+RACED = {
+    ("uneven steps", NOLOCO): (10, 1, 1, 0.003),
+    ("uneven steps", DILOCO): (20, 1, 1, 0.003),
+    ("uneven steps", PAIRS): (2, 1, 0, 0.003),
+    ("one slow host", NOLOCO): (2, 1, 0, 0.003),
+    ("one slow host", DILOCO): (4, 1, 1, 0.003),
+    ("one slow host", PAIRS): (2, 1, 0, 0.003),
+    ("50 ms one way", NOLOCO): (4, 1, 2, 0.003),
+    ("50 ms one way", DILOCO): (10, 1, 5, 0.003),
+    ("50 ms one way", PAIRS): (2, 1, 0, 0.003),
 }
-# {(point, method): settings}: m, K, D and the rate
-TRIES = {raced: [(*setting, RATE) for setting in settings] for raced, settings in LISTS.items()}
 
 
 # ---------------------------------------------------------------- the runs
@@ -125,28 +110,24 @@ def ended(folder):
 
 
 def measure(o):
-    """On the full scale first the tries. At others the first try of each list races."""
     if o.scale == "try":
         runs = [a_run("race", TRY, method, (2, 1, 0, 0.003), 0, o.scale)
                 for method in (NOLOCO, PAIRS)]
         make_runs("race", runs, o)
-    elif o.scale == "plot":
-        settings = {raced: tries[0] for raced, tries in TRIES.items()}
-        make_runs("race", race_runs(settings, o.scale), o, turn_of=turn)
     else:
-        make_runs("race", race_runs(chosen(o), o.scale), o, turn_of=turn, most_others=OTHERS)
+        most = OTHERS if o.scale == "full" else None
+        make_runs("race", race_runs(o.scale), o, turn_of=turn, most_others=most)
 
 
-def race_runs(settings, scale):
-    """All runs of the race, in their order: who is first changes with the seed. settings: {(point,
-    method): its setting}."""
+def race_runs(scale):
+    """All runs of the race, in their order: who is first changes with the seed."""
     runs = []
     for seed in range(SEEDS[scale]):
         for point in POINTS:
             if seed < point.seeds:
                 first = seed % len(METHODS)
                 for method in METHODS[first:] + METHODS[:first]:
-                    setting = settings[point.name, method]
+                    setting = RACED[point.name, method]
                     runs.append(a_run("race", point, method, setting, seed, scale))
     return runs
 
@@ -158,73 +139,6 @@ def turn(missing):
 
 def place(run):
     return run.facts["point"], run.facts["seed"]
-
-
-# ---------------------------------------------------------------- the tries
-
-
-def chosen(o):
-    """{(point, method): the setting that races}. The tries that are missing are made before.
-
-    Raises BadInput where --seeds leaves out a seed of the tries and they are not there.
-    """
-    both = TRIED, AGAIN
-    order = tried(TRIES, [TRIED], o)
-    order = tried({raced: settings[:2] for raced, settings in order.items()}, both, o)
-    order = tried({raced: with_rates(settings[0]) for raced, settings in order.items()}, both, o)
-    order = tried({raced: them + beyond(them) for raced, them in order.items()}, both, o)
-    return {raced: settings[0] for raced, settings in order.items()}
-
-
-def tried(lists, seeds, o):
-    """These lists of settings, each in the order of its mean losses on these seeds."""
-    for seed in seeds:
-        make_runs(LOG, tries(seed, lists, o), o, most_others=OTHERS)
-    records = records_in(results_file(o.out, LOG))
-    return {raced: ranked(raced, settings, seeds, records) for raced, settings in lists.items()}
-
-
-def with_rates(setting):
-    """The setting, and with half and twice its rate."""
-    *others, rate = setting
-    return [setting, (*others, rate / 2), (*others, 2 * rate)]
-
-
-def beyond(settings):
-    """One more if the first, the best, has the lowest or highest rate of these; else none."""
-    *others, best = settings[0]
-    rates = [rate for *_, rate in settings]
-    if best == min(rates):
-        return [(*others, best / 2)]
-    if best == max(rates):
-        return [(*others, 2 * best)]
-    return []
-
-
-def tries(seed, lists, o):
-    """Their Runs. lists: {(point, method): settings}."""
-    runs = []
-    for point in POINTS:
-        for method in METHODS:
-            for setting in lists[point.name, method]:
-                runs.append(a_run("try", point, method, setting, seed, o.scale))
-    return runs
-
-
-def ranked(raced, settings, seeds, records):
-    """The tries in the order of their mean loss on these seeds. Raises BadInput where one is
-    missing."""
-    point, method = raced
-    means = {}
-    for setting in settings:
-        facts = dict(stage="try", point=point, method=method, **named(setting))
-        losses = by_seed(records, facts, "merged")
-        for seed in seeds:
-            if seed not in losses:
-                raise BadInput(f"the race needs its tries first, and none is there of {method} at "
-                               f"{point} with {named(setting)}: --seeds {TRIED} {AGAIN}")
-        means[setting] = statistics.mean(losses[seed] for seed in seeds)
-    return sorted(settings, key=means.get)
 
 
 def named(setting):

@@ -1,5 +1,5 @@
-"""The race between hosts: the clock, inner steps by speed, uneven steps, its turns and their load, its tries
-and what it compares."""
+"""The race between hosts: the clock, inner steps by speed, uneven steps, its turns and their load, and what
+it compares."""
 
 import itertools
 import json
@@ -297,12 +297,11 @@ def asked(tmp_path, scale="full", seeds=None):
 
 
 CALM, LOADED = race.OTHERS, race.OTHERS + 0.01
-FIRST = {raced: settings[0] for raced, settings in race.TRIES.items()}
 
 
 def take(tmp_path, **kwargs):
     """Make the first seed's first turn."""
-    runs = race.race_runs(FIRST, "full")[:3]
+    runs = race.race_runs("full")[:3]
     harness.make_runs("race", runs, asked(tmp_path), turn_of=race.turn, **kwargs)
     return harness.records_in(tmp_path / "results/race.json")
 
@@ -347,7 +346,7 @@ def test_others_work_is_what_is_neither_idle_nor_ours(monkeypatch, tmp_path):
 
 
 def test_a_turn_is_all_racers_of_a_point_and_seed_and_each_is_first_as_often():
-    missing = race.race_runs(FIRST, "full")
+    missing = race.race_runs("full")
     first, seeds = {}, {}
     while missing:
         turn = race.turn(missing)
@@ -362,13 +361,8 @@ def test_a_turn_is_all_racers_of_a_point_and_seed_and_each_is_first_as_often():
         assert max(counts) - min(counts) <= 1
 
 
-# ---------------------------------------------------------------- the tries
-
-
-def test_each_method_has_six_tries_and_each_is_a_run_that_train_takes(tmp_path):
-    for (point, method), settings in race.TRIES.items():
-        assert len(set(settings)) == 6
-    for run in race.tries(race.TRIED, race.TRIES, asked(tmp_path)):
+def test_each_racer_is_a_run_that_train_takes():
+    for run in race.race_runs("full"):
         facts = run.facts
         assert facts["D"] <= facts["m"] / 2 or facts["m"] <= 2
         argv = f"--name x {harness.SMALL} {run.options} --seed 1".split()
@@ -383,47 +377,18 @@ def test_each_method_has_six_tries_and_each_is_a_run_that_train_takes(tmp_path):
         assert own.by_speed == facts["by_speed"] == by_speed
 
 
+# ---------------------------------------------------------------- what is compared
+
+
 def kept(run, loss):
     return run.known | dict(corpus="text", machine="here", cpu_hours=0.0, others=0.0, merged=loss)
-
-
-def test_the_best_two_tries_run_again_and_the_better_mean_races(monkeypatch, tmp_path):
-    """On the first seed the fourth try is best, then the second; on the other the second is far better, and
-    half its rate is better still, a quarter is not."""
-    ran, on_first = [], (1.5, 1.2, 1.6, 1.1, 1.4, 1.3)
-
-    def train_once(name, run):
-        facts = run.facts
-        ran.append(facts)
-        settings = [race.named(setting) for setting in race.TRIES[facts["point"], facts["method"]]]
-        number = settings.index(dict(m=facts["m"], K=facts["K"], D=facts["D"], rate=race.RATE))
-        loss = {race.TRIED: on_first[number], race.AGAIN: 1.0 if number == 1 else 1.9}.get(facts["seed"], 1.0)
-        loss += {0.5: -0.2, 1: 0.0, 2: 0.3, 0.25: 0.1}[facts["rate"] / race.RATE]
-        return kept(run, loss)
-
-    monkeypatch.setattr(harness, "train_once", train_once)
-    with pytest.raises(train.BadInput, match=f"--seeds {race.TRIED} {race.AGAIN}"):
-        race.measure(asked(tmp_path, seeds=[0]))            # no race without its tries
-    assert not ran
-    race.measure(asked(tmp_path, seeds=[race.TRIED, race.AGAIN]))
-    # Of nine lists: six tries, two again, two rates on both seeds, one rate beyond on both.
-    assert len(ran) == 9 * (6 + 2 + 4 + 2) and {facts["stage"] for facts in ran} == {"try"}
-    ran.clear()
-    race.measure(asked(tmp_path, seeds=[0]))
-    assert len(ran) == 9                                    # all at three points, and no try again
-    for facts in ran:
-        *second, rate = race.TRIES[facts["point"], facts["method"]][1]
-        assert race.named((*second, rate / 2)).items() <= facts.items() and facts["stage"] == "race"
-
-
-# ---------------------------------------------------------------- what is compared
 
 
 def found(tmp_path, losses, **facts):
     """What a results file would hold. losses: {method: its mean over seeds, of which every other one lies
     10% above the rest}"""
     records = []
-    for run in race.race_runs(FIRST, "full"):
+    for run in race.race_runs("full"):
         method, seed = run.facts["method"], run.facts["seed"]
         if method in losses:
             more = dict(steps=400, blocked=3.0, sent=2.0) | facts

@@ -1,0 +1,113 @@
+"""Choose the settings of experiments/race.py: one search for each method at each point.
+
+    python -m experiments.race_tries --scale full         as root
+
+About four hours of two idle cores. Each method has six tries per point, of m, K fragments and a
+delay D of up to m / 2, all on seed 100, then its best two on seed 101. The better mean is tried
+with half and twice its rate on both seeds, and once beyond if an end of these three is the best.
+It prints the best ones; results/race_tries.json has all. `--seeds 100` makes what it can of them.
+
+This program leaves when it has ended.
+"""
+import statistics
+
+from experiments.harness import Row, command, make_runs, records_in, results_file
+from experiments.race import DILOCO, METHODS, NOLOCO, OTHERS, PAIRS, POINTS, a_run, named
+from experiments.stats import by_seed
+from train import BadInput
+
+TRIED, AGAIN = 100, 101     # seeds: of all, of the best two
+NAME = "race_tries"
+RATE = 0.003            # of the first tries
+WAITLESS = (2, 1, 0), (4, 1, 0), (8, 1, 0), (16, 1, 0), (32, 1, 0), (64, 1, 0)
+LISTS = {                   # {(point, method): m, K and D}
+    ("uneven steps", NOLOCO): ((10, 1, 1), (10, 1, 5), (10, 5, 5), (4, 1, 2), (20, 1, 10),
+                               (20, 4, 10)),
+    ("uneven steps", DILOCO): ((20, 1, 1), (20, 1, 10), (20, 4, 10), (10, 1, 5), (40, 1, 20),
+                               (40, 4, 20)),
+    ("uneven steps", PAIRS): WAITLESS,
+    ("one slow host", NOLOCO): ((2, 1, 0), (2, 1, 1), (4, 1, 1), (4, 1, 2), (10, 1, 5), (10, 2, 4)),
+    ("one slow host", DILOCO): ((4, 1, 1), (4, 1, 2), (10, 1, 2), (10, 1, 5), (10, 2, 4),
+                                (20, 1, 10)),
+    ("one slow host", PAIRS): WAITLESS,
+    ("50 ms one way", NOLOCO): ((4, 1, 2), (5, 5, 1), (5, 5, 2), (10, 5, 5), (10, 1, 5),
+                                (20, 4, 10)),
+    ("50 ms one way", DILOCO): ((10, 1, 5), (10, 2, 5), (20, 1, 10), (20, 2, 10), (20, 4, 10),
+                                (40, 4, 20)),
+    ("50 ms one way", PAIRS): WAITLESS,
+}
+# {(point, method): settings}: m, K, D and the rate
+TRIES = {raced: [(*setting, RATE) for setting in settings] for raced, settings in LISTS.items()}
+
+
+def measure(o):
+    """Prints race.RACED."""
+    for raced, setting in chosen(o).items():
+        print(f"    {raced}: {setting},")
+
+
+def chosen(o):
+    """{(point, method): the setting that races}. The tries that are missing are made before; raises
+    BadInput where --seeds leaves them out."""
+    both = TRIED, AGAIN
+    order = tried(TRIES, [TRIED], o)
+    order = tried({raced: settings[:2] for raced, settings in order.items()}, both, o)
+    order = tried({raced: with_rates(settings[0]) for raced, settings in order.items()}, both, o)
+    order = tried({raced: them + beyond(them) for raced, them in order.items()}, both, o)
+    return {raced: settings[0] for raced, settings in order.items()}
+
+
+def tried(lists, seeds, o):
+    """These lists of settings, each in the order of its mean losses on these seeds."""
+    for seed in seeds:
+        make_runs(NAME, tries(seed, lists, o), o, most_others=OTHERS)
+    records = records_in(results_file(o.out, NAME))
+    return {raced: ranked(raced, settings, seeds, records) for raced, settings in lists.items()}
+
+
+def with_rates(setting):
+    """The setting, and with half and twice its rate."""
+    *others, rate = setting
+    return [setting, (*others, rate / 2), (*others, 2 * rate)]
+
+
+def beyond(settings):
+    """One more if the first, the best, has the lowest or highest rate of these; else none."""
+    *others, best = settings[0]
+    rates = [rate for *_, rate in settings]
+    if best == min(rates):
+        return [(*others, best / 2)]
+    if best == max(rates):
+        return [(*others, 2 * best)]
+    return []
+
+
+def tries(seed, lists, o):
+    """Their Runs. lists: {(point, method): settings}."""
+    runs = []
+    for point in POINTS:
+        for method in METHODS:
+            for setting in lists[point.name, method]:
+                runs.append(a_run("try", point, method, setting, seed, o.scale))
+    return runs
+
+
+def ranked(raced, settings, seeds, records):
+    """The tries in the order of their mean loss on these seeds. Raises BadInput where one is
+    missing."""
+    point, method = raced
+    means = {}
+    for setting in settings:
+        facts = dict(stage="try", point=point, method=method, **named(setting))
+        losses = by_seed(records, facts, "merged")
+        for seed in seeds:
+            if seed not in losses:
+                raise BadInput(f"no try of {method} at {point} with {named(setting)}, seed {seed}")
+        means[setting] = statistics.mean(losses[seed] for seed in seeds)
+    return sorted(settings, key=means.get)
+
+
+ROW = Row(NAME, measure, lambda found: None, {}, lambda found: [])
+
+if __name__ == "__main__":
+    command(__doc__, ROW)
