@@ -188,6 +188,7 @@ def show(found):
             show_setting(records, setting)
     show_pairs(records, scale)
     show_muon(records, scale)
+    show_larger(records, scale)
     show_differences(records, scale, "outer steps, merged models", OUTER_STEPS)
     show_differences(records, scale, "NoLoCo every 10 steps, merged models", FRAGMENTS)
 
@@ -238,6 +239,15 @@ def show_muon(records, scale):
         if nats:
             table.add(name_of(method), nats, paired(records, own, base, how=perplexity))
     table.end()
+
+
+def show_larger(records, scale):
+    larger = settings_of(scale).get("1.1M weights")
+    one = larger and nats_over(records, larger, NOLOCO[10], DILOCO[20])
+    if one:
+        table = Table("1.1M weights, merged models", "nats per byte")
+        table.add("NoLoCo every 10 minus DiLoCo every 20", one)
+        table.end()
 
 
 # {its name: (a method, the one that it is compared with)}. For the same bytes fragments exchange a

@@ -3,9 +3,10 @@
     python -m experiments.race_tries --scale full         as root
 
 About four hours of two idle cores. Each method has six tries per point, of m, K fragments and a
-delay D of up to m / 2, all on seed 100, then its best two on seed 101. The better mean is tried
-with half and twice its rate on both seeds, and once beyond if an end of these three is the best.
-It prints the best ones; results/race_tries.json has all. `--seeds 100` makes what it can of them.
+delay D of up to m / 2, all on seed 100; if the best has the list's shortest or longest m, one more
+with half or twice its m and D. Then its best two run on seed 101. The better mean is tried with
+half and twice its rate on both seeds, and once beyond if an end of these three is the best. It
+prints the best ones; results/race_tries.json has all. `--seeds 100` makes what it can of them.
 
 This program leaves when it has ended.
 """
@@ -51,6 +52,7 @@ def chosen(o):
     BadInput where --seeds leaves them out."""
     both = TRIED, AGAIN
     order = tried(TRIES, [TRIED], o)
+    order = tried({raced: them + other_m(them) for raced, them in order.items()}, [TRIED], o)
     order = tried({raced: settings[:2] for raced, settings in order.items()}, both, o)
     order = tried({raced: with_rates(settings[0]) for raced, settings in order.items()}, both, o)
     order = tried({raced: them + beyond(them) for raced, them in order.items()}, both, o)
@@ -63,6 +65,17 @@ def tried(lists, seeds, o):
         make_runs(NAME, tries(seed, lists, o), o, most_others=OTHERS)
     records = records_in(results_file(o.out, NAME))
     return {raced: ranked(raced, settings, seeds, records) for raced, settings in lists.items()}
+
+
+def other_m(settings):
+    """One more if the first, the best, has the shortest or longest m of these; else none."""
+    m, K, D, rate = settings[0]
+    intervals = [interval for interval, *_ in settings]
+    if m == min(intervals):
+        return [(m // 2, K, D // 2, rate)]
+    if m == max(intervals):
+        return [(2 * m, K, 2 * D, rate)]
+    return []
 
 
 def with_rates(setting):

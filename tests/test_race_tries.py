@@ -4,7 +4,7 @@ import pytest
 
 import train
 from experiments import harness, race
-from experiments.race_tries import AGAIN, RATE, TRIED, TRIES, chosen
+from experiments.race_tries import AGAIN, RATE, TRIED, TRIES, chosen, other_m
 from tests.test_race import asked, kept
 
 
@@ -13,16 +13,25 @@ def test_each_method_has_six_tries():
         assert len(set(settings)) == 6
 
 
+def test_a_best_interval_at_an_end_of_the_list_has_another_one_beyond():
+    short, long, between = (4, 1, 2, 0.003), (20, 4, 10, 0.003), (10, 1, 5, 0.003)
+    assert other_m([short, long, between]) == [(2, 1, 1, 0.003)]
+    assert other_m([long, short, between]) == [(40, 4, 20, 0.003)]
+    assert other_m([between, short, long]) == []
+
+
 def test_the_best_two_tries_run_again_and_the_better_mean_races(monkeypatch, tmp_path):
     """On the first seed the fourth try is best, then the second; on the other the second is far better, and
-    half its rate is better still, a quarter is not."""
-    ran, on_first = [], (1.5, 1.2, 1.6, 1.1, 1.4, 1.3)
+    half its rate is better still, a quarter is not. In two lists the fourth one's m is an end, and one more
+    is tried."""
+    ran, on_first = [], (1.5, 1.2, 1.6, 1.1, 1.4, 1.3, 1.9)
 
     def train_once(name, run):
         facts = run.facts
         ran.append(facts)
         settings = [race.named(setting) for setting in TRIES[facts["point"], facts["method"]]]
-        number = settings.index(dict(m=facts["m"], K=facts["K"], D=facts["D"], rate=RATE))
+        setting = dict(m=facts["m"], K=facts["K"], D=facts["D"], rate=RATE)
+        number = settings.index(setting) if setting in settings else 6
         loss = {TRIED: on_first[number], AGAIN: 1.0 if number == 1 else 1.9}[facts["seed"]]
         loss += {0.5: -0.2, 1: 0.0, 2: 0.3, 0.25: 0.1}[facts["rate"] / RATE]
         return kept(run, loss)
@@ -30,11 +39,11 @@ def test_the_best_two_tries_run_again_and_the_better_mean_races(monkeypatch, tmp
     monkeypatch.setattr(harness, "train_once", train_once)
     with pytest.raises(train.BadInput, match=f"seed {AGAIN}"):
         chosen(asked(tmp_path, seeds=[TRIED]))
-    assert len(ran) == 9 * 6                                # of nine lists: six tries,
+    assert len(ran) == 9 * 6 + 2                            # of nine lists: six tries,
     found = chosen(asked(tmp_path))
-    assert len(ran) == 9 * (6 + 2 + 4 + 2)                  # two again, two rates and one beyond on both
+    assert len(ran) == 9 * (6 + 2 + 4 + 2) + 2              # two again, two rates and one beyond on both
     for raced, setting in found.items():
         *second, rate = TRIES[raced][1]
         assert setting == (*second, rate / 2)
     chosen(asked(tmp_path))
-    assert len(ran) == 9 * (6 + 2 + 4 + 2)                  # and none again
+    assert len(ran) == 9 * (6 + 2 + 4 + 2) + 2              # and none again
