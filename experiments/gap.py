@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from experiments.fleet import Trial, train_missing
 from experiments.harness import Row, command
 from experiments.pictures import COLOURS, GREY, WIDTH, curve, forest, frame
-from experiments.stats import Expected, Table, less, mean, paired, perplexity
+from experiments.stats import Expected, Table, less, mean, nats, paired, perplexity
 
 # ---------------------------------------------------------------- what is trained
 
@@ -143,12 +143,15 @@ def bytes_of_ddp(method, replicas):
 
 
 def over(records, setting, method, base=DDP, key="merged", how=perplexity):
-    """A method's losses over another's in this setting, paired by seed; None without a pair."""
+    """A method's losses over another's in this setting, paired by seed; None without a pair, or
+    where the setting lacks one of the two."""
+    if not {method, base} <= setting.rates.keys():
+        return None
     return paired(records, setting.selector(method), setting.selector(base), key, how)
 
 
 def nats_over(records, setting, method, base=DDP):
-    return paired(records, setting.selector(method), setting.selector(base))
+    return over(records, setting, method, base, how=nats)
 
 
 def primary(records, scale):
@@ -188,9 +191,12 @@ def show(found):
             show_setting(records, setting)
     show_pairs(records, scale)
     show_muon(records, scale)
-    show_larger(records, scale)
-    show_differences(records, scale, "outer steps, merged models", OUTER_STEPS)
-    show_differences(records, scale, "NoLoCo every 10 steps, merged models", FRAGMENTS)
+    settings = settings_of(scale)
+    main, larger = settings["Adam"], settings.get("1.1M weights")
+    show_differences(records, main, "outer steps, merged models", OUTER_STEPS)
+    show_differences(records, main, "NoLoCo every 10 steps, merged models", FRAGMENTS)
+    if larger:
+        show_differences(records, larger, "1.1M weights, merged models", LARGER_PAIR)
 
 
 def show_setting(records, setting):
@@ -241,15 +247,6 @@ def show_muon(records, scale):
     table.end()
 
 
-def show_larger(records, scale):
-    larger = settings_of(scale).get("1.1M weights")
-    one = larger and nats_over(records, larger, NOLOCO[10], DILOCO[20])
-    if one:
-        table = Table("1.1M weights, merged models", "nats per byte")
-        table.add("NoLoCo every 10 minus DiLoCo every 20", one)
-        table.end()
-
-
 # {its name: (a method, the one that it is compared with)}. For the same bytes fragments exchange a
 # tenth of the weights at each step, and the others all of them every 10 steps.
 FRAGMENTS = {
@@ -268,16 +265,18 @@ OUTER_STEPS = {
 }
 
 
-def differences(records, scale, pairs):
-    """{name: nats per byte} of what is trained."""
-    main = settings_of(scale)["Adam"]
-    compared = {name: nats_over(records, main, *pair) for name, pair in pairs.items()}
+LARGER_PAIR = {"NoLoCo every 10 minus DiLoCo every 20": (NOLOCO[10], DILOCO[20])}
+
+
+def differences(records, setting, pairs):
+    """{name: nats per byte} of what is trained in this setting."""
+    compared = {name: nats_over(records, setting, *pair) for name, pair in pairs.items()}
     return {name: one for name, one in compared.items() if one}
 
 
-def show_differences(records, scale, title, pairs):
+def show_differences(records, setting, title, pairs):
     table = Table(title, "nats per byte")
-    for name, one in differences(records, scale, pairs).items():
+    for name, one in differences(records, setting, pairs).items():
         table.add(name, one)
     table.end()
 
@@ -333,7 +332,8 @@ def finding(records, scale):
 
 
 def draw_fragments(plt, found):
-    compared = differences(found["records"], found["scale"], FRAGMENTS)
+    main = settings_of(found["scale"])["Adam"]
+    compared = differences(found["records"], main, FRAGMENTS)
     figure, axis = plt.subplots(figsize=(WIDTH, 3.4))
     named = {name.replace(", minus ", "\nminus "): one for name, one in compared.items()}
     colours = [COLOURS["NoLoCo"] if "fragments" in name else GREY for name in named]
@@ -363,7 +363,7 @@ def expected(found):
         told.append(Expected(f"{name_of(method)} compared with {name_of(base)}, perplexity",
                              more and more.mean, *number))
     name = next(iter(FRAGMENTS))
-    more = differences(found["records"], found["scale"], FRAGMENTS).get(name)
+    more = differences(found["records"], main, FRAGMENTS).get(name)
     told.append(Expected(f"{name}, nats per byte", more and more.mean, -0.02, 0.04, "+.3f"))
     return told
 

@@ -16,7 +16,7 @@ runs:
 Named before, too: at each point NoLoCo minus DiLoCo, pairs that never wait minus NoLoCo, and minus
 DiLoCo, of the merged model's loss at each run's own end; Holm's correction goes over all nine.
 
-Settings are the best of experiments/race_tries.py.
+Settings are those of RACED, provisional until experiments/race_tries.py has ended.
 
 164 000 parameters, 1024 tokens per replica and step, which takes 0.15 s on a fifth of a processor
 that does nothing else. All messages are fp32, four bytes per weight, since those of pairs that

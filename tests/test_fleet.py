@@ -183,6 +183,18 @@ def lowest(rates, key="merged"):
     return min(rates, key=lambda rate: statistics.mean(record[key] for record in rates[rate]))
 
 
+@pytest.mark.parametrize("scale, tables", [("try", 9), ("plot", 4), ("full", 9)])
+def test_every_scale_shows_what_it_trains(scale, tables, capsys):
+    """plot has fewer methods and settings, so fewer tables."""
+    records = [trial.known | dict(merged=random.Random(f"{trial}").random(), mean=2.0 + trial.seed)
+               for setting in gap.SETTINGS[scale] for trial in setting.trials()]
+    shown = dict(records=records, scale=scale, out=".")
+    gap.show(shown)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("|---") for line in lines) == tables
+    assert all(one.found is not None for one in gap.expected(shown))
+
+
 @pytest.mark.parametrize("setting", gap.FULL, ids=lambda one: one.name)
 def test_rates_of_gap_are_the_best_of_its_log(setting):
     """On the text with the most rates; beyond an edge as another text decides between two rates."""

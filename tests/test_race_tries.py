@@ -4,13 +4,20 @@ import pytest
 
 import train
 from experiments import harness, race
-from experiments.race_tries import AGAIN, RATE, TRIED, TRIES, chosen, other_m
-from tests.test_race import asked, kept
+from experiments.race_tries import AGAIN, RATE, TRIED, TRIES, chosen, other_m, tries
+from tests.test_race import asked, check_that_train_takes, kept
 
 
-def test_each_method_has_six_tries():
+def test_each_method_has_six_tries_and_each_is_a_run_that_train_takes(tmp_path):
     for settings in TRIES.values():
         assert len(set(settings)) == 6
+    check_that_train_takes(tries(TRIED, TRIES, asked(tmp_path)))
+
+
+def test_train_takes_what_lies_beyond_the_ends_of_a_list(tmp_path):
+    lists = {raced: [one for best in settings for one in other_m([best, *settings])]
+             for raced, settings in TRIES.items()}
+    check_that_train_takes(tries(TRIED, lists, asked(tmp_path)))
 
 
 def test_a_best_interval_at_an_end_of_the_list_has_another_one_beyond():
