@@ -167,8 +167,8 @@ def primary(records, scale):
     compare("NoLoCo every 10 minus DDP", main, NOLOCO[10])
     compare("NoLoCo every 10 minus DiLoCo every 20", main, NOLOCO[10], DILOCO[20])
     compare("NoLoCo every 2 minus DiLoCo every 4", main, NOLOCO[2], DILOCO[4])
-    compare("fragments with D = 1 minus whole with D = 5", main, LATE_PARTS, LATER)
-    compare("fragments with D = 1 minus whole with D = 1", main, LATE_PARTS, LATE)
+    for name, pair in NAMED_FRAGMENTS.items():
+        compare(name, main, *pair)
     muon = settings.get("Muon")
     compare("NoLoCo every 10 minus DDP, Muon", muon, NOLOCO[10])
     compare("NoLoCo every 10 in fragments minus DDP, Muon", muon, LATE_PARTS)
@@ -194,7 +194,7 @@ def show(found):
     settings = settings_of(scale)
     main, larger = settings["Adam"], settings.get("1.1M weights")
     show_differences(records, main, "outer steps, merged models", OUTER_STEPS)
-    show_differences(records, main, "NoLoCo every 10 steps, merged models", FRAGMENTS)
+    show_differences(records, main, "NoLoCo every 10 steps, merged models", OTHER_FRAGMENTS)
     if larger:
         show_differences(records, larger, "1.1M weights, merged models", LARGER_PAIR)
 
@@ -249,9 +249,12 @@ def show_muon(records, scale):
 
 # {its name: (a method, the one that it is compared with)}. For the same bytes fragments exchange a
 # tenth of the weights at each step, and the others all of them every 10 steps.
-FRAGMENTS = {
+EQUALLY_LATE = "fragments, D = 1, minus whole, D = 1"
+NAMED_FRAGMENTS = {
     "fragments, D = 1, minus whole, D = 5": (LATE_PARTS, LATER),
-    "fragments, D = 1, minus whole, D = 1": (LATE_PARTS, LATE),
+    EQUALLY_LATE: (LATE_PARTS, LATE),
+}
+OTHER_FRAGMENTS = {
     "fragments, D = 0, minus whole, D = 0": (PARTS, NOLOCO[10]),
     "whole, D = 5, minus whole, D = 0": (LATER, NOLOCO[10]),
     "whole, D = 1, minus whole, D = 0": (LATE, NOLOCO[10]),
@@ -333,16 +336,22 @@ def finding(records, scale):
 
 def draw_fragments(plt, found):
     main = settings_of(found["scale"])["Adam"]
-    compared = differences(found["records"], main, FRAGMENTS)
+    compared = differences(found["records"], main, NAMED_FRAGMENTS | OTHER_FRAGMENTS)
     figure, axis = plt.subplots(figsize=(WIDTH, 3.4))
     named = {name.replace(", minus ", "\nminus "): one for name, one in compared.items()}
     colours = [COLOURS["NoLoCo"] if "fragments" in name else GREY for name in named]
     forest(axis, named, colours)
     axis.set(xlabel="nats per byte (below zero: the first one is better)")
-    late = compared["fragments, D = 1, minus whole, D = 1"].mean
-    frame(figure, found, f"Fragments minus whole messages, both one step late: {late:+.3f} nats",
-          "Fragments and whole messages")
+    frame(figure, found, finding_of_fragments(found), "Fragments and whole messages")
     return figure
+
+
+def finding_of_fragments(found):
+    named = primary(found["records"], found["scale"])
+    survive = dict(zip(named, significant(list(named.values()))))
+    told = ("Fragments minus whole messages, both one step late: "
+            f"{named[EQUALLY_LATE].mean:+.3f} nats")
+    return told if survive[EQUALLY_LATE] else f"{told}, not significant"
 
 
 # ---------------------------------------------------------------- expected numbers
@@ -362,8 +371,8 @@ def expected(found):
         more = over(found["records"], main, method, base)
         told.append(Expected(f"{name_of(method)} compared with {name_of(base)}, perplexity",
                              more and more.mean, *number))
-    name = next(iter(FRAGMENTS))
-    more = differences(found["records"], main, FRAGMENTS).get(name)
+    name = next(iter(NAMED_FRAGMENTS))
+    more = differences(found["records"], main, NAMED_FRAGMENTS).get(name)
     told.append(Expected(f"{name}, nats per byte", more and more.mean, -0.02, 0.04, "+.3f"))
     return told
 

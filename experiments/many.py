@@ -211,7 +211,7 @@ def finding(found):
         return "NoLoCo and DiLoCo in equal time: no significant difference with most replicas"
     word = "lower" if at_many.mean < 0 else "higher"
     return (f"With {SCALES[found['scale']].replicas[-1]} replicas NoLoCo's loss is "
-            f"{abs(at_many.mean):.3f} nats {word} than DiLoCo's in equal time")
+            f"{abs(at_many.mean):.3f} nats {word} than DiLoCo's in equal simulated time")
 
 
 def expected(found):
