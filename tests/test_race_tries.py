@@ -15,7 +15,8 @@ def test_each_method_has_six_tries_and_each_is_a_run_that_train_takes(tmp_path):
 
 
 def test_train_takes_what_lies_beyond_the_ends_of_a_list(tmp_path):
-    lists = {raced: [best_two([best, *settings])[1] for best in settings] for raced, settings in TRIES.items()}
+    lists = {raced: [best_two([best, *settings])[1] for best in settings]
+             for raced, settings in TRIES.items()}
     check_that_train_takes(tries(TRIED, lists, asked(tmp_path)))
 
 
