@@ -3,7 +3,9 @@
     torchrun ... -m experiments.clock --clock SECONDS ...   train.py's options: as many steps as fit
                                       --by-speed            inner steps by each replica's speed
                                       --never-waits         pairs of gossip/asynchronous.py
+                                      --step SECONDS        a step takes no less
                                       --uneven              steps of uneven length
+                                      --slow RANK           its steps take twice as long
                                       --one-evaluation      nobody evaluates before the end
                                       --memory N            for the planner of paths
 
@@ -18,7 +20,6 @@ import signal
 import sys
 import time
 
-import torch
 import torch.distributed as dist
 
 import train
@@ -205,30 +206,45 @@ def never_waiting(run):
     return Asynchronous(run.theta, run.replicas, inner_steps=o.inner_steps, seed=o.seed)
 
 
-# ---------------------------------------------------------------- steps of uneven length
+# ---------------------------------------------------------------- steps of a given length
 
 
-class Uneven(train.Pipeline):
-    """A step's forward and backward take f times as long as two plain ones, but no less than one.
-    f is log-normal with mean 1, drawn from the seed; 26% of all f are below 1/2. It computes
-    longer: sleeping would leave the processor to the messages."""
-    draws = None                    # a random.Random
+class Paced(train.Pipeline):
+    """Forward and backward of each step take its length, which this machine's speed does not
+    change. Once they are computed it sleeps, as if it waited for an accelerator."""
+    lengths = None                  # an iterator of seconds
 
     def run(self, paths, batches, train=True, order=None):
-        start = time.thread_time()
-        found = super().run(paths, batches, train, order)
+        end = time.perf_counter()
         if train:
-            plain = time.thread_time() - start
-            f = self.draws.lognormvariate(-VARIANCE / 2, math.sqrt(VARIANCE))
-            compute_until(start + 2 * f * plain)
+            end += next(self.lengths)
+        found = super().run(paths, batches, train, order)
+        time.sleep(max(0.0, end - time.perf_counter()))
         return found
 
 
-def compute_until(end):
-    """end: in the processor seconds of this thread."""
-    square = torch.ones(64, 64)
-    while time.thread_time() < end:
-        square @ square
+def even(seconds):
+    """The lengths of steps that all take so long."""
+    while True:
+        yield seconds
+
+
+def uneven(seconds, draws):
+    """The lengths of steps of which each takes f times as long as two even ones, but no less than
+    one. f is log-normal with mean 1; 26% of all f are below 1/2. draws: a random.Random."""
+    while True:
+        f = draws.lognormvariate(-VARIANCE / 2, math.sqrt(VARIANCE))
+        yield seconds * max(1.0, 2 * f)
+
+
+def lengths_of(own, seed, rank):
+    """Of this rank's steps."""
+    seconds = own.step
+    if rank == own.slow:
+        seconds *= 2
+    if own.uneven:
+        return uneven(seconds, random.Random(f"uneven {seed} {rank}"))
+    return even(seconds)
 
 
 # ---------------------------------------------------------------- a run
@@ -253,8 +269,8 @@ class Measured(train.Routes):
 def parts_of(own):
     """What takes the place of train.Run's parts."""
     parts = dict(Routes=functools.partial(Measured, memory=own.memory))
-    if own.uneven:
-        parts["Pipeline"] = Uneven
+    if own.step:
+        parts["Pipeline"] = Paced
     if own.never_waits:
         parts.update(make_outer=never_waiting, Log=functools.partial(OwnTime, limit=own.clock))
     else:
@@ -279,8 +295,8 @@ def clocked(argv):
         if run.corpus:
             test = run.corpus.heldout.chunk(2)[1]
             run.corpus.heldout = test.chunk(len(run.stages[0]))[run.stages[0].index(job.rank)]
-        if own.uneven:
-            run.pipeline.draws = random.Random(f"uneven {run.o.seed} {job.rank}")
+        if own.step:
+            run.pipeline.lengths = lengths_of(own, run.o.seed, job.rank)
         train.train(run)
         job.close()
     if job.leads:           # with the steps that fitted
@@ -293,6 +309,7 @@ def check(own, run):
     o = run.o
     train.need(run.outer, "--clock is for --method noloco and diloco")
     train.need(o.warmup >= 4, "--clock needs a --warmup of 4 or more: in it, it finds the pace")
+    train.need(own.step or not own.uneven and own.slow is None, "--uneven and --slow need a --step")
     if own.never_waits:
         plain = o.method == "noloco" and o.wire == "fp32" and not o.delay and o.fragments == 1
         train.need(plain and not own.by_speed and len(o.stages) == 1,
@@ -313,8 +330,11 @@ def clock_parser():
                    help="after the warm-up each replica makes inner steps by its speed")
     p.add_argument("--never-waits", action="store_true",
                    help="pairs that never wait, instead of NoLoCo's")
+    p.add_argument("--step", type=float, metavar="SECONDS",
+                   help="a step's forward and backward take no less")
     p.add_argument("--uneven", action="store_true",
-                   help="steps of log-normal length, which compute longer")
+                   help="steps of log-normal length, no less than --step, on average twice as long")
+    p.add_argument("--slow", type=int, metavar="RANK", help="its steps take twice as long")
     p.add_argument("--one-evaluation", action="store_true",
                    help="at the end: before it nobody waits for others to evaluate")
     return p

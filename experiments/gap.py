@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from experiments.fleet import Trial, train_missing
 from experiments.harness import Row, command
 from experiments.pictures import COLOURS, GREY, WIDTH, curve, forest, frame
-from experiments.stats import Expected, Table, less, mean, nats, paired, perplexity
+from experiments.stats import (Expected, Table, less, mean, nats, paired, perplexity,
+                               significant)
 
 # ---------------------------------------------------------------- what is trained
 

@@ -2,15 +2,16 @@
 
     python -m experiments.race [--scale try|plot|full] [--plot]         as root
 
-full: about four hours of two idle cores. Eight hosts have a fifth of a processor each (CPU) and
-200 Mbit/s; a run takes 90 s by the clock (experiments/clock.py). Three points, named before the
-runs:
+full: about three hours of two idle cores. Eight hosts have 200 Mbit/s; a run takes 90 s by the
+clock (experiments/clock.py). A step's forward and backward take STEP: on a fifth of a processor,
+which each host has (CPU), they are computed in less, and the rest of the time the host sleeps, so
+that the speed of the machine does not decide. Three points, named before the runs:
 
-    uneven steps    5 ms one way. A step takes f times as long as two plain ones, but no less than
-                    one, by computing longer; f is log-normal with mean 1 and sigma^2 0.5, NoLoCo's
-                    own model (B4), on every host. Sixteen seeds
-    one slow host   5 ms one way. Host 5 has a tenth of a processor; NoLoCo and DiLoCo make inner
-                    steps by each host's speed. Eight seeds
+    uneven steps    5 ms one way. A step takes f times as long as two of the others, but no less
+                    than one; f is log-normal with mean 1 and sigma^2 0.5, NoLoCo's own model (B4),
+                    on every host. Sixteen seeds
+    one slow host   5 ms one way. A step of host 5 takes twice as long; NoLoCo and DiLoCo make
+                    inner steps by each host's speed. Eight seeds
     50 ms one way   Eight seeds
 
 Named before, too: at each point NoLoCo minus DiLoCo, pairs that never wait minus NoLoCo, and minus
@@ -18,9 +19,9 @@ DiLoCo, of the merged model's loss at each run's own end; Holm's correction goes
 
 Settings are those of RACED, provisional until experiments/race_tries.py has ended.
 
-164 000 parameters, 1024 tokens per replica and step, which takes 0.15 s on a fifth of a processor
-that does nothing else. All messages are fp32, four bytes per weight, since those of pairs that
-never wait are. Nobody evaluates before the end: for that, all would wait for each other.
+164 000 parameters, 1024 tokens per replica and step. All messages are fp32, four bytes per weight,
+since those of pairs that never wait are. Nobody evaluates before the end: for that, all would wait
+for each other.
 All racers of a point and seed run one right after the other, and who is first changes with the
 seed. If others' work takes more than OTHERS of a processor in one of these runs, all of them are
 made again, whatever they have found.
@@ -37,7 +38,8 @@ from experiments.stats import Comparison, Table, mean, paired, significant, thos
 
 SECONDS = {"try": 4, "plot": 30, "full": 90}        # by the clock
 SEEDS = {"plot": 1, "full": 16}                     # of a point, at most
-OTHERS = 0.1            # of a processor; at full, the most that others' work may take
+STEP = 0.25             # seconds
+OTHERS = 0.25           # of a processor; at full, the most that others' work may take
 TOKENS = 1024           # of a replica's step
 LEARN = "--layers 2 --batch 8 --microbatches 1 --warmup 20 --eval-sequences 64"
 NOLOCO, DILOCO, PAIRS = METHODS = "NoLoCo", "DiLoCo", "pairs that never wait"
@@ -60,11 +62,11 @@ class Point:
 
 POINTS = (
     Point("uneven steps", 16, "--mbit 200 --latency 5", clock="--uneven"),
-    Point("one slow host", 8, f"--mbit 200 --latency 5 --cpu 5={CPU / 2:.3g}", by_speed=True),
+    Point("one slow host", 8, "--mbit 200 --latency 5", clock="--slow 5", by_speed=True),
     Point("50 ms one way", 8, "--mbit 200 --latency 50"),
 )
-TRY = Point("two hosts", 1, f"--mbit 200 --latency 5 --cpu 1={CPU / 2:.3g}", by_speed=True)
-# {(point, method): m, K, D and rate}: until experiments/race_tries.py has chosen, its first try
+TRY = Point("two hosts", 1, "--mbit 200 --latency 5", clock="--slow 1", by_speed=True)
+# {(point, method): m, K, D and rate}: provisional, until experiments/race_tries.py has chosen
 RACED = {
     ("uneven steps", NOLOCO): (10, 1, 1, 0.003),
     ("uneven steps", DILOCO): (20, 1, 1, 0.003),
@@ -87,7 +89,7 @@ def a_run(stage, point, method, setting, seed, scale):
     by_speed = point.by_speed and method != PAIRS       # they need none
     facts = dict(stage=stage, point=point.name, method=method, **named(setting), wire="fp32",
                  by_speed=by_speed, seed=seed)
-    clock = [PROGRAM, str(SECONDS[scale]), "--one-evaluation", point.clock]
+    clock = [PROGRAM, str(SECONDS[scale]), f"--step {STEP} --one-evaluation", point.clock]
     if by_speed:
         clock.append("--by-speed")
     if method == PAIRS:

@@ -245,23 +245,45 @@ def test_replicas_of_unequal_steps_end_after_equally_many_outer_steps(corpus, tm
 # ---------------------------------------------------------------- steps of uneven length, and who never waits
 
 
-def test_an_uneven_step_computes_longer(monkeypatch):
-    """Twice a plain step's 3 s are stretched by f, and no step is shorter than a plain one."""
-    seconds = iter([10.0, 13.0, 20.0, 23.0])
-    ends = []
-    monkeypatch.setattr(clock.time, "thread_time", lambda: next(seconds))
-    monkeypatch.setattr(clock, "compute_until", ends.append)
-    monkeypatch.setattr(train.Pipeline, "run", lambda self, *_: "found")
-    pipeline = clock.Uneven.__new__(clock.Uneven)
-    pipeline.draws = mock.Mock(lognormvariate=mock.Mock(side_effect=[0.25, 4.0]))
-    assert [pipeline.run([], {}) for _ in range(2)] == ["found", "found"]
-    assert ends == [10.0 + 1.5, 20.0 + 24.0]
-    mu, sigma = pipeline.draws.lognormvariate.call_args.args
+def told_draws(*factors):
+    return mock.Mock(lognormvariate=mock.Mock(side_effect=factors))
+
+
+def test_a_step_takes_the_length_it_is_given(monkeypatch):
+    """Of 5 s, 3 are computed; of 2 s nothing is left; an evaluation has no length."""
+    now, slept = [10.0], []
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clock.time, "sleep", slept.append)
+
+    def compute(self, *_):
+        now[0] += 3.0
+        return "found"
+
+    monkeypatch.setattr(train.Pipeline, "run", compute)
+    pipeline = clock.Paced.__new__(clock.Paced)
+    pipeline.lengths = iter([5.0, 2.0])
+    assert [pipeline.run([], {}, train) for train in (True, False, True)] == ["found"] * 3
+    assert slept == [2.0, 0.0, 0.0]
+
+
+def test_uneven_steps_are_twice_even_ones_times_f_but_no_shorter_than_one():
+    draws = told_draws(0.25, 1.0, 4.0)
+    lengths = clock.uneven(0.5, draws)
+    assert [next(lengths) for _ in range(3)] == [0.5, 1.0, 4.0]
+    mu, sigma = draws.lognormvariate.call_args.args
     assert mu + sigma**2 / 2 == pytest.approx(0.0)              # so that the mean is 1
 
 
+def test_each_rank_has_lengths_of_its_own():
+    own = types.SimpleNamespace(step=0.5, slow=1, uneven=False)
+    assert [next(clock.lengths_of(own, 3, rank)) for rank in range(3)] == [0.5, 1.0, 0.5]
+    own.uneven = True
+    first, again, other = (next(clock.lengths_of(own, 3, rank)) for rank in (0, 0, 2))
+    assert first == again != other
+
+
 def test_a_clocked_run_of_pairs_that_never_wait(trained, tmp_path):
-    trained(3, "--clock", 2.0, "--never-waits", "--uneven", "--inner-steps", 3, "--warmup", 5,
+    trained(3, "--clock", 2.0, "--never-waits", "--step", 0.01, "--uneven", "--inner-steps", 3, "--warmup", 5,
             main=clock.clocked)
     (row,) = metrics(tmp_path / "runs/x")                       # nobody waits at an evaluation before
     assert row["step"] >= 5 and row["merged_loss"] > 0 and row["sync_bytes"] > 0
@@ -269,8 +291,8 @@ def test_a_clocked_run_of_pairs_that_never_wait(trained, tmp_path):
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_a_clocked_run_of_uneven_steps_that_evaluates_once(method, trained, tmp_path):
-    trained(3, "--clock", 2.0, "--uneven", "--one-evaluation", "--method", method, "--inner-steps", 3,
-            "--delay", 1, "--warmup", 5, main=clock.clocked)
+    trained(3, "--clock", 2.0, "--step", 0.01, "--uneven", "--one-evaluation", "--method", method,
+            "--inner-steps", 3, "--delay", 1, "--warmup", 5, main=clock.clocked)
     (row,) = metrics(tmp_path / "runs/x")
     assert row["step"] > 5 and row["step"] % 3 == 1 and row["merged_loss"] > 0
 
@@ -372,6 +394,7 @@ def check_that_train_takes(runs):
         own, rest = clock.clock_parser().parse_known_args(words)
         clock.check(own, types.SimpleNamespace(o=o, outer=object()))
         assert own.one_evaluation and own.uneven == (facts["point"] == "uneven steps") and not rest
+        assert own.step == race.STEP and (own.slow is not None) == (facts["point"] == "one slow host")
         assert own.never_waits == (facts["method"] == race.PAIRS)
         by_speed = facts["point"] == "one slow host" and not own.never_waits
         assert own.by_speed == facts["by_speed"] == by_speed
