@@ -287,13 +287,15 @@ def show_differences(records, setting, title, pairs):
 
 # ---------------------------------------------------------------- the pictures
 
-LINES = {   # its label: (setting, methods, colour, style)
-    "NoLoCo": ("Adam", NOLOCO.values(), "NoLoCo", dict(ls="-")),
-    "DiLoCo": ("Adam", DILOCO.values(), "DiLoCo", dict(ls="-")),
-    "NoLoCo, its paper's\nouter step": ("Adam", [PAPER_NOLOCO], "NoLoCo", dict(mfc="white")),
-    "DiLoCo, its paper's\nouter step": ("Adam", [PAPER_DILOCO], "DiLoCo", dict(mfc="white")),
-    "": ("Muon", [NOLOCO[10], NOLOCO[2]], "NoLoCo", dict(ls="-")),
-}
+LINES = (       # (setting, methods, label, colour, style)
+    ("Adam", NOLOCO.values(), "NoLoCo", "NoLoCo", dict(ls="-")),
+    ("Adam", DILOCO.values(), "DiLoCo", "DiLoCo", dict(ls="-")),
+    ("Adam", [PAPER_NOLOCO], "NoLoCo, its paper's\nouter step", "NoLoCo", dict(mfc="white")),
+    ("Adam", [PAPER_DILOCO], "DiLoCo, its paper's\nouter step", "DiLoCo", dict(mfc="white")),
+    ("Adam", [LATE_PARTS], "NoLoCo, 10 fragments\none step late", "25%", dict(marker="D")),
+    ("Muon", [NOLOCO[10], NOLOCO[2]], None, "NoLoCo", dict(ls="-")),
+    ("Muon", [LATE_PARTS], None, "25%", dict(marker="D")),
+)
 
 
 def draw(plt, found):
@@ -303,7 +305,7 @@ def draw(plt, found):
     kinds = [name for name in ("Adam", "Muon") if name in settings]
     figure, axes = plt.subplots(1, len(kinds), figsize=(WIDTH, 3.8), sharey=True, squeeze=False)
     axes = dict(zip(kinds, axes.flat))
-    for label, (kind, methods, colour, style) in LINES.items():
+    for kind, methods, label, colour, style in LINES:
         if kind not in settings:
             continue
         gaps = {}

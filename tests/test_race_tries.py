@@ -45,7 +45,7 @@ def test_the_best_on_the_first_seed_races_with_the_best_rate_on_both(monkeypatch
     monkeypatch.setattr(harness, "train_once", train_once)
     found = chosen(asked(tmp_path))
     candidates = len(list(itertools.chain(*CANDIDATES.values())))
-    assert len(ran) == candidates + 9 * (1 + 4 + 2)         # on a second seed, two rates and one beyond on both
+    assert len(ran) == candidates + 9 * (1 + 4 + 2)     # on a second seed; two rates and one beyond
     for raced, setting in found.items():
         assert setting == (*CANDIDATES[raced][1], RATE / 2)
     chosen(asked(tmp_path))
