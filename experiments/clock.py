@@ -33,7 +33,7 @@ from train import Job, Parser, timed
 CPU = 0.2                       # of a processor, that each host has
 EVALUATIONS = 6                 # of a run that evaluates before the end
 PROGRAM = "-m experiments.clock --clock"
-FIXED = 0.7                     # of the time, after which all agree how many outer steps there are
+FIXED = 0.7                     # of the time, after which all agree on the last message
 VARIANCE = 0.5                  # of the logarithm of an uneven step's length (B4)
 
 
@@ -46,17 +46,16 @@ class Clock(train.Log):
     least. Nobody ends before this number has come, and nobody waits for it while there is time.
     The clock stands still while replicas evaluate, from when the last one has come until all go on.
 
-    limit: seconds. by_speed: at the first outer step after the warm-up, give each rank inner steps
-    of its own, which then evaluate at the end only. evaluates: also before it. Subclasses may
-    override `agree`, `ends_after` and `take_row`.
+    limit: seconds. Subclasses may override `agree`, `last_message`, `end`, `ends_after` and
+    `take_row`.
     """
 
-    def __init__(self, run, limit, by_speed=False, evaluates=True):
+    def __init__(self, run, limit):
         super().__init__(run)
-        self.limit, self.by_speed, self.evaluates = limit, by_speed, evaluates
+        self.limit = limit
         self.begun = None           # (seconds, of them blocked, steps) since when the pace counts
         self.told = False           # whether the others know what fits at this rank's pace
-        self.rounds = None          # outer steps in total, once all have agreed
+        self.last = None            # the number of the last message, once all have agreed
         self.inner_steps = None     # of each rank, by speed
 
     def between_steps(self, before):
@@ -97,47 +96,42 @@ class Clock(train.Log):
         """At the first outer step after the warm-up, to which all come: what each needs of the
         others."""
         o = self.run.o
-        if self.by_speed:
-            self.take_own_steps()
-        elif self.evaluates:
-            slowest = min(self.run.job.share(self.pace / o.inner_steps))
-            o.eval_every = max(1, round(self.limit / EVALUATIONS * slowest)) * o.inner_steps
-
-    def take_own_steps(self):
-        """From here on each rank makes inner steps by its speed between outer steps, which keep
-        their numbers: so groups are drawn alike."""
-        run, o = self.run, self.run.o
-        speed = self.speed
-        fastest = max(run.job.share(speed))
-        done = run.step // o.inner_steps
-        o.inner_steps, o.delay = own_steps(o.inner_steps, o.fragments, o.delay, speed / fastest)
-        set_steps(run.outer, o.inner_steps, o.delay)
-        # Steps count as if there had been so many from the first outer step on.
-        run.step = run.outer.steps = o.warmup = done * o.inner_steps
-        self.inner_steps = run.job.share(o.inner_steps)
-        self.begin()
+        slowest = min(self.run.job.share(self.pace / o.inner_steps))
+        o.eval_every = max(1, round(self.limit / EVALUATIONS * slowest)) * o.inner_steps
 
     def ends_after(self, fitting):
-        """How many steps this rank shall make in total. fitting: as many as fit at its pace."""
-        o = self.run.o
-        next_one = self.run.step // o.inner_steps + 1       # nobody stops between two outer steps
-        fits = round((fitting - o.delay) / o.inner_steps)
-        # Between outer steps a rank must not wait: others may need its next message to come so far.
-        waits = fits < next_one and self.run.step % o.inner_steps == 0
-        fits = max(fits, next_one)
-        if self.rounds is None and self.sums["seconds"] > FIXED * self.limit:
-            self.rounds = self.common(fits, next_one, waits)
-        rounds = self.rounds or fits
-        return rounds * o.inner_steps + o.delay             # the last message has landed
+        """How many steps this rank shall make in total. fitting: as many as fit at its pace.
 
-    def common(self, fits, next_one, waits):
-        """The outer steps that all make, the least that fits anybody; None while it is not known
-        and this rank does not wait for it (waits). Other ranks are told this one's numbers."""
-        job, key = self.run.job, "outer steps in total"
+        Messages count from 0 on: K of them, one of each fragment, between two outer steps.
+        """
+        o = self.run.o
+        next_one = o.fragments * (self.run.step // o.inner_steps + 1)   # of the next outer step
+        last = self.last_message(fitting)
+        # Between outer steps a rank must not wait: others may need its next message to come so far.
+        waits = last < next_one and self.run.step % o.inner_steps == 0
+        last = max(last, next_one)
+        if self.last is None and self.sums["seconds"] > FIXED * self.limit:
+            self.last = self.common(last, next_one, waits)
+        return self.end(self.last or last, fitting)
+
+    def last_message(self, fitting):
+        """The last one of this rank: all ranks stop after an outer step."""
+        o = self.run.o
+        return o.fragments * round((fitting - o.delay) / o.inner_steps)
+
+    def end(self, last, fitting):
+        """The step after which this rank ends: where its last message has landed."""
+        o = self.run.o
+        return last // o.fragments * o.inner_steps + o.delay
+
+    def common(self, last, next_one, waits):
+        """The last message of all, the least that fits anybody; None while it is not known and this
+        rank does not wait for it (waits). Other ranks are told this one's numbers."""
+        job, key = self.run.job, "last message"
         if not self.told:
-            job.store.set(f"outer steps of {job.rank}", f"{fits} {next_one}")
+            job.store.set(f"last message of {job.rank}", f"{last} {next_one}")
             self.told = True
-        every = [f"outer steps of {rank}" for rank in range(job.world)]
+        every = [f"last message of {rank}" for rank in range(job.world)]
         if job.leads and (waits or job.store.check(every)):
             plans = [text.split() for text in job.store.multi_get(every)]
             least = min(int(fitting) for fitting, _ in plans)
@@ -155,6 +149,55 @@ class Clock(train.Log):
         """All go on together."""
         super().report(row, ends)
         dist.barrier()
+
+
+class OneEvaluation(Clock):
+    """For replicas that evaluate at the end only: all send equally many messages, and then each
+    trains by itself until its time is over or its next message would leave. What is then under way
+    is not merged: the mean of all models, which is evaluated, would be the same.
+
+    by_speed: at the first outer step after the warm-up, give each rank inner steps of its own.
+    """
+
+    def __init__(self, run, limit, by_speed=False):
+        super().__init__(run, limit)
+        self.by_speed = by_speed
+
+    def agree(self):
+        if self.by_speed:
+            self.take_own_steps()
+
+    def take_own_steps(self):
+        """From here on each rank makes inner steps by its speed between outer steps, which keep
+        their numbers: so groups are drawn alike."""
+        run, o = self.run, self.run.o
+        speed = self.speed
+        fastest = max(run.job.share(speed))
+        done = run.step // o.inner_steps
+        o.inner_steps, o.delay = own_steps(o.inner_steps, o.fragments, o.delay, speed / fastest)
+        set_steps(run.outer, o.inner_steps, o.delay)
+        # Steps count as if there had been so many from the first outer step on.
+        run.step = run.outer.steps = o.warmup = done * o.inner_steps
+        self.inner_steps = run.job.share(o.inner_steps)
+        self.begin()
+
+    def last_message(self, fitting):
+        """The last one of this rank that leaves in time."""
+        o = self.run.o
+        last = o.fragments * int(fitting // o.inner_steps + 1)
+        while self.departs(last) > fitting and last > 0:
+            last -= 1
+        return last
+
+    def end(self, last, fitting):
+        in_time = max(self.departs(last), round(fitting))
+        return max(self.run.step, min(in_time, self.departs(last + 1) - 1))
+
+    def departs(self, message):
+        """The step after which this message leaves."""
+        o = self.run.o
+        outer_steps, fragment = divmod(message, o.fragments)
+        return outer_steps * o.inner_steps + fragment * o.inner_steps // o.fragments
 
 
 class OwnTime(Clock):
@@ -274,8 +317,9 @@ def parts_of(own):
     if own.never_waits:
         parts.update(make_outer=never_waiting, Log=functools.partial(OwnTime, limit=own.clock))
     else:
-        parts["Log"] = functools.partial(Clock, limit=own.clock, by_speed=own.by_speed,
-                                         evaluates=not own.one_evaluation)
+        parts["Log"] = functools.partial(Clock, limit=own.clock)
+    if own.one_evaluation and not own.never_waits:
+        parts["Log"] = functools.partial(OneEvaluation, limit=own.clock, by_speed=own.by_speed)
     return parts
 
 
@@ -315,6 +359,7 @@ def check(own, run):
         train.need(plain and not own.by_speed and len(o.stages) == 1,
                    "--never-waits is for --method noloco with --wire fp32, without --delay, "
                    "--fragments and --by-speed, and one stage")
+    train.need(not own.one_evaluation or len(o.stages) == 1, "--one-evaluation is for one stage")
     if own.by_speed:
         train.need(own.one_evaluation, "--by-speed is for --one-evaluation")
         train.need(o.delay < o.inner_steps // o.fragments,

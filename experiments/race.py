@@ -21,7 +21,8 @@ Settings are those of RACED, provisional until experiments/race_tries.py has end
 
 164 000 parameters, 1024 tokens per replica and step. All messages are fp32, four bytes per weight,
 since those of pairs that never wait are. Nobody evaluates before the end: for that, all would wait
-for each other.
+for each other. All send equally many messages, and train on after the last one until the time is
+over; pairs that never wait send as many as they can.
 All racers of a point and seed run one right after the other, and who is first changes with the
 seed. If others' work takes more than OTHERS of a processor in one of these runs, all of them are
 made again, whatever they have found.
