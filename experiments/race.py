@@ -2,10 +2,11 @@
 
     python -m experiments.race [--scale try|plot|full] [--plot]         as root
 
-full: about three hours of two idle cores. Eight hosts have 200 Mbit/s; a run takes 90 s by the
-clock (experiments/clock.py). A step's forward and backward take STEP: on a fifth of a processor,
-which each host has (CPU), they are computed in less, and the rest of the time the host sleeps, so
-that the speed of the machine does not decide. Three points, named before the runs:
+full: about three hours of two idle cores, or half of it if two of these commands, with --seeds 0 to
+7 and 8 to 15, run at once. Eight hosts have 200 Mbit/s; a run takes 90 s by the clock
+(experiments/clock.py). A step's forward and backward take STEP: on a fifth of a processor, which
+each host has (CPU), they are computed in less, and the rest of the time the host sleeps, so that
+the speed of the machine does not decide. Three points, named before the runs:
 
     uneven steps    5 ms one way. A step takes f times as long as two of the others, but no less
                     than one; f is log-normal with mean 1 and sigma^2 0.5, NoLoCo's own model (B4),
@@ -40,7 +41,8 @@ from experiments.stats import Comparison, Table, mean, paired, significant, thos
 SECONDS = {"try": 4, "plot": 30, "full": 90}        # by the clock
 SEEDS = {"plot": 1, "full": 16}                     # of a point, at most
 STEP = 0.25             # seconds
-OTHERS = 0.25           # of a processor; at full, the most that others' work may take
+# A run takes 0.4 to 0.9 of a processor. Beside another one its steps and its loss were the same.
+OTHERS = 1.0            # of a processor; at full, the most that others' work may take
 TOKENS = 1024           # of a replica's step
 LEARN = "--layers 2 --batch 8 --microbatches 1 --warmup 20 --eval-sequences 64"
 NOLOCO, DILOCO, PAIRS = METHODS = "NoLoCo", "DiLoCo", "pairs that never wait"

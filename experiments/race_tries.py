@@ -2,15 +2,12 @@
 
     python -m experiments.race_tries --scale full         as root
 
-About two hours of two idle cores. Each method had six tries per point, of m, K fragments and a
-delay D of up to m / 2, on seed 100 (717b747, results/race_first_tries.json). Their best two run
-again on seed 101; if the best had the list's shortest or longest m, one with half or twice its m
-and D does, too. The best of these is tried with half and twice its rate on seeds 101 and 102, and
-once beyond if an end of these three has the lowest mean. It prints the best ones;
-results/race_tries.json has all.
-
-In the first tries a step took as long as its computing, 0.2 s or a little more; on the next machine
-it took half as long. Since then it takes race.STEP.
+About three hours of two idle cores. Each method has six tries per point, of m, K fragments and a
+delay D of up to m / 2, all on seed 101. The best two run on seed 102, too; if the best has the
+list's shortest or longest m, so does one with half or twice its m and D, on both seeds. The best
+mean is tried with half and twice its rate on both, and once beyond if an end of these three is the
+best. It prints the best ones; results/race_tries.json has all. Earlier tries, in which a step took
+as long as its computing on two unequal machines, are in 87eed7d.
 
 This program leaves when it has ended.
 """
@@ -19,21 +16,30 @@ import statistics
 from experiments.harness import Row, command, make_runs, records_in, results_file
 from experiments.race import DILOCO, METHODS, NOLOCO, OTHERS, PAIRS, POINTS, a_run, named
 from experiments.stats import by_seed
+from train import BadInput
 
-SEEDS = 101, 102        # the first one of the settings, both of the rates
+SEEDS = 101, 102        # the first one of all, both of the best two and of the rates
 NAME = "race_tries"
 RATE = 0.003            # of the first tries
-CANDIDATES = {          # {(point, method): m, K and D}: the best two, and the one beyond
-    ("uneven steps", NOLOCO): ((10, 5, 5), (20, 4, 10)),
-    ("uneven steps", DILOCO): ((40, 1, 20), (20, 4, 10), (80, 1, 40)),
-    ("uneven steps", PAIRS): ((4, 1, 0), (2, 1, 0)),
-    ("one slow host", NOLOCO): ((2, 1, 0), (4, 1, 1), (1, 1, 0)),
-    ("one slow host", DILOCO): ((4, 1, 1), (10, 1, 2), (2, 1, 0)),
-    ("one slow host", PAIRS): ((4, 1, 0), (2, 1, 0)),
-    ("50 ms one way", NOLOCO): ((5, 5, 1), (4, 1, 2)),
-    ("50 ms one way", DILOCO): ((40, 4, 20), (20, 1, 10), (80, 4, 40)),
-    ("50 ms one way", PAIRS): ((4, 1, 0), (8, 1, 0)),
+WAITLESS = (2, 1, 0), (4, 1, 0), (8, 1, 0), (16, 1, 0), (32, 1, 0), (64, 1, 0)
+LISTS = {               # {(point, method): m, K and D}
+    ("uneven steps", NOLOCO): ((10, 1, 1), (10, 1, 5), (10, 5, 5), (4, 1, 2), (20, 1, 10),
+                               (20, 4, 10)),
+    ("uneven steps", DILOCO): ((20, 1, 1), (20, 1, 10), (20, 4, 10), (10, 1, 5), (40, 1, 20),
+                               (40, 4, 20)),
+    ("uneven steps", PAIRS): WAITLESS,
+    ("one slow host", NOLOCO): ((2, 1, 0), (2, 1, 1), (4, 1, 1), (4, 1, 2), (10, 1, 5), (10, 2, 4)),
+    ("one slow host", DILOCO): ((4, 1, 1), (4, 1, 2), (10, 1, 2), (10, 1, 5), (10, 2, 4),
+                                (20, 1, 10)),
+    ("one slow host", PAIRS): WAITLESS,
+    ("50 ms one way", NOLOCO): ((4, 1, 2), (5, 5, 1), (5, 5, 2), (10, 5, 5), (10, 1, 5),
+                                (20, 4, 10)),
+    ("50 ms one way", DILOCO): ((10, 1, 5), (10, 2, 5), (20, 1, 10), (20, 2, 10), (20, 4, 10),
+                                (40, 4, 20)),
+    ("50 ms one way", PAIRS): WAITLESS,
 }
+# {(point, method): settings}: m, K, D and the rate
+TRIES = {raced: [(*setting, RATE) for setting in settings] for raced, settings in LISTS.items()}
 
 
 def measure(o):
@@ -45,8 +51,8 @@ def measure(o):
 def chosen(o):
     """{(point, method): the setting that races: m, K, D and the rate}. The tries that are missing
     are made before."""
-    first = {raced: [(*setting, RATE) for setting in them] for raced, them in CANDIDATES.items()}
-    order = tried(first, SEEDS[:1], o)
+    order = tried(TRIES, SEEDS[:1], o)
+    order = tried({raced: best_two(settings) for raced, settings in order.items()}, SEEDS, o)
     order = tried({raced: with_rates(them[0]) for raced, them in order.items()}, SEEDS, o)
     order = tried({raced: them + beyond(them) for raced, them in order.items()}, SEEDS, o)
     return {raced: settings[0] for raced, settings in order.items()}
@@ -58,6 +64,18 @@ def tried(lists, seeds, o):
         make_runs(NAME, tries(seed, lists, o), o, most_others=OTHERS)
     records = records_in(results_file(o.out, NAME))
     return {raced: ranked(raced, settings, seeds, records) for raced, settings in lists.items()}
+
+
+def best_two(settings):
+    """The first two; if the first one has the shortest or longest m of all, one more with half or
+    twice its m and D."""
+    m, K, D, rate = settings[0]
+    intervals = [interval for interval, *_ in settings]
+    if m == min(intervals):
+        return [*settings[:2], (m // 2, K, D // 2, rate)]
+    if m == max(intervals):
+        return [*settings[:2], (2 * m, K, 2 * D, rate)]
+    return settings[:2]
 
 
 def with_rates(setting):
@@ -88,11 +106,15 @@ def tries(seed, lists, o):
 
 
 def ranked(raced, settings, seeds, records):
-    """The tries in the order of their mean loss on these seeds."""
+    """The tries in the order of their mean loss on these seeds. Raises BadInput where one is
+    missing, as with --seeds."""
     point, method = raced
     means = {}
     for setting in settings:
         losses = by_seed(records, dict(point=point, method=method, **named(setting)), "merged")
+        for seed in seeds:
+            if seed not in losses:
+                raise BadInput(f"no try of {method} at {point} with {named(setting)}, seed {seed}")
         means[setting] = statistics.mean(losses[seed] for seed in seeds)
     return sorted(settings, key=means.get)
 

@@ -1,52 +1,52 @@
 """The search for the settings of the race between hosts."""
 
-import itertools
-import json
-
-from experiments import harness
-from experiments.race_tries import CANDIDATES, RATE, SEEDS, chosen, tries
-from tests.harness import HERE
+from experiments import harness, race
+from experiments.race_tries import RATE, SEEDS, TRIES, best_two, chosen, tries
 from tests.test_race import asked, check_that_train_takes, kept
 
 
-def test_each_try_is_a_run_that_train_takes(tmp_path):
-    lists = {raced: [(*setting, RATE) for setting in settings] for raced, settings in CANDIDATES.items()}
+def test_each_method_has_six_tries_and_each_is_a_run_that_train_takes(tmp_path):
+    for settings in TRIES.values():
+        assert len(set(settings)) == 6
+    check_that_train_takes(tries(SEEDS[0], TRIES, asked(tmp_path)))
+
+
+def test_train_takes_what_lies_beyond_the_ends_of_a_list(tmp_path):
+    lists = {raced: [best_two([best, *settings])[-1] for best in settings]
+             for raced, settings in TRIES.items()}
     check_that_train_takes(tries(SEEDS[0], lists, asked(tmp_path)))
 
 
-def test_candidates_are_the_best_two_of_the_first_six_and_one_beyond_an_end():
-    records = json.loads((HERE / "results/race_first_tries.json").read_text())["records"][:54]
-    for (point, method), candidates in CANDIDATES.items():
-        losses = {}
-        for record in records:
-            if (record["point"], record["method"]) == (point, method):
-                losses[record["m"], record["K"], record["D"]] = record["merged"]
-        assert len(losses) == 6
-        best, second, *_ = sorted(losses, key=losses.get)
-        m, K, D = best
-        intervals = [interval for interval, *_ in losses]
-        beyond = {min(intervals): (m // 2, K, D // 2), max(intervals): (2 * m, K, 2 * D)}
-        assert candidates == (best, second, *([beyond[m]] if m in beyond else []))
+def test_a_best_interval_at_an_end_of_the_list_has_another_one_beyond():
+    short, long, between = (4, 1, 2, 0.003), (20, 4, 10, 0.003), (10, 1, 5, 0.003)
+    assert best_two([short, long, between]) == [short, long, (2, 1, 1, 0.003)]
+    assert best_two([long, short, between]) == [long, short, (40, 4, 20, 0.003)]
+    assert best_two([between, short, long]) == [between, short]
 
 
-def test_the_best_on_the_first_seed_races_with_the_best_rate_on_both(monkeypatch, tmp_path):
-    """The second candidate is best on the first seed, on which twice its rate is better still; on the mean
-    of both half of it is, a quarter is not."""
-    ran = []
+def test_the_best_mean_of_the_best_two_races_with_its_best_rate(monkeypatch, tmp_path):
+    """On the first seed the fourth try is best, then the second; on the other one the second is far better.
+    On the first one twice its rate is better still, on the mean of both half of it, and a quarter is not.
+    In two lists the fourth one's m is an end, and one more is tried."""
+    ran, on_first = [], (1.5, 1.2, 1.6, 1.1, 1.4, 1.3, 1.9)
 
     def train_once(name, run):
         facts = run.facts
         ran.append(facts)
-        setting = facts["m"], facts["K"], facts["D"]
-        loss = 1.0 if setting == CANDIDATES[facts["point"], facts["method"]][1] else 1.9
-        on_each = {0.5: (-0.2, -0.2), 1: (0.0, 0.0), 2: (-0.3, 0.5), 0.25: (0.1, 0.1)}
-        return kept(run, loss + on_each[facts["rate"] / RATE][SEEDS.index(facts["seed"])])
+        settings = [race.named(setting) for setting in TRIES[facts["point"], facts["method"]]]
+        setting = dict(m=facts["m"], K=facts["K"], D=facts["D"], rate=RATE)
+        number = settings.index(setting) if setting in settings else 6
+        first = SEEDS.index(facts["seed"]) == 0
+        loss = on_first[number] if first else (1.0 if number == 1 else 1.9)
+        loss += {0.5: -0.2, 1: 0.0, 2: -0.3 if first else 0.5, 0.25: 0.1}[facts["rate"] / RATE]
+        return kept(run, loss)
 
     monkeypatch.setattr(harness, "train_once", train_once)
     found = chosen(asked(tmp_path))
-    candidates = len(list(itertools.chain(*CANDIDATES.values())))
-    assert len(ran) == candidates + 9 * (1 + 4 + 2)     # on a second seed; two rates and one beyond
+    # nine lists of six; the best two on the second seed; on both two rates and one beyond them; one more m
+    assert len(ran) == 9 * (6 + 2 + 4 + 2) + 2 * 2
     for raced, setting in found.items():
-        assert setting == (*CANDIDATES[raced][1], RATE / 2)
+        *second, rate = TRIES[raced][1]
+        assert setting == (*second, rate / 2)
     chosen(asked(tmp_path))
-    assert len(ran) == candidates + 9 * (1 + 4 + 2)         # and none again
+    assert len(ran) == 9 * (6 + 2 + 4 + 2) + 2 * 2          # and none again
