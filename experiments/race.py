@@ -2,8 +2,8 @@
 
     python -m experiments.race [--scale try|plot|full] [--plot]         as root
 
-full: about three hours of two idle cores, or half of it if two of these commands, with --seeds 0 to
-7 and 8 to 15, run at once. Eight hosts have 200 Mbit/s; a run takes 90 s by the clock
+full: about three hours of two idle cores, or half of it if two of these commands run at once, each
+with half of the --seeds. Eight hosts have 200 Mbit/s; a run takes 90 s by the clock
 (experiments/clock.py). A step's forward and backward take STEP: on a fifth of a processor, which
 each host has (CPU), they are computed in less, and the rest of the time the host sleeps, so that
 the speed of the machine does not decide. Three points, named before the runs:
