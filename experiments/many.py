@@ -210,8 +210,8 @@ def finding(found):
     if not significant(list(compared.values()))[0]:
         return "NoLoCo and DiLoCo in equal time: no significant difference with most replicas"
     word = "lower" if at_many.mean < 0 else "higher"
-    return (f"With {SCALES[found['scale']].replicas[-1]} replicas NoLoCo's loss is "
-            f"{abs(at_many.mean):.3f} nats {word} than DiLoCo's in equal simulated time")
+    return (f"{SCALES[found['scale']].replicas[-1]} replicas, simulated time: NoLoCo's loss is "
+            f"{abs(at_many.mean):.3f} nats {word} than DiLoCo's")
 
 
 def expected(found):
