@@ -29,7 +29,7 @@ faults: .venv/ready
 headline: .venv/ready
 	$(BIN)/python -m experiments --scale full
 
-# the rows that run between 8 hosts of this machine, as root: about 4 and 2 hours on 2 idle cores.
+# the rows that run between 8 hosts of this machine, as root: about 3 and 2 hours on 2 idle cores.
 # What is finished is kept, and not run again. QUICK=1: a try
 hosts: .venv/ready
 	$(BIN)/python -m experiments.race --scale $(if $(QUICK),try,full)
