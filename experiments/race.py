@@ -38,7 +38,7 @@ from experiments.harness import Row, Run, command, make_runs
 from experiments.pictures import COLOURS, GREY, WIDTH, forest, frame
 from experiments.stats import Comparison, Table, mean, paired, significant, those
 
-SECONDS = {"try": 4, "plot": 30, "full": 90}        # by the clock
+SECONDS = {"try": 8, "plot": 30, "full": 90}        # by the clock
 SEEDS = {"plot": 1, "full": 16}                     # of a point, at most
 STEP = 0.25             # seconds
 # A run takes 0.4 to 0.9 of a processor. Beside another one its steps and its loss were the same.
