@@ -14,6 +14,7 @@ processor; the relay, which is the network, has its own. Each origin evaluates o
 the second half of the held-out text.
 """
 import functools
+import itertools
 import math
 import random
 import signal
@@ -85,13 +86,6 @@ class Clock(train.Log):
         began, _, step = self.begun
         return (self.run.step - step) / (self.sums["seconds"] - began)
 
-    @property
-    def speed(self):
-        """Inner steps per second, as if this rank had never waited."""
-        began, blocked, step = self.begun
-        waited = self.sums["blocked"] - blocked
-        return (self.run.step - step) / (self.sums["seconds"] - began - waited)
-
     def agree(self):
         """At the first outer step after the warm-up, to which all come: what each needs of the
         others."""
@@ -115,7 +109,7 @@ class Clock(train.Log):
         return self.end(self.last or last, fitting)
 
     def last_message(self, fitting):
-        """The last one of this rank: all ranks stop after an outer step."""
+        """The last one of this rank if so many steps fit: all ranks stop after an outer step."""
         o = self.run.o
         return o.fragments * round((fitting - o.delay) / o.inner_steps)
 
@@ -153,8 +147,8 @@ class Clock(train.Log):
 
 class OneEvaluation(Clock):
     """For replicas that evaluate at the end only: all send equally many messages, and then each
-    trains by itself until its time is over or its next message would leave. What is then under way
-    is not merged: the mean of all models, which is evaluated, would be the same.
+    trains by itself until its time is over or its next message would leave. A message that is still
+    under way at a rank's end is not merged there.
 
     by_speed: at the first outer step after the warm-up, give each rank inner steps of its own.
     """
@@ -162,6 +156,13 @@ class OneEvaluation(Clock):
     def __init__(self, run, limit, by_speed=False):
         super().__init__(run, limit)
         self.by_speed = by_speed
+
+    @property
+    def speed(self):
+        """Inner steps per second, as if this rank had never waited."""
+        began, blocked, step = self.begun
+        waited = self.sums["blocked"] - blocked
+        return (self.run.step - step) / (self.sums["seconds"] - began - waited)
 
     def agree(self):
         if self.by_speed:
@@ -266,28 +267,22 @@ class Paced(train.Pipeline):
         return found
 
 
-def even(seconds):
-    """The lengths of steps that all take so long."""
-    while True:
-        yield seconds
-
-
 def uneven(seconds, draws):
-    """The lengths of steps of which each takes f times as long as two even ones, but no less than
-    one. f is log-normal with mean 1; 26% of all f are below 1/2. draws: a random.Random."""
+    """The lengths of steps: each is f times twice `seconds`, but no less than once. f is log-normal
+    with mean 1; 26% of all f are below 1/2. draws: a random.Random."""
     while True:
         f = draws.lognormvariate(-VARIANCE / 2, math.sqrt(VARIANCE))
         yield seconds * max(1.0, 2 * f)
 
 
 def lengths_of(own, seed, rank):
-    """Of this rank's steps."""
+    """An iterator of the seconds of this rank's steps."""
     seconds = own.step
     if rank == own.slow:
         seconds *= 2
     if own.uneven:
         return uneven(seconds, random.Random(f"uneven {seed} {rank}"))
-    return even(seconds)
+    return itertools.repeat(seconds)
 
 
 # ---------------------------------------------------------------- a run
@@ -316,10 +311,10 @@ def parts_of(own):
         parts["Pipeline"] = Paced
     if own.never_waits:
         parts.update(make_outer=never_waiting, Log=functools.partial(OwnTime, limit=own.clock))
+    elif own.one_evaluation:
+        parts["Log"] = functools.partial(OneEvaluation, limit=own.clock, by_speed=own.by_speed)
     else:
         parts["Log"] = functools.partial(Clock, limit=own.clock)
-    if own.one_evaluation and not own.never_waits:
-        parts["Log"] = functools.partial(OneEvaluation, limit=own.clock, by_speed=own.by_speed)
     return parts
 
 

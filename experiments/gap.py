@@ -248,9 +248,10 @@ def show_muon(records, scale):
     table.end()
 
 
-# {its name: (a method, the one that it is compared with)}. For the same bytes fragments exchange a
-# tenth of the weights at each step, and the others all of them every 10 steps.
 EQUALLY_LATE = "fragments, D = 1, minus whole, D = 1"
+# {its name: (a method, the one that it is compared with)}. For the same bytes fragments exchange a
+# tenth of the weights at each step, and the others all of them every 10 steps. NAMED: before the
+# runs, so among `primary`.
 NAMED_FRAGMENTS = {
     "fragments, D = 1, minus whole, D = 5": (LATE_PARTS, LATER),
     EQUALLY_LATE: (LATE_PARTS, LATE),

@@ -104,8 +104,7 @@ def test_who_evaluates_once_ends_when_its_time_is_over_or_before_its_next_messag
         rank.run.o.fragments = fragments
     run_together(*ranks)
     sent = {rank.clock.last for rank in ranks}
-    assert len(sent) == 1
-    last = sent.pop()
+    (last,) = sent
     for rank in ranks:
         assert rank.clock.departs(last) <= rank.run.step < rank.clock.departs(last + 1)
     assert tuple(rank.run.step for rank in ranks) == ends
@@ -261,16 +260,12 @@ def test_replicas_of_unequal_steps_send_equally_many_messages(corpus, tmp_path):
         part = checkpoint(tmp_path / "runs/x", step, rank)
         assert part["step"] == step and part["counts"]["tokens"] == 2 * 2 * 32 * (step - m + 8)
         sent.add(step // (m // 2))                              # the fragments sent, of m / 2 steps each
-    assert len(sent) == 1 and sent.pop() > 4
+    assert len(sent) == 1 and sent.pop() >= 4                   # two outer steps or more
     config = json.loads((tmp_path / "runs/x/config.json").read_text())
     assert config["inner_steps_by_rank"] == [8, 4, 4, 8]
 
 
 # ---------------------------------------------------------------- steps of uneven length, and who never waits
-
-
-def told_draws(*factors):
-    return mock.Mock(lognormvariate=mock.Mock(side_effect=factors))
 
 
 def test_a_step_takes_the_length_it_is_given(monkeypatch):
@@ -291,7 +286,7 @@ def test_a_step_takes_the_length_it_is_given(monkeypatch):
 
 
 def test_uneven_steps_are_twice_even_ones_times_f_but_no_shorter_than_one():
-    draws = told_draws(0.25, 1.0, 4.0)
+    draws = mock.Mock(lognormvariate=mock.Mock(side_effect=[0.25, 1.0, 4.0]))
     lengths = clock.uneven(0.5, draws)
     assert [next(lengths) for _ in range(3)] == [0.5, 1.0, 4.0]
     mu, sigma = draws.lognormvariate.call_args.args
@@ -302,8 +297,8 @@ def test_each_rank_has_lengths_of_its_own():
     own = types.SimpleNamespace(step=0.5, slow=1, uneven=False)
     assert [next(clock.lengths_of(own, 3, rank)) for rank in range(3)] == [0.5, 1.0, 0.5]
     own.uneven = True
-    first, again, other = (next(clock.lengths_of(own, 3, rank)) for rank in (0, 0, 2))
-    assert first == again != other
+    lengths = [next(clock.lengths_of(own, 3, rank)) for rank in (0, 0, 2)]
+    assert lengths[0] == lengths[1] != lengths[2]
 
 
 def test_a_clocked_run_of_pairs_that_never_wait(trained, tmp_path):
