@@ -11,7 +11,6 @@
     many.py         many replicas, in equal simulated time
     gap.py          NoLoCo, DDP and DiLoCo, per step and per byte; fragments; Muon
     race.py         NoLoCo, DiLoCo and pairs that never wait, in equal time between hosts
-    race_tries.py   the search for the race's settings, until it has ended
     routing.py      random routing and the weight spread
     gamma.py        the window of gamma
     sync.py         how long synchronisation takes

@@ -38,7 +38,6 @@ FOLDERS = {"try": "runs/try", "plot": "runs/plot", "full": "."}     # of results
 # Wide enough to learn the default text, small enough that three seeds of everything take hours.
 SMALL = "--hidden 64 --mlp 256 --heads 2 --eval-every 50 --eval-sequences 512 --save-every 1000000"
 ATTEMPTS = 5            # at a turn that others' work disturbs
-SHARDS = "alike"        # how train.py gives text to replicas; earlier records do not say so
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,7 @@ def keep(name, records, o):
     file = results_file(o.out, name)
     file.parent.mkdir(parents=True, exist_ok=True)
     with locked(file.parent):
-        together = records_in(file)
-        together += [record | dict(shards=SHARDS) for record in records]
+        together = records_in(file) + records
         refuse_texts(together)
         hours = sum(record["cpu_hours"] for record in together)
         machines = sorted({record["machine"] for record in together})
@@ -202,12 +200,8 @@ def locked(folder):
 
 
 def refuse_texts(records):
-    """Raises BadInput: losses on different texts do not compare. What was tried to choose a setting
-    (its stage) is never compared with what is measured, and may have another text."""
-    texts = {}
-    for record in records:
-        texts.setdefault(record.get("stage"), set()).add(record["corpus"])
-    if any(len(corpora) > 1 for corpora in texts.values()):
+    """Raises BadInput: losses on different texts do not compare."""
+    if len({record["corpus"] for record in records}) > 1:
         raise BadInput("the file of results has records of another text or Python, which do not "
                        "compare: give another --out")
 
@@ -229,7 +223,6 @@ def make_missing(name, wanted, make, o, turn_of=first_alone, most_others=None):
     took more is made again, whatever it found.
     """
     wanted = [run for run in wanted if not o.seeds or run.known["seed"] in o.seeds]
-    refuse_earlier(results_file(o.out, name))
     with tqdm(total=len(wanted), unit="run", desc=name, dynamic_ncols=True) as progress:
         while True:
             there = records_in(results_file(o.out, name))
@@ -239,13 +232,6 @@ def make_missing(name, wanted, make, o, turn_of=first_alone, most_others=None):
                 return
             records = undisturbed(turn_of(missing), make, most_others)
             keep(name, records, o)
-
-
-def refuse_earlier(file):
-    """Raises BadInput before any work: with other shards losses do not compare."""
-    if any(record.get("shards") != SHARDS for record in records_in(file)):
-        raise BadInput(f"{file} has records of an earlier program, which gave replicas other text: "
-                       "move it away, or give another --out")
 
 
 def is_there(run, records):

@@ -18,8 +18,6 @@ the speed of the machine does not decide. Three points, named before the runs:
 Named before, too: at each point NoLoCo minus DiLoCo, pairs that never wait minus NoLoCo, and minus
 DiLoCo, of the merged model's loss at each run's own end; Holm's correction goes over all nine.
 
-Settings are those of RACED, provisional until experiments/race_tries.py has ended.
-
 164 000 parameters, 1024 tokens per replica and step. All messages are fp32, four bytes per weight,
 since those of pairs that never wait are. Nobody evaluates before the end: for that, all would wait
 for each other. All send equally many messages, and train on after the last one until the time is
@@ -48,7 +46,6 @@ TOKENS = 1024           # of a replica's step
 LEARN = "--layers 2 --batch 8 --microbatches 1 --warmup 20 --eval-sequences 64"
 NOLOCO, DILOCO, PAIRS = METHODS = "NoLoCo", "DiLoCo", "pairs that never wait"
 NAMED = (NOLOCO, DILOCO), (PAIRS, NOLOCO), (PAIRS, DILOCO)      # at each point: one minus the other
-WIRES = {"fp32": "fp32", "int8": "one byte per weight"}
 SHOWN = {"merged": ".3f", "steps": ".0f", "blocked": ".1f", "sent": ".1f"}
 DRAWN = {NOLOCO: COLOURS["NoLoCo"], DILOCO: COLOURS["DiLoCo"], PAIRS: COLOURS["25%"]}
 
@@ -70,29 +67,31 @@ POINTS = (
     Point("50 ms one way", 8, "--mbit 200 --latency 50"),
 )
 TRY = Point("two hosts", 1, "--mbit 200 --latency 5", clock="--slow 1", by_speed=True)
-# {(point, method): m, K, D and rate}: provisional, until experiments/race_tries.py has chosen
+# {(point, method): m, K fragments, D and rate}: the best of results/race_tries.json. Each method had
+# six tries of m, K and D per point on one seed, D up to m / 2. The best two had a second seed, and
+# so had one beyond the shortest or longest m if that was the best, and half and twice the best
+# one's rate, and one rate beyond. The search is in 3dc9cb9.
 RACED = {
     ("uneven steps", NOLOCO): (10, 1, 1, 0.003),
-    ("uneven steps", DILOCO): (20, 1, 1, 0.003),
-    ("uneven steps", PAIRS): (2, 1, 0, 0.003),
+    ("uneven steps", DILOCO): (40, 1, 20, 0.003),
+    ("uneven steps", PAIRS): (1, 1, 0, 0.006),
     ("one slow host", NOLOCO): (2, 1, 0, 0.003),
     ("one slow host", DILOCO): (4, 1, 1, 0.003),
-    ("one slow host", PAIRS): (2, 1, 0, 0.003),
-    ("50 ms one way", NOLOCO): (4, 1, 2, 0.003),
-    ("50 ms one way", DILOCO): (10, 1, 5, 0.003),
-    ("50 ms one way", PAIRS): (2, 1, 0, 0.003),
+    ("one slow host", PAIRS): (4, 1, 0, 0.003),
+    ("50 ms one way", NOLOCO): (5, 5, 1, 0.003),
+    ("50 ms one way", DILOCO): (20, 2, 10, 0.003),
+    ("50 ms one way", PAIRS): (4, 1, 0, 0.003),
 }
 
 
 # ---------------------------------------------------------------- the runs
 
 
-def a_run(stage, point, method, setting, seed, scale):
+def a_run(point, method, setting, seed, scale):
     """The Run of a method with its setting (m, K, D, rate)."""
     m, K, D, rate = setting
     by_speed = point.by_speed and method != PAIRS       # they need none
-    facts = dict(stage=stage, point=point.name, method=method, **named(setting), wire="fp32",
-                 by_speed=by_speed, seed=seed)
+    facts = dict(point=point.name, method=method, **named(setting), by_speed=by_speed, seed=seed)
     clock = [PROGRAM, str(SECONDS[scale]), f"--step {STEP} --one-evaluation", point.clock]
     if by_speed:
         clock.append("--by-speed")
@@ -117,7 +116,7 @@ def ended(folder):
 
 def measure(o):
     if o.scale == "try":
-        runs = [a_run("race", TRY, method, (2, 1, 0, 0.003), 0, o.scale)
+        runs = [a_run(TRY, method, (2, 1, 0, 0.003), 0, o.scale)
                 for method in (NOLOCO, PAIRS)]
         make_runs("race", runs, o)
     else:
@@ -133,8 +132,7 @@ def race_runs(scale):
             if seed < point.seeds:
                 first = seed % len(METHODS)
                 for method in METHODS[first:] + METHODS[:first]:
-                    setting = RACED[point.name, method]
-                    runs.append(a_run("race", point, method, setting, seed, scale))
+                    runs.append(a_run(point, method, RACED[point.name, method], seed, scale))
     return runs
 
 
@@ -175,24 +173,17 @@ class Race(NamedTuple):
         return DRAWN[self.one if self.measured.mean < 0 else self.other]
 
 
-def wires(found):
-    """Those of the records. Up to 2026-11-28 two programs raced, one with one byte per weight."""
-    there = {record["wire"] for record in found["records"]}
-    return [wire for wire in WIRES if wire in there]
-
-
 def points(found):
     return (TRY,) if found["scale"] == "try" else POINTS
 
 
-def races(found, wire):
-    """The Races named before that have runs with this wire."""
+def races(found):
+    """The Races named before."""
     named_before = []
     for point in points(found):
-        facts = dict(stage="race", point=point.name, wire=wire)
         for one, other in NAMED:
-            measured = paired(found["records"], facts | dict(method=one),
-                              facts | dict(method=other))
+            measured = paired(found["records"], dict(point=point.name, method=one),
+                              dict(point=point.name, method=other))
             if measured:
                 named_before.append((point.name, one, other, measured))
     survive = significant([measured for *_, measured in named_before])
@@ -200,20 +191,19 @@ def races(found, wire):
 
 
 def show(found):
-    for wire in wires(found):
-        table = Table(f"{SECONDS[found['scale']]} s between hosts, {WIRES[wire]}", "nats per byte")
-        for race in races(found, wire):
-            table.add(race.name, race.measured)
-        table.end()
-        show_means(found, wire)
+    table = Table(f"{SECONDS[found['scale']]} s between hosts", "nats per byte")
+    for race in races(found):
+        table.add(race.name, race.measured)
+    table.end()
+    show_means(found)
 
 
-def show_means(found, wire):
+def show_means(found):
     """What each racer did."""
-    table = Table(f"a replica's mean, {WIRES[wire]}", "merged, nats per byte", "steps",
-                  "seconds blocked", "MB sent")
+    table = Table("a replica's mean", "merged, nats per byte", "steps", "seconds blocked",
+                  "MB sent")
     for point, method in itertools.product(points(found), METHODS):
-        facts = dict(stage="race", point=point.name, method=method, wire=wire)
+        facts = dict(point=point.name, method=method)
         raced = those(found["records"], **facts)
         if raced:
             setting = "m {m}, K {K}, D {D}, rate {rate}".format(**raced[0])
@@ -224,9 +214,7 @@ def show_means(found, wire):
 
 def draw(plt, found):
     """All comparisons named before, with intervals; grey where they are not significant."""
-    drawn = []
-    for wire in wires(found):
-        drawn += races(found, wire)
+    drawn = races(found)
     figure, axis = plt.subplots(figsize=(WIDTH, 1.4 + 0.45 * len(drawn)))
     lines = {race.name.replace(": ", ":\n"): race.measured for race in drawn}
     forest(axis, lines, [race.colour for race in drawn])

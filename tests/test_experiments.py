@@ -139,14 +139,6 @@ def test_what_is_there_is_not_made_again_and_a_stopped_row_goes_on(o):
     assert found["made"]["machine"] == "m"
 
 
-def test_records_of_other_shards_are_refused_before_any_work(o):
-    file = o.out / "results/x.json"
-    harness.save(file, dict(made={}, records=[record_of(run_of(0))]))
-    with pytest.raises(train.BadInput, match="move it away"):
-        harness.make_missing("x", [run_of(0), run_of(1)], lambda turn: 1 / 0, o)
-    assert len(harness.records_in(file)) == 1
-
-
 def test_a_turn_is_made_again_until_others_work_is_below_the_limit(o):
     others = iter([0.3, 0.05, 0.2, 0.0])
     turns = []
@@ -176,9 +168,6 @@ def test_processes_that_keep_records_at_the_same_time_lose_none(tmp_path, o):
     with pytest.raises(train.BadInput, match="another text"):
         harness.keep("x", [record_of(run_of(20), corpus="y")], o)
     assert len(harness.records_in(file)) == 20
-    harness.keep("x", [record_of(run_of(20), corpus="y", stage="rate")], o)
-    with pytest.raises(train.BadInput, match="another text"):
-        harness.keep("x", [record_of(run_of(21), corpus="z", stage="rate")], o)
 
 
 def test_a_run_of_train_becomes_a_flat_record(tmp_path, monkeypatch):
