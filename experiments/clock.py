@@ -1,11 +1,11 @@
 """Runs of train.py by the clock: about as many steps as fit into so many measured seconds.
 
     torchrun ... -m experiments.clock --clock SECONDS ...   train.py's options: as many steps as fit
-                                      --by-speed            inner steps by each replica's speed
                                       --never-waits         pairs of gossip/asynchronous.py
                                       --step SECONDS        a step takes no less
                                       --uneven              steps of uneven length
                                       --slow RANK           its steps take twice as long
+                                      --by-speed            it makes half as many inner steps
                                       --one-evaluation      nobody evaluates before the end
                                       --memory N            for the planner of paths
 
@@ -54,10 +54,9 @@ class Clock(train.Log):
     def __init__(self, run, limit):
         super().__init__(run)
         self.limit = limit
-        self.begun = None           # (seconds, of them blocked, steps) since when the pace counts
+        self.begun = None           # (seconds, steps) since when the pace counts
         self.told = False           # whether the others know what fits at this rank's pace
         self.last = None            # the number of the last message, once all have agreed
-        self.inner_steps = None     # of each rank, by speed
 
     def between_steps(self, before):
         with timed(self.sums, "seconds"):
@@ -69,21 +68,17 @@ class Clock(train.Log):
         first: the first outer step after the warm-up."""
         o, step = self.run.o, self.run.step
         if not self.begun and step >= o.warmup // 2:                # first steps are slow
-            self.begin()
+            self.begun = self.sums["seconds"], step
         first = math.ceil(o.warmup / o.inner_steps) * o.inner_steps
         if step == first:
             self.agree()
         elif step > first:
             o.steps = self.ends_after(step + (self.limit - self.sums["seconds"]) * self.pace)
 
-    def begin(self):
-        """The pace counts from here on."""
-        self.begun = self.sums["seconds"], self.sums["blocked"], self.run.step
-
     @property
     def pace(self):
         """Inner steps per second."""
-        began, _, step = self.begun
+        began, step = self.begun
         return (self.run.step - step) / (self.sums["seconds"] - began)
 
     def agree(self):
@@ -146,41 +141,13 @@ class Clock(train.Log):
 
 
 class OneEvaluation(Clock):
-    """For replicas that evaluate at the end only: all send equally many messages, and then each
-    trains by itself until its time is over or its next message would leave. A message that is still
-    under way at a rank's end is not merged there.
-
-    by_speed: at the first outer step after the warm-up, give each rank inner steps of its own.
-    """
-
-    def __init__(self, run, limit, by_speed=False):
-        super().__init__(run, limit)
-        self.by_speed = by_speed
-
-    @property
-    def speed(self):
-        """Inner steps per second, as if this rank had never waited."""
-        began, blocked, step = self.begun
-        waited = self.sums["blocked"] - blocked
-        return (self.run.step - step) / (self.sums["seconds"] - began - waited)
+    """For replicas that evaluate at the end only: all send equally many messages. Each then trains
+    by itself until its time is over, or ends before its next message would leave; one that is late
+    makes its last message all the same. A message that is still under way at a rank's end is not
+    merged there."""
 
     def agree(self):
-        if self.by_speed:
-            self.take_own_steps()
-
-    def take_own_steps(self):
-        """From here on each rank makes inner steps by its speed between outer steps, which keep
-        their numbers: so groups are drawn alike."""
-        run, o = self.run, self.run.o
-        speed = self.speed
-        fastest = max(run.job.share(speed))
-        done = run.step // o.inner_steps
-        o.inner_steps, o.delay = own_steps(o.inner_steps, o.fragments, o.delay, speed / fastest)
-        set_steps(run.outer, o.inner_steps, o.delay)
-        # Steps count as if there had been so many from the first outer step on.
-        run.step = run.outer.steps = o.warmup = done * o.inner_steps
-        self.inner_steps = run.job.share(o.inner_steps)
-        self.begin()
+        """Nothing: nobody evaluates before the end."""
 
     def last_message(self, fitting):
         """The last one of this rank that leaves in time."""
@@ -232,8 +199,16 @@ def own_steps(m, K, D, share):
     return own, D
 
 
+def take_own_steps(run, share):
+    """Before its first step, give a rank whose speed is this share of the fastest one's inner steps
+    by its speed. Outer steps have the same numbers on all ranks, so groups are drawn alike."""
+    o = run.o
+    o.inner_steps, o.delay = own_steps(o.inner_steps, o.fragments, o.delay, share)
+    set_steps(run.outer, o.inner_steps, o.delay)
+
+
 def set_steps(outer, m, D):
-    """Give an outer optimizer, which has just done an outer step, other numbers."""
+    """Give an outer optimizer other numbers."""
     if isinstance(outer, Fragments):
         for k, fragment in enumerate(outer.outers):
             fragment.late = k * m // len(outer.outers)
@@ -268,8 +243,9 @@ class Paced(train.Pipeline):
 
 
 def uneven(seconds, draws):
-    """The lengths of steps: each is f times twice `seconds`, but no less than once. f is log-normal
-    with mean 1; 26% of all f are below 1/2. draws: a random.Random."""
+    """The lengths of steps: twice `seconds` times f, but no less than `seconds`. f is log-normal
+    with mean 1; 26% of all f are below 1/2, so the mean length is 2.08 times `seconds`. draws: a
+    random.Random."""
     while True:
         f = draws.lognormvariate(-VARIANCE / 2, math.sqrt(VARIANCE))
         yield seconds * max(1.0, 2 * f)
@@ -312,7 +288,7 @@ def parts_of(own):
     if own.never_waits:
         parts.update(make_outer=never_waiting, Log=functools.partial(OwnTime, limit=own.clock))
     elif own.one_evaluation:
-        parts["Log"] = functools.partial(OneEvaluation, limit=own.clock, by_speed=own.by_speed)
+        parts["Log"] = functools.partial(OneEvaluation, limit=own.clock)
     else:
         parts["Log"] = functools.partial(Clock, limit=own.clock)
     return parts
@@ -329,6 +305,9 @@ def clocked(argv):
         run = train.built(job, [*argv, "--steps", "1000000"], **parts_of(own))
         check(own, run)
         asked = run.o.inner_steps
+        if own.by_speed and job.rank == own.slow:
+            take_own_steps(run, share=1 / 2)
+        inner_steps = job.share(run.o.inner_steps) if own.by_speed else None
         # At a checkpoint all wait for each other, and replicas may be at different steps.
         run.o.eval_every = run.o.save_every = run.o.steps
         if run.corpus:
@@ -339,7 +318,7 @@ def clocked(argv):
         train.train(run)
         job.close()
     if job.leads:           # with the steps that fitted
-        config = vars(run.o) | dict(inner_steps=asked, inner_steps_by_rank=run.log.inner_steps)
+        config = vars(run.o) | dict(inner_steps=asked, inner_steps_by_rank=inner_steps)
         train.write_json(run.folder / "config.json", config)
 
 
@@ -356,7 +335,8 @@ def check(own, run):
                    "--fragments and --by-speed, and one stage")
     train.need(not own.one_evaluation or len(o.stages) == 1, "--one-evaluation is for one stage")
     if own.by_speed:
-        train.need(own.one_evaluation, "--by-speed is for --one-evaluation")
+        train.need(own.one_evaluation and own.slow is not None,
+                   "--by-speed is for --one-evaluation and --slow")
         train.need(o.delay < o.inner_steps // o.fragments,
                    "--by-speed needs a --delay below --inner-steps / --fragments")
 
@@ -366,15 +346,15 @@ def clock_parser():
     p.add_argument("--clock", type=float, help="seconds to train")
     p.add_argument("--memory", type=int, default=3,
                    help="microbatches that a node holds, for the planner")
-    p.add_argument("--by-speed", action="store_true",
-                   help="after the warm-up each replica makes inner steps by its speed")
     p.add_argument("--never-waits", action="store_true",
                    help="pairs that never wait, instead of NoLoCo's")
     p.add_argument("--step", type=float, metavar="SECONDS",
                    help="a step's forward and backward take no less")
     p.add_argument("--uneven", action="store_true",
-                   help="steps of log-normal length, no less than --step, on average twice as long")
+                   help="steps of log-normal length, no less than --step, on average 2.08 times it")
     p.add_argument("--slow", type=int, metavar="RANK", help="its steps take twice as long")
+    p.add_argument("--by-speed", action="store_true",
+                   help="the slow one makes half as many inner steps between outer steps")
     p.add_argument("--one-evaluation", action="store_true",
                    help="at the end: before it nobody waits for others to evaluate")
     return p

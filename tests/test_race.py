@@ -18,7 +18,7 @@ from experiments import clock, harness, race
 from gossip import Fragments
 from gossip.due import Due
 from noloco import NoLoCo
-from tests.harness import HERE, SMALL, checkpoint, metrics, processes
+from tests.harness import HERE, checkpoint, metrics
 from tools.hosts import Hosts
 
 # ---------------------------------------------------------------- the clock
@@ -110,6 +110,16 @@ def test_who_evaluates_once_ends_when_its_time_is_over_or_before_its_next_messag
     assert tuple(rank.run.step for rank in ranks) == ends
 
 
+def test_a_rank_that_is_half_as_fast_with_half_as_many_inner_steps_ends_at_the_same_time():
+    """100 s of which a step takes 2 and 4. The 12th message leaves after 48 and 24 steps, the next one after
+    52 and 26, so all steps that fit are made."""
+    store = a_store()
+    ranks = [OnTime(pace, kind=clock.OneEvaluation, rank=rank, world=2, store=store, m=m, D=D)
+             for rank, (pace, m, D) in enumerate(((2.0, 4, 2), (4.0, 2, 1)))]
+    run_together(*ranks)
+    assert [(rank.run.step, rank.clock.last) for rank in ranks] == [(50, 12), (25, 12)]
+
+
 def test_nobody_is_told_a_number_that_it_has_passed():
     """After 70 of 100 s the first one has begun its 13th outer step, and only 6 fit the other."""
     store = a_store()
@@ -147,29 +157,10 @@ def test_a_run_that_is_over_its_time_ends_after_the_next_outer_step():
     assert rank.run.step == 10      # 6 is the first outer step after the warm-up: it finds the time over
 
 
-def first_shared(value):
-    """What `share` gives where another rank's first value is this one."""
-    calls = itertools.count()
-    return lambda own: [own, value] if next(calls) == 0 else [own]
-
-
-def test_waiting_for_others_is_no_work_where_steps_go_by_speed():
-    """A step in 2 s, of which one is a wait. The fastest makes 2 per second, so this one half as many."""
-    rank = OnTime(2.0, m=4, D=0, kind=clock.OneEvaluation, by_speed=True)
-    rank.run.outer = types.SimpleNamespace(inner_steps=4, steps=0)
-    rank.run.job.share.side_effect = first_shared(2.0)
-    for _ in range(4):
-        rank.step(blocked=1.0)
-    assert rank.run.o.inner_steps == rank.run.outer.inner_steps == 2
-    assert rank.run.step == rank.run.outer.steps == 2           # one outer step, as if of 2 inner ones
-    rank.step(blocked=1.0)
-    assert rank.planned[-1] == 48                   # 3 made in 10 s, and 45 more fit
-
-
 def test_evaluations_follow_outer_steps_about_six_times():
     """A step in 1 s, elsewhere in 2.5: in a sixth of 100 s there fit 6.7 steps, so two outer steps."""
     rank = OnTime(1.0)
-    rank.run.job.share.side_effect = first_shared(1 / 2.5 / 3)
+    rank.run.job.share.side_effect = lambda own: [own, 1 / 2.5 / 3]
     for _ in range(6):
         rank.step()
     assert rank.run.o.eval_every == 6
@@ -215,15 +206,13 @@ def meetings(fragments, steps):
 
 
 def test_with_own_inner_steps_groups_are_drawn_alike():
-    """Three outer steps, then half as many inner steps between them, in two fragments."""
+    """Half as many inner steps between outer steps, in two fragments."""
     def make(vector, lengths, late):
         return NoLoCo(vector, range(8), inner_steps=8, seed=f"0 {late}")
 
     fast = Fragments(make, torch.zeros(64), [64], 2, 8)
     slow = Fragments(make, torch.zeros(64), [64], 2, 8)
-    assert meetings(fast, 24) == meetings(slow, 24)
     clock.set_steps(slow, 4, 0)
-    slow.steps = 3 * 4
     assert len(met := meetings(fast, 40)) == 10 and met == meetings(slow, 20)
 
 
@@ -237,32 +226,22 @@ def test_fragments_take_other_intervals_and_delays():
     assert [outer.timing for outer in fragments.outers] == [Due(4, 1, 0), Due(4, 1, 2)]
 
 
-def half_as_fast(rank, world, *argv):
-    """Ranks 1 and 2 make half of the others' inner steps. Returns this rank's m."""
-    own_steps = clock.own_steps
-    share = 0.5 if rank in (1, 2) else 1.0
-    clock.own_steps = lambda m, K, D, _: own_steps(m, K, D, share)
-    clock.clocked(list(argv))
-    return own_steps(8, 2, 1, share)
-
-
-def test_replicas_of_unequal_steps_send_equally_many_messages(corpus, tmp_path):
-    argv = [*SMALL, "--data", corpus, "--name", "x", "--clock", 3, "--by-speed", "--one-evaluation",
-            "--warmup", 8, "--inner-steps", 8, "--fragments", 2, "--delay", 1, "--wire", "int8"]
-    own = processes(4, half_as_fast, *map(str, argv), cwd=tmp_path)
-    assert own == [(8, 1), (4, 1), (4, 1), (8, 1)]
+def test_replicas_of_unequal_steps_send_equally_many_messages(trained, tmp_path):
+    trained(4, "--clock", 3, "--step", 0.01, "--slow", 2, "--by-speed", "--one-evaluation", "--warmup", 8,
+            "--inner-steps", 8, "--fragments", 2, "--delay", 1, "--wire", "int8", main=clock.clocked)
+    own = [8, 8, 4, 8]
     last = metrics(tmp_path / "runs/x")[-1]
     assert last["merged_loss"] > 0 and last["weight_spread"] > 0
     sent = set()
-    for rank, (m, _) in enumerate(own):
+    for rank, m in enumerate(own):
         (file,) = (tmp_path / "runs/x/checkpoints").glob(f"*/rank{rank}.pt")
         step = int(file.parent.name)
         part = checkpoint(tmp_path / "runs/x", step, rank)
-        assert part["step"] == step and part["counts"]["tokens"] == 2 * 2 * 32 * (step - m + 8)
+        assert part["step"] == step and part["counts"]["tokens"] == 2 * 2 * 32 * step
         sent.add(step // (m // 2))                              # the fragments sent, of m / 2 steps each
     assert len(sent) == 1 and sent.pop() >= 4                   # two outer steps or more
     config = json.loads((tmp_path / "runs/x/config.json").read_text())
-    assert config["inner_steps_by_rank"] == [8, 4, 4, 8]
+    assert config["inner_steps"] == 8 and config["inner_steps_by_rank"] == own
 
 
 # ---------------------------------------------------------------- steps of uneven length, and who never waits
