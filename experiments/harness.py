@@ -240,10 +240,12 @@ def is_there(run, records):
 
 def undisturbed(turn, make, most_others):
     """The turn's records, of an attempt that others' work did not disturb. Raises BadInput."""
+    if most_others is None:
+        return make(turn)
     for _ in range(ATTEMPTS):
         records = make(turn)
-        others = max(record["others"] or 0.0 for record in records) if most_others else 0.0
-        if others <= (most_others or 0.0):
+        others = max(record["others"] for record in records)
+        if others <= most_others:
             return records
         tqdm.write(f"again: others' work took {others:.2f} of a processor")
     raise BadInput(f"others' work disturbed {ATTEMPTS} attempts at one turn: end it, and start "

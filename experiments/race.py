@@ -2,17 +2,16 @@
 
     python -m experiments.race [--scale try|plot|full] [--plot]         as root
 
-full: about three hours of two idle cores, or half of it if two of these commands run at once, each
-with half of the --seeds. Eight hosts have 200 Mbit/s; a run takes 90 s by the clock
+full: 2.6 hours of two idle cores. Eight hosts have 200 Mbit/s; a run takes 90 s by the clock
 (experiments/clock.py). A step's forward and backward take STEP: on a fifth of a processor, which
 each host has (CPU), they are computed in less, and the rest of the time the host sleeps, so that
 the speed of the machine does not decide. Three points, named before the runs:
 
-    uneven steps    5 ms one way. A step takes f times as long as two of the others, but no less
-                    than one; f is log-normal with mean 1 and sigma^2 0.5, NoLoCo's own model (B4),
-                    on every host. Sixteen seeds
-    one slow host   5 ms one way. A step of host 5 takes twice as long; NoLoCo and DiLoCo make
-                    inner steps by each host's speed. Eight seeds
+    uneven steps    5 ms one way. On every host a step takes 2 f times STEP, but no less than STEP.
+                    f is log-normal with mean 1 and sigma^2 0.5, as in NoLoCo's own model (B4).
+                    Sixteen seeds
+    one slow host   5 ms one way. A step of host 5 takes twice as long; with NoLoCo and DiLoCo it
+                    makes half as many inner steps between outer steps. Eight seeds
     50 ms one way   Eight seeds
 
 Named before, too: at each point NoLoCo minus DiLoCo, pairs that never wait minus NoLoCo, and minus
@@ -20,10 +19,11 @@ DiLoCo, of the merged model's loss at each run's own end; Holm's correction goes
 
 164 000 parameters, 1024 tokens per replica and step. All messages are fp32, four bytes per weight,
 since those of pairs that never wait are. Nobody evaluates before the end: for that, all would wait
-for each other. All send equally many messages, and train on after the last one until the time is
-over; pairs that never wait send as many as they can.
+for each other. All replicas of a NoLoCo or DiLoCo run send equally many messages. After the last
+one each trains on until its time is over, but ends before the next one would leave; a replica that
+is late sends the last one all the same. Pairs that never wait send as many as they can.
 All racers of a point and seed run one right after the other, and who is first changes with the
-seed. If others' work takes more than OTHERS of a processor in one of these runs, all of them are
+seed. If others' work takes too much of a processor in one of these runs (POINTS), all of them are
 made again, whatever they have found.
 """
 import itertools
@@ -39,9 +39,6 @@ from experiments.stats import Comparison, Table, mean, paired, significant, thos
 SECONDS = {"try": 8, "plot": 30, "full": 90}        # by the clock
 SEEDS = {"plot": 1, "full": 16}                     # of a point, at most
 STEP = 0.25             # seconds
-# A run takes 0.4 to 0.9 of a processor. One that was made alone and beside another one had 165 and
-# 164.9 steps, and a loss of 2.1573 and 2.1577.
-OTHERS = 1.0            # of a processor; at full, the most that others' work may take
 TOKENS = 1024           # of a replica's step
 LEARN = "--layers 2 --batch 8 --microbatches 1 --warmup 20 --eval-sequences 64"
 NOLOCO, DILOCO, PAIRS = METHODS = "NoLoCo", "DiLoCo", "pairs that never wait"
@@ -52,30 +49,35 @@ DRAWN = {NOLOCO: COLOURS["NoLoCo"], DILOCO: COLOURS["DiLoCo"], PAIRS: COLOURS["2
 
 @dataclass(frozen=True)
 class Point:
-    """Where methods race. hosts: options of tools/hosts.py; clock: of experiments/clock.py.
-    by_speed: whether those who can make inner steps by speed."""
+    """Where methods race. others: of a processor, at full the most that others' work may take.
+    hosts: options of tools/hosts.py; clock: of experiments/clock.py. by_speed: NoLoCo's and
+    DiLoCo's inner steps are in proportion to each host's speed."""
     name: str
     seeds: int
+    others: float
     hosts: str
     clock: str = ""
     by_speed: bool = False
 
 
+# A run takes 0.35 of a processor with uneven steps, 0.8 with a slow host and 1.0 at 50 ms. With this
+# much of others' work runs have as many steps as alone. With 0.8 those at 50 ms have 2 to 5% fewer.
 POINTS = (
-    Point("uneven steps", 16, "--mbit 200 --latency 5", clock="--uneven"),
-    Point("one slow host", 8, "--mbit 200 --latency 5", clock="--slow 5", by_speed=True),
-    Point("50 ms one way", 8, "--mbit 200 --latency 50"),
+    Point("uneven steps", 16, 1.2, "--mbit 200 --latency 5", clock="--uneven"),
+    Point("one slow host", 8, 0.8, "--mbit 200 --latency 5", clock="--slow 5", by_speed=True),
+    Point("50 ms one way", 8, 0.7, "--mbit 200 --latency 50"),
 )
-TRY = Point("two hosts", 1, "--mbit 200 --latency 5", clock="--slow 1", by_speed=True)
+TRY = Point("two hosts", 1, 1.2, "--mbit 200 --latency 5", clock="--slow 1", by_speed=True)
 # {(point, method): m, K fragments, D and rate}: the best of results/race_tries.json. Each method had
 # six tries of m, K and D per point on one seed, D up to m / 2. The best two had a second seed, and
 # so had one beyond the shortest or longest m if that was the best, and half and twice the best
-# one's rate, and one rate beyond. The search is in 3dc9cb9.
+# one's rate, and one rate beyond. The search is in 3dc9cb9, with one slow host for NoLoCo and DiLoCo
+# in aeaa4bf.
 RACED = {
     ("uneven steps", NOLOCO): (10, 1, 1, 0.003),
     ("uneven steps", DILOCO): (40, 1, 20, 0.003),
     ("uneven steps", PAIRS): (1, 1, 0, 0.006),
-    ("one slow host", NOLOCO): (2, 1, 0, 0.003),
+    ("one slow host", NOLOCO): (4, 1, 1, 0.003),
     ("one slow host", DILOCO): (4, 1, 1, 0.003),
     ("one slow host", PAIRS): (4, 1, 0, 0.003),
     ("50 ms one way", NOLOCO): (5, 5, 1, 0.003),
@@ -90,8 +92,9 @@ RACED = {
 def a_run(point, method, setting, seed, scale):
     """The Run of a method with its setting (m, K, D, rate)."""
     m, K, D, rate = setting
-    by_speed = point.by_speed and method != PAIRS       # they need none
-    facts = dict(point=point.name, method=method, **named(setting), by_speed=by_speed, seed=seed)
+    by_speed = point.by_speed and method != PAIRS
+    facts = dict(point=point.name, method=method, m=m, K=K, D=D, rate=rate, by_speed=by_speed,
+                 seed=seed)
     clock = [PROGRAM, str(SECONDS[scale]), f"--step {STEP} --one-evaluation", point.clock]
     if by_speed:
         clock.append("--by-speed")
@@ -105,8 +108,8 @@ def a_run(point, method, setting, seed, scale):
 
 
 def ended(folder):
-    """What the record gets of the run's end: each replica's mean steps, and seconds in which it was
-    blocked by synchronisation; the inner steps of each, where they differ."""
+    """What the record gets of the run's end: a replica's mean steps; its mean seconds in which it
+    was blocked by synchronisation; the inner steps of each, where they differ."""
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     config = json.loads((folder / "config.json").read_text())
     return dict(steps=last["tokens"] / TOKENS / last["ranks"],
@@ -120,34 +123,25 @@ def measure(o):
                 for method in (NOLOCO, PAIRS)]
         make_runs("race", runs, o)
     else:
-        most = OTHERS if o.scale == "full" else None
-        make_runs("race", race_runs(o.scale), o, turn_of=turn, most_others=most)
-
-
-def race_runs(scale):
-    """All runs of the race, in their order: who is first changes with the seed."""
-    runs = []
-    for seed in range(SEEDS[scale]):
         for point in POINTS:
-            if seed < point.seeds:
-                first = seed % len(METHODS)
-                for method in METHODS[first:] + METHODS[:first]:
-                    runs.append(a_run(point, method, RACED[point.name, method], seed, scale))
+            most = point.others if o.scale == "full" else None
+            make_runs("race", race_runs(point, o.scale), o, turn_of=turn, most_others=most)
+
+
+def race_runs(point, scale):
+    """All runs at this point, in their order: who is first changes with the seed."""
+    runs = []
+    for seed in range(min(SEEDS[scale], point.seeds)):
+        first = seed % len(METHODS)
+        for method in METHODS[first:] + METHODS[:first]:
+            runs.append(a_run(point, method, RACED[point.name, method], seed, scale))
     return runs
 
 
 def turn(missing):
-    """All racers of a point and seed, one right after the other."""
-    return [run for run in missing if place(run) == place(missing[0])]
-
-
-def place(run):
-    return run.facts["point"], run.facts["seed"]
-
-
-def named(setting):
-    """The facts of a setting."""
-    return dict(zip(("m", "K", "D", "rate"), setting))
+    """All racers of a seed, one right after the other."""
+    seed = missing[0].facts["seed"]
+    return [run for run in missing if run.facts["seed"] == seed]
 
 
 # ---------------------------------------------------------------- what was found
