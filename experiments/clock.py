@@ -24,7 +24,6 @@ import time
 import torch.distributed as dist
 
 import train
-from gossip import Delayed, Fragments
 from gossip.asynchronous import Asynchronous
 from planning.measure import measure
 from planning.training import plan_paths
@@ -184,39 +183,19 @@ class OwnTime(Clock):
         return train.Log.take_row(self)
 
 
-def own_steps(m, K, D, share):
-    """(m, D) of a replica whose speed is this share of the fastest one's.
-
-    At least one step for each of K fragments; with a delay two, so that on all replicas a message
-    lands before the next fragment's departs.
-    """
-    least = K
-    if D:
-        least = 2 * K
-    own = max(min(least, m), round(share * m))
-    if D and own < m:
-        D = min(max(1, D * own // m), own // K - 1)
-    return own, D
+def half_as_many(m, D):
+    """(m, D) of a replica that is half as fast as the others. Of a delay at least one step is left."""
+    return m // 2, (D + 1) // 2
 
 
-def take_own_steps(run, share):
-    """Before its first step, give a rank whose speed is this share of the fastest one's inner steps
-    by its speed. Outer steps have the same numbers on all ranks, so groups are drawn alike."""
+def take_half(run):
+    """Before its first step, give a rank half as many inner steps between outer steps, which have
+    the same numbers on all ranks: so groups are drawn alike."""
     o = run.o
-    o.inner_steps, o.delay = own_steps(o.inner_steps, o.fragments, o.delay, share)
-    set_steps(run.outer, o.inner_steps, o.delay)
-
-
-def set_steps(outer, m, D):
-    """Give an outer optimizer other numbers."""
-    if isinstance(outer, Fragments):
-        for k, fragment in enumerate(outer.outers):
-            fragment.late = k * m // len(outer.outers)
-            set_steps(fragment, m, D)
-        return
-    outer.inner_steps = m
-    if isinstance(outer, Delayed):
-        outer.delay = D
+    o.inner_steps, o.delay = half_as_many(o.inner_steps, o.delay)
+    run.outer.inner_steps = o.inner_steps
+    if o.delay:
+        run.outer.delay = o.delay
 
 
 def never_waiting(run):
@@ -243,7 +222,7 @@ class Paced(train.Pipeline):
 
 
 def uneven(seconds, draws):
-    """The lengths of steps: twice `seconds` times f, but no less than `seconds`. f is log-normal
+    """The lengths of steps: f times twice `seconds`, but no less than `seconds`. f is log-normal
     with mean 1; 26% of all f are below 1/2, so the mean length is 2.08 times `seconds`. draws: a
     random.Random."""
     while True:
@@ -306,7 +285,7 @@ def clocked(argv):
         check(own, run)
         asked = run.o.inner_steps
         if own.by_speed and job.rank == own.slow:
-            take_own_steps(run, share=1 / 2)
+            take_half(run)
         inner_steps = job.share(run.o.inner_steps) if own.by_speed else None
         # At a checkpoint all wait for each other, and replicas may be at different steps.
         run.o.eval_every = run.o.save_every = run.o.steps
@@ -337,8 +316,10 @@ def check(own, run):
     if own.by_speed:
         train.need(own.one_evaluation and own.slow is not None,
                    "--by-speed is for --one-evaluation and --slow")
-        train.need(o.delay < o.inner_steps // o.fragments,
-                   "--by-speed needs a --delay below --inner-steps / --fragments")
+        # The slow one's message, too, must land before its next one leaves.
+        least = o.delay + 3 if o.delay else 2
+        train.need(o.fragments == 1 and o.inner_steps >= least, "--by-speed needs --inner-steps "
+                   "of 2 or more, or of --delay + 3 or more, and no --fragments")
 
 
 def clock_parser():

@@ -1,9 +1,9 @@
 """The race between hosts: the clock, inner steps by speed, uneven steps, its turns and their load, and what
 it compares."""
 
-import itertools
 import json
 import os
+import re
 import threading
 import types
 from datetime import timedelta
@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 import train
 from experiments import clock, harness, race
-from gossip import Fragments
-from gossip.due import Due
 from noloco import NoLoCo
 from tests.harness import HERE, checkpoint, metrics
 from tools.hosts import Hosts
@@ -178,57 +176,48 @@ def test_a_clocked_run_evaluates_just_after_outer_steps_and_ends_after_a_landing
 # ---------------------------------------------------------------- inner steps by speed
 
 
-@pytest.mark.parametrize("m, K, D, share, own", [
-    (10, 1, 0, 0.52, (5, 0)), (2, 1, 0, 0.1, (1, 0)),       # at least one
-    (10, 5, 0, 0.1, (5, 0)),                                # for each fragment
-    (4, 1, 1, 0.5, (2, 1)), (2, 1, 1, 0.5, (2, 1)),         # with a delay two
-    (20, 1, 6, 0.5, (10, 3)), (20, 1, 6, 1.0, (20, 6))])
-def test_inner_steps_are_in_proportion_to_speed(m, K, D, share, own):
-    assert clock.own_steps(m, K, D, share) == own
+@pytest.mark.parametrize("m, D, half", [(10, 0, (5, 0)), (2, 0, (1, 0)), (5, 1, (2, 1)), (20, 6, (10, 3))])
+def test_a_rank_that_is_half_as_fast_makes_half_as_many_inner_steps(m, D, half):
+    assert clock.half_as_many(m, D) == half
 
 
-def test_at_any_speed_a_message_lands_before_the_next_fragments_departs():
-    for m, K in itertools.product(range(1, 25), range(1, 9)):
-        for D, share in itertools.product(range(m // K), (0.01, 0.3, 0.5, 0.77, 0.99, 1.0)):
-            own, late = clock.own_steps(m, K, D, share)
-            assert K <= own <= m and bool(late) == bool(D) and late < own // K
+def test_the_slow_ones_message_lands_before_its_next_one_leaves():
+    for m in range(2, 25):
+        for D in [0, *range(1, m - 2)]:                         # those that `check` lets through
+            own, late = clock.half_as_many(m, D)
+            assert bool(late) == bool(D) and late < own
 
 
-def meetings(fragments, steps):
-    """Who meets whom, in order: (fragment, its group)."""
+@pytest.mark.parametrize("asked, complaint", [
+    (("--slow", 1), "--slow need a --step"), (("--by-speed", "--step", 0.01), "and --slow"),
+    (("--by-speed", "--step", 0.01, "--slow", 1, "--delay", 1), "--delay \\+ 3"),
+    (("--by-speed", "--step", 0.01, "--slow", 1, "--fragments", 2), "no --fragments")])
+def test_a_clock_is_not_asked_for_what_it_has_not(asked, complaint):
+    own, rest = clock.clock_parser().parse_known_args(["--clock", "1", "--one-evaluation", *map(str, asked)])
+    o = train.parse(["--inner-steps", "3", *rest], 2)
+    with pytest.raises(train.BadInput, match=complaint):
+        clock.check(own, types.SimpleNamespace(o=o, outer=object()))
+
+
+def meetings(outer, steps):
+    """The groups that it meets, in order."""
     found = []
     for _ in range(steps):
-        for k, outer in enumerate(fragments.outers):
-            if outer.due():
-                found.append((k, outer.outer.group()))
-            outer.steps += 1
+        if outer.due():
+            found.append(outer.group())
+        outer.steps += 1
     return found
 
 
-def test_with_own_inner_steps_groups_are_drawn_alike():
-    """Half as many inner steps between outer steps, in two fragments."""
-    def make(vector, lengths, late):
-        return NoLoCo(vector, range(8), inner_steps=8, seed=f"0 {late}")
-
-    fast = Fragments(make, torch.zeros(64), [64], 2, 8)
-    slow = Fragments(make, torch.zeros(64), [64], 2, 8)
-    clock.set_steps(slow, 4, 0)
-    assert len(met := meetings(fast, 40)) == 10 and met == meetings(slow, 20)
-
-
-def test_fragments_take_other_intervals_and_delays():
-    """m = 4, D = 1, and the second fragment's messages leave two steps after the first one's."""
-    def make(vector, lengths, late):
-        return NoLoCo(vector, [0], inner_steps=8)
-
-    fragments = Fragments(make, torch.zeros(64), [64], 2, 8, delay=3)
-    clock.set_steps(fragments, 4, 1)
-    assert [outer.timing for outer in fragments.outers] == [Due(4, 1, 0), Due(4, 1, 2)]
+def test_with_half_as_many_inner_steps_groups_are_drawn_alike():
+    fast, slow = (NoLoCo(torch.zeros(64), range(8), inner_steps=8) for _ in range(2))
+    clock.take_half(types.SimpleNamespace(outer=slow, o=types.SimpleNamespace(inner_steps=8, delay=0)))
+    assert len(met := meetings(fast, 40)) == 5 and met == meetings(slow, 20)
 
 
 def test_replicas_of_unequal_steps_send_equally_many_messages(trained, tmp_path):
     trained(4, "--clock", 3, "--step", 0.01, "--slow", 2, "--by-speed", "--one-evaluation", "--warmup", 8,
-            "--inner-steps", 8, "--fragments", 2, "--delay", 1, "--wire", "int8", main=clock.clocked)
+            "--inner-steps", 8, "--delay", 2, main=clock.clocked)
     own = [8, 8, 4, 8]
     last = metrics(tmp_path / "runs/x")[-1]
     assert last["merged_loss"] > 0 and last["weight_spread"] > 0
@@ -238,8 +227,8 @@ def test_replicas_of_unequal_steps_send_equally_many_messages(trained, tmp_path)
         step = int(file.parent.name)
         part = checkpoint(tmp_path / "runs/x", step, rank)
         assert part["step"] == step and part["counts"]["tokens"] == 2 * 2 * 32 * step
-        sent.add(step // (m // 2))                              # the fragments sent, of m / 2 steps each
-    assert len(sent) == 1 and sent.pop() >= 4                   # two outer steps or more
+        sent.add(step // m)
+    assert len(sent) == 1 and sent.pop() >= 2                   # two outer steps or more
     config = json.loads((tmp_path / "runs/x/config.json").read_text())
     assert config["inner_steps"] == 8 and config["inner_steps_by_rank"] == own
 
@@ -415,6 +404,9 @@ def test_the_settings_are_the_best_of_the_log():
         if set(by_seed) == {101, 102}:
             best[raced] = min(best.get(raced, (9.0,)), (sum(by_seed.values()), setting))
     assert {raced: setting for raced, (_, setting) in best.items()} == race.RACED
+    for record in harness.records_in(HERE / "results/race.json"):
+        setting = tuple(record[key] for key in ("m", "K", "D", "rate"))
+        assert setting == race.RACED[record["point"], record["method"]]
 
 
 # ---------------------------------------------------------------- what is compared
@@ -462,13 +454,16 @@ def test_holms_correction_goes_over_all_nine(tmp_path):
     assert len(races) == 9 and len(alone) == 6 and not any(one.survives for one in races)
 
 
-def test_a_winners_colour_is_that_of_the_lower_one_and_grey_where_none_is(tmp_path):
-    def colour(mean, survives):
-        measured = mock.Mock(mean=mean)
-        return race.Race("here", race.NOLOCO, race.DILOCO, measured, survives).colour
+def test_each_method_has_as_many_wins_as_significant_comparisons_in_which_it_is_the_lower_one():
+    """Of NoLoCo minus DiLoCo: lower, higher, and lower by chance. Pairs that never wait are lower once."""
+    def raced(one, other, mean, survives=True):
+        return race.Race("here", one, other, mock.Mock(mean=mean), survives)
 
-    assert colour(-0.1, True) == race.DRAWN[race.NOLOCO] != colour(0.1, True) == race.DRAWN[race.DILOCO]
-    assert colour(-0.1, False) == race.GREY
+    drawn = [raced(race.NOLOCO, race.DILOCO, -0.1), raced(race.NOLOCO, race.DILOCO, 0.1),
+             raced(race.NOLOCO, race.DILOCO, -0.1, survives=False), raced(race.PAIRS, race.NOLOCO, -0.1),
+             raced(race.PAIRS, race.DILOCO, 0.1)]
+    assert [one.lower for one in drawn] == [race.NOLOCO, race.DILOCO, None, race.PAIRS, race.DILOCO]
+    assert re.findall(r"\d", race.finding(drawn)) == ["6", "1", "1", "2"]       # pairs, NoLoCo, DiLoCo
 
 
 # ---------------------------------------------------------------- between hosts
