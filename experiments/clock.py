@@ -53,6 +53,8 @@ class Clock(train.Log):
     def __init__(self, run, limit):
         super().__init__(run)
         self.limit = limit
+        # The first outer step after the warm-up, the same one on all ranks.
+        self.first = math.ceil(run.o.warmup / run.o.inner_steps)
         self.begun = None           # (seconds, steps) since when the pace counts
         self.told = False           # whether the others know what fits at this rank's pace
         self.last = None            # the number of the last message, once all have agreed
@@ -63,12 +65,12 @@ class Clock(train.Log):
         super().between_steps(before)
 
     def plan(self):
-        """Find the pace, then plan the end, anew after each step: the rate's cosine goes on to it.
-        first: the first outer step after the warm-up."""
+        """Find the pace, then plan the end, anew after each step: the rate's cosine goes on to
+        it."""
         o, step = self.run.o, self.run.step
-        if not self.begun and step >= o.warmup // 2:                # first steps are slow
+        first = self.first * o.inner_steps
+        if not self.begun and step >= min(o.warmup // 2, first - 1):        # first steps are slow
             self.begun = self.sums["seconds"], step
-        first = math.ceil(o.warmup / o.inner_steps) * o.inner_steps
         if step == first:
             self.agree()
         elif step > first:
@@ -184,7 +186,7 @@ class OwnTime(Clock):
 
 
 def half_as_many(m, D):
-    """(m, D) of a replica that is half as fast as the others. Of a delay at least one step is left."""
+    """(m, D) of a replica that is half as fast as the others. A delay stays one step or more."""
     return m // 2, (D + 1) // 2
 
 
@@ -319,7 +321,7 @@ def check(own, run):
         # The slow one's message, too, must land before its next one leaves.
         least = o.delay + 3 if o.delay else 2
         train.need(o.fragments == 1 and o.inner_steps >= least, "--by-speed needs --inner-steps "
-                   "of 2 or more, or of --delay + 3 or more, and no --fragments")
+                   "of at least 2 (with a --delay D at least D + 3), and no --fragments")
 
 
 def clock_parser():

@@ -62,20 +62,20 @@ class Point:
     by_speed: bool = False
 
 
-# A run takes 0.35 of a processor with uneven steps, 0.8 with a slow host and 1.0 at 50 ms. With this
-# much of others' work runs have as many steps as with less. With 0.8 those at 50 ms had 2 to 5%
-# fewer.
+# A run takes 0.35 of a processor with uneven steps, 0.8 with a slow host and 1.0 at 50 ms. With
+# this much of others' work runs have as many steps as with less. With 0.8 those at 50 ms had 2 to
+# 5% fewer.
 POINTS = (
     Point("uneven steps", 16, 1.0, "--mbit 200 --latency 5", clock="--uneven"),
     Point("one slow host", 8, 0.8, "--mbit 200 --latency 5", clock="--slow 5", by_speed=True),
     Point("50 ms one way", 8, 0.7, "--mbit 200 --latency 50"),
 )
 TRY = Point("two hosts", 1, 1.0, "--mbit 200 --latency 5", clock="--slow 1", by_speed=True)
-# {(point, method): m, K fragments, D and rate}: the best of results/race_tries.json. Each method had
-# six tries of m, K and D per point on one seed, D up to m / 2. The best two had a second seed, and
-# so had one beyond the shortest or longest m if that was the best, and half and twice the best
-# one's rate, and one rate beyond. The search is in 3dc9cb9, with one slow host for NoLoCo and DiLoCo
-# in aeaa4bf.
+# {(point, method): m, K fragments, D and rate}: the best of results/race_tries.json. Each method
+# had six tries of m, K and D per point on one seed, D up to m / 2. The best two had a second seed,
+# and so had one beyond the shortest or longest m if that was the best, and half and twice the best
+# one's rate, and one rate beyond. The search is in 3dc9cb9, with one slow host for NoLoCo and
+# DiLoCo in aeaa4bf.
 RACED = {
     ("uneven steps", NOLOCO): (10, 1, 1, 0.003),
     ("uneven steps", DILOCO): (40, 1, 20, 0.003),

@@ -118,6 +118,18 @@ def test_a_rank_that_is_half_as_fast_with_half_as_many_inner_steps_ends_at_the_s
     assert [(rank.run.step, rank.clock.last) for rank in ranks] == [(50, 12), (25, 12)]
 
 
+def test_a_rank_that_is_half_as_fast_tells_what_fits_before_its_own_warm_up_is_over():
+    """The fast one's time is over after 13 steps, when the slow one has made 6, of a warm-up of 8."""
+    store = a_store()
+    ranks = [OnTime(pace, limit=26.0, rank=rank, world=2, store=store, m=4, D=0, kind=clock.OneEvaluation)
+             for rank, pace in enumerate((2.0, 4.0))]
+    for rank in ranks:
+        rank.run.o.warmup, rank.clock.first = 8, 2
+    clock.take_half(types.SimpleNamespace(o=ranks[1].run.o, outer=types.SimpleNamespace()))
+    run_together(*ranks)
+    assert [rank.run.step for rank in ranks] == [13, 6]
+
+
 def test_nobody_is_told_a_number_that_it_has_passed():
     """After 70 of 100 s the first one has begun its 13th outer step, and only 6 fit the other."""
     store = a_store()
@@ -190,7 +202,7 @@ def test_the_slow_ones_message_lands_before_its_next_one_leaves():
 
 @pytest.mark.parametrize("asked, complaint", [
     (("--slow", 1), "--slow need a --step"), (("--by-speed", "--step", 0.01), "and --slow"),
-    (("--by-speed", "--step", 0.01, "--slow", 1, "--delay", 1), "--delay \\+ 3"),
+    (("--by-speed", "--step", 0.01, "--slow", 1, "--delay", 1), "D \\+ 3"),
     (("--by-speed", "--step", 0.01, "--slow", 1, "--fragments", 2), "no --fragments")])
 def test_a_clock_is_not_asked_for_what_it_has_not(asked, complaint):
     own, rest = clock.clock_parser().parse_known_args(["--clock", "1", "--one-evaluation", *map(str, asked)])
