@@ -6,10 +6,10 @@ of its members.
 
 Which kind of dead is a rank? It is *absent* if no rank waits for it in outer steps and evaluations.
 It is *dead*, in a pipeline, if no path visits it and no rank waits for it. It is *away* if it is
-absent or dead, or both. It is *missed* if it did not answer the last evaluation in time: the next
-one does not wait for it (`SurvivingJob.missed`, the first rank's own set). It has *ended* if its
-process has. No rank knows that: the others mark it absent, or declare it dead, when they have
-waited for it in vain.
+absent or dead, or both. It is *missed* if it did not answer the last evaluation in time. The next
+one waits for it only if that answer has come since (`SurvivingJob.missed`, the first rank's own
+set). It has *ended* if its process has. No rank knows that: the others mark it absent, or declare
+it dead, when they have waited for it in vain.
 
     state       of rank R
     alive       it takes part

@@ -102,7 +102,8 @@ class SurvivingJob(Job):
         self.address = getattr(job, "address", None)
         self.joining = asks or self.latest >= 0
         self.dead = set()                   # those of the present iteration; empty on one stage
-        self.missed = set()     # ranks that the last `collect` missed: the next waits for none
+        self.missed = set()     # ranks that the last `collect` missed
+        self.last = ""          # the name of the last `collect`
         self.events_read = 0
         if self.store.check(["takeover/members"]):
             self.members = [int(r) for r in self.store.get("takeover/members").split()]
@@ -170,6 +171,8 @@ class SurvivingJob(Job):
         if not self.leads:
             return {}
         number, last, last_but_one = self.answered
+        # A rank whose last answer has come by now was only late, and is waited for again.
+        self.missed = {r for r in self.missed if not self.store.check([f"{self.last}/{r}"])}
         expected = set(range(self.world)) - self.away() - self.missed
         here = self.answers(name, expected, self.patience)
         for _ in range(15):                 # 15 times patience: 5 timeouts
@@ -181,6 +184,7 @@ class SurvivingJob(Job):
                          "this rank is cut off")
         self.store.set("answered", json.dumps([number + 1, here, last]))
         self.missed = set(range(self.world)) - set(here)
+        self.last = name
         self.write_events()
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
 

@@ -500,10 +500,11 @@ def test_a_rank_waits_half_its_time_for_another_and_all_of_it_for_one_held_up(at
     assert [seconds for _, seconds in store.waits] == waits and absent(store, range(2)) == {1}
 
 
-def test_an_evaluation_misses_a_silent_rank_once_and_ends_a_run_of_too_few():
+def test_an_evaluation_misses_a_silent_rank_once_waits_again_for_a_late_one_and_ends_a_run_of_too_few():
     job = SurvivingJob.__new__(SurvivingJob)
     job.store, job.rank, job.world, job.leads, job.members = Impatient(), 0, 3, True, range(3)
-    job.patience, job.dead, job.missed, job.standby = 2.0, set(), set(), (None, ["host", 1])     # of 6 s
+    job.patience = 2.0                                                          # of 6 s
+    job.dead, job.missed, job.last, job.standby = set(), set(), "", (None, ["host", 1])
     for rank in range(3):
         job.store.set(f"standby/{rank}", json.dumps(job.standby[1]))
     job.store.multi_set(["answered", "row/1/1"], [json.dumps([0, [0, 1, 2], [0, 1, 2]]), "7"])
@@ -514,10 +515,12 @@ def test_an_evaluation_misses_a_silent_rank_once_and_ends_a_run_of_too_few():
     assert job.store.waits[1:] == [(["row/2/0", "row/2/1"], 2.0)]
     job.read()
     assert job.answered == [2, [0, 1], [0, 1]]
-    job.store.set("answered", json.dumps([2, [0, 1, 2], [0, 1, 2]]))
+    job.store.multi_set(["row/2/2", "row/3/1", "row/3/2"], ["9", "8", "9"])      # rank 2 was only late
+    assert job.collect("row/3", 5) == {0: 5, 1: 8, 2: 9} and job.missed == set()
+    assert job.store.waits[2:] == [(["row/3/0", "row/3/1", "row/3/2"], 2.0)]
     with pytest.raises(TooFew, match=r"^only ranks \[0\] answer, too few to go on"):
-        job.collect("row/3", 5)
-    assert sum(seconds for _, seconds in job.store.waits[2:]) == 2.0 + 5 * 6.0
+        job.collect("row/4", 5)
+    assert sum(seconds for _, seconds in job.store.waits[3:]) == 2.0 + 5 * 6.0
 
 
 def test_a_peer_is_silent_after_a_third_of_the_timeout_without_a_beat(monkeypatch):
