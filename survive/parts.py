@@ -21,6 +21,7 @@ Where a dead peer is handled:
     both: an evaluation misses a rank                     parts.py     SurvivingJob.collect, meet
         its numbers in the log                            log.py       SurvivingLog.report
         the store is lost, with node 0                    parts.py     survive -> standby.py move
+        the new first rank is behind others               log.py       SurvivingLog.answer_past
         the process ends                                  __main__.py  main
 
 In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage
@@ -167,7 +168,7 @@ class SurvivingJob(Job):
         does so if too few ranks answer. Raises TooFew if after 5 timeouts they are still too few.
         """
         self.read()             # first: the answer says that this rank knows the newest list
-        self.store.set(f"{name}/{self.rank}", json.dumps(values))
+        self.answer(name, values)
         if not self.leads:
             return {}
         number, last, last_but_one = self.answered
@@ -187,6 +188,10 @@ class SurvivingJob(Job):
         self.last = name
         self.write_events()
         return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
+
+    def answer(self, name, values):
+        """Tell the first rank this rank's values."""
+        self.store.set(f"{name}/{self.rank}", json.dumps(values))
 
     def answers(self, name, awaited, seconds):
         """The ranks that have answered, when all awaited ones have or after so many seconds."""
@@ -366,6 +371,8 @@ def join(run):
     if run.reader and (job.asks or step != run.step):
         run.reader.cursor = step * run.o.microbatches * run.o.batch
     run.step = step
+    if not job.asks:
+        run.log.answer_past()
 
 
 def join_pipeline(run):

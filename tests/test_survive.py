@@ -267,6 +267,46 @@ def test_nobody_is_lost_who_was_not_killed(seed, corpus, tmp_path):
     assert all(checkpoint(tmp_path / "runs/x", 60, r)["step"] == 60 for r in survivors)
 
 
+def _ahead_of_the_next_first_rank(rank, world, argv, store):
+    """Rank 0 dies with the store when all but rank 1 evaluate at step 20. Until then the others wait, there, or
+    rank 1 at step 12."""
+    def evaluates(*_):
+        Path(f"evaluates{rank}").touch()
+        wait_until(Path("fallen").exists)
+
+    def fall(*_):
+        wait_until(lambda: all(Path(f"evaluates{r}").exists() for r in (2, 3)))
+        Path("fallen").touch()
+        os.kill(store, signal.SIGKILL)
+        die()
+
+    def begin(pipeline, step, *_):
+        if step == 12:
+            wait_until(Path("fallen").exists)
+
+    if rank == 0:
+        act_at(None, SurvivingJob, "collect", fall)
+    elif rank == 1:
+        act_at(None, SurvivingPipeline, "begin", begin)
+    else:
+        act_at(None, SurvivingJob, "average", evaluates)
+    return surviving_main(rank, world, argv)
+
+
+@pytest.mark.faults
+def test_a_first_rank_that_is_behind_after_a_takeover_goes_on(corpus, tmp_path):
+    """The others have done an evaluation that it has yet to do, and nobody has their answers."""
+    world, argv = command("one stage", tmp_path, "--data", corpus, "--steps", 60, *OFTEN)
+    with store_host() as (port, pid):
+        results = processes(world, _ahead_of_the_next_first_rank, argv, pid, cwd=tmp_path, port=port, fallen=[0])
+    print(*results, sep="\n")
+    assert [result and result[0] for result in results] == [None, 0, 0, 0]
+    rows = metrics(tmp_path / "runs/x")
+    assert [(row["rank"], row["missing"]) for row in rows if row.get("event") == "takeover"] == [(1, [0])]
+    evaluated = [(row["step"], row["ranks"]) for row in rows if "ranks" in row]
+    assert evaluated[0] == (20, 3) and evaluated[-1] == (60, 3)     # it may leap over the one between
+
+
 @pytest.mark.faults
 def test_the_first_rank_waits_at_the_end_for_a_late_replica(corpus, tmp_path):
     """It hosts the store. The others end seconds before the late one."""
