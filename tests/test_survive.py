@@ -268,7 +268,7 @@ def test_nobody_is_lost_who_was_not_killed(seed, corpus, tmp_path):
 
 
 def _ahead_of_the_next_first_rank(rank, world, argv, store):
-    """Rank 0 dies with the store when all but rank 1 evaluate at step 20. Until then the others wait, there, or
+    """Rank 0 dies with the store when all but rank 1 evaluate at step 20. Until then these wait there, and
     rank 1 at step 12."""
     def evaluates(*_):
         Path(f"evaluates{rank}").touch()
@@ -298,13 +298,14 @@ def test_a_first_rank_that_is_behind_after_a_takeover_goes_on(corpus, tmp_path):
     """The others have done an evaluation that it has yet to do, and nobody has their answers."""
     world, argv = command("one stage", tmp_path, "--data", corpus, "--steps", 60, *OFTEN)
     with store_host() as (port, pid):
-        results = processes(world, _ahead_of_the_next_first_rank, argv, pid, cwd=tmp_path, port=port, fallen=[0])
+        results = processes(world, _ahead_of_the_next_first_rank, argv, pid, cwd=tmp_path, port=port,
+                            fallen=[0])
     print(*results, sep="\n")
     assert [result and result[0] for result in results] == [None, 0, 0, 0]
     rows = metrics(tmp_path / "runs/x")
     assert [(row["rank"], row["missing"]) for row in rows if row.get("event") == "takeover"] == [(1, [0])]
     evaluated = [(row["step"], row["ranks"]) for row in rows if "ranks" in row]
-    assert evaluated[0] == (20, 3) and evaluated[-1] == (60, 3)     # it may leap over the one between
+    assert evaluated[0] == (20, 3) and evaluated[-1][0] == 60       # then it leaps after the others
 
 
 @pytest.mark.faults
