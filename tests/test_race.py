@@ -25,9 +25,10 @@ from tools.hosts import Hosts
 class OnTime:
     """A rank that only tells its clock how late it is. pace: seconds of a step."""
 
-    def __init__(self, pace, limit=100.0, kind=clock.Clock, rank=0, world=1, store=None, m=3, D=1, **asked):
+    def __init__(self, pace, limit=100.0, kind=clock.Clock, rank=0, world=1, store=None, m=3, D=1, warmup=4,
+                 **asked):
         self.pace, self.planned = pace, []
-        o = types.SimpleNamespace(warmup=4, steps=10**6, eval_every=10**6, inner_steps=m, delay=D,
+        o = types.SimpleNamespace(warmup=warmup, steps=10**6, eval_every=10**6, inner_steps=m, delay=D,
                                   fragments=1)
         job = types.SimpleNamespace(leads=rank == 0, rank=rank, world=world, store=store or a_store(),
                                     share=mock.Mock(side_effect=lambda value: [value]))
@@ -121,10 +122,8 @@ def test_a_rank_that_is_half_as_fast_with_half_as_many_inner_steps_ends_at_the_s
 def test_a_rank_that_is_half_as_fast_tells_what_fits_before_its_own_warm_up_is_over():
     """The fast one's time is over after 13 steps, when the slow one has made 6, of a warm-up of 8."""
     store = a_store()
-    ranks = [OnTime(pace, limit=26.0, rank=rank, world=2, store=store, m=4, D=0, kind=clock.OneEvaluation)
-             for rank, pace in enumerate((2.0, 4.0))]
-    for rank in ranks:
-        rank.run.o.warmup, rank.clock.first = 8, 2
+    ranks = [OnTime(pace, limit=26.0, rank=rank, world=2, store=store, m=4, D=0, warmup=8,
+                    kind=clock.OneEvaluation) for rank, pace in enumerate((2.0, 4.0))]
     clock.take_half(types.SimpleNamespace(o=ranks[1].run.o, outer=types.SimpleNamespace()))
     run_together(*ranks)
     assert [rank.run.step for rank in ranks] == [13, 6]
