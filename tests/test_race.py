@@ -17,6 +17,7 @@ import train
 from experiments import clock, harness, race
 from noloco import NoLoCo
 from tests.harness import HERE, checkpoint, metrics
+from planning.drawing import pyplot
 from tools.hosts import Hosts
 
 # ---------------------------------------------------------------- the clock
@@ -463,6 +464,22 @@ def test_holms_correction_goes_over_all_nine(tmp_path):
     races = race.races(dict(records=records, scale="full"))
     alone = [one for one in races if one.measured.p == pytest.approx(0.0163, abs=1e-4)]
     assert len(races) == 9 and len(alone) == 6 and not any(one.survives for one in races)
+
+
+def test_the_picture_has_a_bar_in_the_colour_of_the_lower_method_and_grey_by_chance(tmp_path):
+    """NoLoCo and pairs that never wait differ by 0.1, on every other seed to the other side."""
+    pytest.importorskip("matplotlib")
+    plt = pyplot()
+    raced = found(tmp_path, {race.PAIRS: 1.0, race.NOLOCO: 1.0, race.DILOCO: 1.4})
+    for record in raced["records"]:
+        if record["method"] == race.PAIRS:
+            record["merged"] = 2 - record["merged"]
+    figure = race.draw(plt, raced)
+    bars = [line.get_color() for line in figure.axes[0].lines if len(line.get_xdata()) == 2][1:]
+    plt.close(figure)
+    colours = {(race.NOLOCO, race.DILOCO): race.DRAWN[race.NOLOCO], (race.PAIRS, race.NOLOCO): race.GREY,
+               (race.PAIRS, race.DILOCO): race.DRAWN[race.PAIRS]}
+    assert bars == [colours[named] for named in race.NAMED] * 3
 
 
 def test_each_method_has_as_many_wins_as_significant_comparisons_in_which_it_is_the_lower_one():
