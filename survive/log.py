@@ -1,7 +1,7 @@
 """What a run says whose ranks may be dead: metrics.jsonl from those that answer in time."""
 from train import Log
 
-# Of a rank that has not evaluated at a report: what it has measured since its last answer.
+# In a report, of a rank that did not answer: what it has measured since its last answer.
 NOTHING = dict(loss=0, home=0, heldout=[], merged=[], squares=0.0, weights=0, iteration=0.0)
 
 
@@ -23,11 +23,11 @@ class SurvivingLog(Log):
         replicas = next(ranks for ranks in run.routes.stages if run.job.rank in ranks)
         if len(replicas) == 1:
             return 0.0, 0
-        return run.job.average(vector, replicas, f"spread/{run.stage}/{self.place(run.step)}")
+        return run.job.average(vector, replicas, f"spread/{run.stage}/{self.place()}")
 
-    def place(self, step):
-        """Names the evaluation at this step, alike on all ranks."""
-        o = self.run.o
+    def place(self):
+        """Names this evaluation, alike on all ranks."""
+        o, step = self.run.o, self.run.step
         return f"{step // o.eval_every}/{step >= o.steps}"
 
     def counts(self):
@@ -42,19 +42,9 @@ class SurvivingLog(Log):
         if hasattr(self.run.outer, "alone"):
             self.run.outer.alone = counts.get("steps_alone", 0)
 
-    def answer_past(self):
-        """After a takeover, answer the evaluations up to this rank's step: it does them no more.
-
-        The new first rank may be behind this rank. Without this answer it would wait for one.
-        """
-        run = self.run
-        past = range(run.o.eval_every, run.step, run.o.eval_every)
-        for step in (*past, run.step):
-            run.job.answer(f"row/{self.place(step)}", self.counts() | NOTHING)
-
     def report(self, row, ends):
-        place = self.place(self.run.step)
-        found = self.run.job.collect(f"row/{place}", self.counts() | row)
+        name = f"row/{self.place()}"
+        found = self.run.job.collect(name, self.counts() | row, self.run.step)
         if not self.run.job.leads:
             return
         self.latest |= found

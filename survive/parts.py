@@ -21,7 +21,7 @@ Where a dead peer is handled:
     both: an evaluation misses a rank                     parts.py     SurvivingJob.collect, meet
         its numbers in the log                            log.py       SurvivingLog.report
         the store is lost, with node 0                    parts.py     survive -> standby.py move
-        the new first rank is behind others               log.py       SurvivingLog.answer_past
+        the new first rank is behind others               parts.py     SurvivingJob.collect
         the process ends                                  __main__.py  main
 
 In a pipeline too, a rank that is missed in an outer step is absent; only a peer of another stage
@@ -160,22 +160,37 @@ class SurvivingJob(Job):
         """The ranks that are dead or absent at this moment, of which each rank has its own view."""
         return self.dead | absent(self.store, range(self.world))
 
-    def collect(self, name, values):
+    def collect(self, name, values, step):
         """{rank: its values} of the ranks that answer within `patience`. Only the first rank gets
         them; the others get {} at once.
 
-        If the first rank waited longer, its partner would do the next outer step without it. It
-        does so if too few ranks answer. Raises TooFew if after 5 timeouts they are still too few.
+        If the first rank waited longer, its partner would do the next outer step without it.
+
+        step: of the evaluation. After a takeover other ranks may be ahead of the first one. They
+        answer no evaluation up to the step at which the job went on, so it may lack any of them.
+        Later too few answers end the run.
         """
         self.read()             # first: the answer says that this rank knows the newest list
-        self.answer(name, values)
+        self.store.set(f"{name}/{self.rank}", json.dumps(values))
         if not self.leads:
             return {}
-        number, last, last_but_one = self.answered
         # A rank whose last answer has come by now was only late, and is waited for again.
         self.missed = {r for r in self.missed if not self.store.check([f"{self.last}/{r}"])}
         expected = set(range(self.world)) - self.away() - self.missed
         here = self.answers(name, expected, self.patience)
+        if step > self.latest:
+            here = self.enough_answers(name, here)
+        self.missed = set(range(self.world)) - set(here)
+        self.last = name
+        self.write_events()
+        return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
+
+    def enough_answers(self, name, here):
+        """The ranks that answer, the newest list of standby.py: `here`, or more after a wait.
+
+        Raises TooFew if after 5 timeouts they are still too few.
+        """
+        number, last, last_but_one = self.answered
         for _ in range(15):                 # 15 times patience: 5 timeouts
             if enough(here, last, last_but_one, tie=True):
                 break
@@ -184,14 +199,7 @@ class SurvivingJob(Job):
             raise TooFew(f"only ranks {here} answer, too few to go on: the others have ended, or "
                          "this rank is cut off")
         self.store.set("answered", json.dumps([number + 1, here, last]))
-        self.missed = set(range(self.world)) - set(here)
-        self.last = name
-        self.write_events()
-        return {r: json.loads(self.store.get(f"{name}/{r}")) for r in here}
-
-    def answer(self, name, values):
-        """Tell the first rank this rank's values."""
-        self.store.set(f"{name}/{self.rank}", json.dumps(values))
+        return here
 
     def answers(self, name, awaited, seconds):
         """The ranks that have answered, when all awaited ones have or after so many seconds."""
@@ -371,8 +379,6 @@ def join(run):
     if run.reader and (job.asks or step != run.step):
         run.reader.cursor = step * run.o.microbatches * run.o.batch
     run.step = step
-    if not job.asks:
-        run.log.answer_past()
 
 
 def join_pipeline(run):

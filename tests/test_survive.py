@@ -295,7 +295,7 @@ def _ahead_of_the_next_first_rank(rank, world, argv, store):
 
 @pytest.mark.faults
 def test_a_first_rank_that_is_behind_after_a_takeover_goes_on(corpus, tmp_path):
-    """The others have done an evaluation that it has yet to do, and nobody has their answers."""
+    """The others have done an evaluation that it has yet to do: there it is alone."""
     world, argv = command("one stage", tmp_path, "--data", corpus, "--steps", 60, *OFTEN)
     with store_host() as (port, pid):
         results = processes(world, _ahead_of_the_next_first_rank, argv, pid, cwd=tmp_path, port=port,
@@ -305,7 +305,7 @@ def test_a_first_rank_that_is_behind_after_a_takeover_goes_on(corpus, tmp_path):
     rows = metrics(tmp_path / "runs/x")
     assert [(row["rank"], row["missing"]) for row in rows if row.get("event") == "takeover"] == [(1, [0])]
     evaluated = [(row["step"], row["ranks"]) for row in rows if "ranks" in row]
-    assert evaluated[0] == (20, 3) and evaluated[-1][0] == 60       # then it leaps after the others
+    assert evaluated[0] == (20, 1) and evaluated[-1][0] == 60
 
 
 @pytest.mark.faults
@@ -541,27 +541,48 @@ def test_a_rank_waits_half_its_time_for_another_and_all_of_it_for_one_held_up(at
     assert [seconds for _, seconds in store.waits] == waits and absent(store, range(2)) == {1}
 
 
-def test_an_evaluation_misses_a_silent_rank_once_waits_again_for_a_late_one_and_ends_a_run_of_too_few():
+@pytest.fixture
+def first_of_three():
+    """The first rank's job. No wait lasts; ranks 1 and 2 answer what a test says."""
     job = SurvivingJob.__new__(SurvivingJob)
     job.store, job.rank, job.world, job.leads, job.members = Impatient(), 0, 3, True, range(3)
     job.patience = 2.0                                                          # of 6 s
-    job.dead, job.missed, job.last, job.standby = set(), set(), "", (None, ["host", 1])
+    job.dead, job.missed, job.last, job.standby, job.latest = set(), set(), "", (None, ["host", 1]), -1
     for rank in range(3):
         job.store.set(f"standby/{rank}", json.dumps(job.standby[1]))
-    job.store.multi_set(["answered", "row/1/1"], [json.dumps([0, [0, 1, 2], [0, 1, 2]]), "7"])
-    assert job.collect("row/1", 5) == {0: 5, 1: 7} and job.missed == {2}
+    job.store.set("answered", json.dumps([0, [0, 1, 2], [0, 1, 2]]))
+    return job
+
+
+def test_an_evaluation_misses_a_silent_rank_once_waits_again_for_a_late_one_and_ends_a_run_of_too_few(
+        first_of_three):
+    job = first_of_three
+    job.store.set("row/1/1", "7")
+    assert job.collect("row/1", 5, 20) == {0: 5, 1: 7} and job.missed == {2}
     assert job.store.waits == [(["row/1/0", "row/1/1", "row/1/2"], 2.0)]
     job.store.set("row/2/1", "8")
-    assert job.collect("row/2", 5) == {0: 5, 1: 8}
+    assert job.collect("row/2", 5, 40) == {0: 5, 1: 8}
     assert job.store.waits[1:] == [(["row/2/0", "row/2/1"], 2.0)]
     job.read()
     assert job.answered == [2, [0, 1], [0, 1]]
     job.store.multi_set(["row/2/2", "row/3/1", "row/3/2"], ["9", "8", "9"])      # rank 2 was only late
-    assert job.collect("row/3", 5) == {0: 5, 1: 8, 2: 9} and job.missed == set()
+    assert job.collect("row/3", 5, 60) == {0: 5, 1: 8, 2: 9} and job.missed == set()
     assert job.store.waits[2:] == [(["row/3/0", "row/3/1", "row/3/2"], 2.0)]
     with pytest.raises(TooFew, match=r"^only ranks \[0\] answer, too few to go on"):
-        job.collect("row/4", 5)
+        job.collect("row/4", 5, 80)
     assert sum(seconds for _, seconds in job.store.waits[3:]) == 2.0 + 5 * 6.0
+
+
+def test_a_first_rank_behind_the_step_of_a_takeover_is_alone_in_its_evaluations_until_then(first_of_three):
+    """The others are ahead of it: they answer none of these, and count as before it."""
+    job = first_of_three
+    job.latest = 40
+    assert job.collect("row/1", 5, 20) == job.collect("row/2", 5, 40) == {0: 5}
+    assert [seconds for _, seconds in job.store.waits] == [2.0, 2.0]
+    job.read()
+    assert job.answered == [0, [0, 1, 2], [0, 1, 2]]
+    with pytest.raises(TooFew, match=r"^only ranks \[0\] answer"):
+        job.collect("row/3", 5, 60)
 
 
 def test_a_peer_is_silent_after_a_third_of_the_timeout_without_a_beat(monkeypatch):
