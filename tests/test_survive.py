@@ -750,8 +750,10 @@ def _losses(rank, world):
     job = Job()
     group = gloo_group(job.store, "pair", rank, 2, 60)
     if rank == 1:
+        job.store.set("connected", "=")
         job.store.get("enough")
         return None
+    job.store.wait(["connected"])                           # the first error closes the connection
     errors = []
     first = group.recv([torch.empty(1)], 1, 1)
     second = group.recv([torch.empty(1)], 1, 2)
