@@ -166,9 +166,8 @@ class SurvivingJob(Job):
 
         If the first rank waited longer, its partner would do the next outer step without it.
 
-        step: of the evaluation. After a takeover other ranks may be ahead of the first one. They
-        answer no evaluation up to the step at which the job went on, so it may lack any of them.
-        Later too few answers end the run.
+        step: of the evaluation. After a takeover other ranks may be ahead of the first one, and
+        answer no evaluation up to `latest`. Only later ones need enough answers, and raise TooFew.
         """
         self.read()             # first: the answer says that this rank knows the newest list
         self.store.set(f"{name}/{self.rank}", json.dumps(values))

@@ -10,8 +10,9 @@ Two parts of a run never train on:
 1. The first rank writes list k, the ranks that answered evaluation k, to the store. A rank reads
    the newest list before it answers.
 2. With the store, the first rank stops unless half of list k - 1 and half of list k - 2 answer.
-   After a takeover it begins so at its first evaluation after the latest rank's step: ranks that
-   are ahead of it have done those before, which write no list.
+   After a takeover this holds for evaluations after the step of the rank that was furthest ahead.
+   Ranks ahead of the first one have done the earlier ones, and do not answer them again: those
+   write no list.
 3. Without the store, ranks go on if they are more than half of the newest list that any of them
    has read, and more than half of the list before.
 4. Ranks that last read list k are in no list after k + 1. If they are more than half of list k,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import train
 from experiments import clock, harness, race
 from noloco import NoLoCo
-from tests.harness import HERE, checkpoint, metrics
 from planning.drawing import pyplot
+from tests.harness import HERE, checkpoint, metrics
 from tools.hosts import Hosts
 
 # ---------------------------------------------------------------- the clock
@@ -222,7 +222,8 @@ def meetings(outer, steps):
 
 
 def test_with_half_as_many_inner_steps_groups_are_drawn_alike():
-    fast, slow = (NoLoCo(torch.zeros(64), range(8), inner_steps=8) for _ in range(2))
+    fast = NoLoCo(torch.zeros(64), range(8), inner_steps=8)
+    slow = NoLoCo(torch.zeros(64), range(8), inner_steps=8)
     clock.take_half(types.SimpleNamespace(outer=slow, o=types.SimpleNamespace(inner_steps=8, delay=0)))
     assert len(met := meetings(fast, 40)) == 5 and met == meetings(slow, 20)
 

@@ -229,21 +229,23 @@ def test_survivors_reach_the_loss_of_a_run_without_the_fault(fault, job, sound, 
     assert rows[-1]["heldout_loss"] == pytest.approx(sound(job), rel=0.05)
 
 
+def fall(rank, store):
+    """This process leaves a mark and dies, rank 0 with the store."""
+    Path(f"killed{rank}").touch()
+    if rank == 0:
+        os.kill(store, signal.SIGKILL)
+    die()
+
+
 def _killed(rank, world, argv, kills, store):
     """A rank of the job. kills: {rank: (the step from which on it is killed, after so many seconds)}."""
     at, seconds = kills.get(rank, (math.inf, 0.0))
-
-    def fall():
-        Path(f"killed{rank}").touch()
-        if rank == 0:
-            os.kill(store, signal.SIGKILL)
-        die()
 
     def begin(pipeline, step, *_):
         nonlocal at
         if step >= at:              # a late rank may have leapt over the very step
             at = math.inf
-            threading.Timer(seconds, fall).start()
+            threading.Timer(seconds, fall, [rank, store]).start()
 
     act_at(None, SurvivingPipeline, "begin", begin)
     return surviving_main(rank, world, argv)
@@ -272,20 +274,18 @@ def _ahead_of_the_next_first_rank(rank, world, argv, store):
     rank 1 at step 12."""
     def evaluates(*_):
         Path(f"evaluates{rank}").touch()
-        wait_until(Path("fallen").exists)
+        wait_until(Path("killed0").exists)
 
-    def fall(*_):
+    def collect(*_):
         wait_until(lambda: all(Path(f"evaluates{r}").exists() for r in (2, 3)))
-        Path("fallen").touch()
-        os.kill(store, signal.SIGKILL)
-        die()
+        fall(rank, store)
 
     def begin(pipeline, step, *_):
         if step == 12:
-            wait_until(Path("fallen").exists)
+            wait_until(Path("killed0").exists)
 
     if rank == 0:
-        act_at(None, SurvivingJob, "collect", fall)
+        act_at(None, SurvivingJob, "collect", collect)
     elif rank == 1:
         act_at(None, SurvivingPipeline, "begin", begin)
     else:
@@ -545,9 +545,9 @@ def test_a_rank_waits_half_its_time_for_another_and_all_of_it_for_one_held_up(at
 def first_of_three():
     """The first rank's job. No wait lasts; ranks 1 and 2 answer what a test says."""
     job = SurvivingJob.__new__(SurvivingJob)
-    job.store, job.rank, job.world, job.leads, job.members = Impatient(), 0, 3, True, range(3)
-    job.patience = 2.0                                                          # of 6 s
-    job.dead, job.missed, job.last, job.standby, job.latest = set(), set(), "", (None, ["host", 1]), -1
+    vars(job).update(store=Impatient(), rank=0, world=3, leads=True, members=range(3), dead=set(),
+                     missed=set(), last="", latest=-1, standby=(None, ["host", 1]),
+                     patience=2.0)          # of 6 s
     for rank in range(3):
         job.store.set(f"standby/{rank}", json.dumps(job.standby[1]))
     job.store.set("answered", json.dumps([0, [0, 1, 2], [0, 1, 2]]))
